@@ -1,0 +1,35 @@
+"""Memory care for Hugging Face Trainer runs.
+
+`from trainer_plugins import MemoryWatchdog` works, and imports what it needs only then: this module alone imports
+neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Each public name and its home (PEP 562, as transformers does it).
+_HOMES = {
+    "CudaCacheCallback": "callbacks",
+    "EvalGenerateCleanup": "callbacks",
+    "KVCacheGuard": "callbacks",
+    "MemoryWatchdog": "callbacks",
+    "generation_memory": "generation",
+}
+
+__all__ = ["CudaCacheCallback", "EvalGenerateCleanup", "KVCacheGuard", "MemoryWatchdog", "generation_memory"]
+
+if TYPE_CHECKING:
+    from trainer_plugins.callbacks import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
+    from trainer_plugins.generation import generation_memory
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

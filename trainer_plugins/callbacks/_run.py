@@ -1,0 +1,112 @@
+"""What the callbacks of one run share: the device it runs on, the timeline of its rank, and when an evaluation ended."""
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.devices import Device, open_device
+from trainer_plugins.timeline import Timeline, timeline_of_run
+
+logger = logging.getLogger(__name__)
+
+
+class RunCallback(TrainerCallback):
+    """A callback with a device and a timeline: those it was given, or else the run's own."""
+
+    def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
+        self._device = device
+        self._timeline = timeline
+        self._cannot_read = False
+
+    def device_for(self, args: TrainingArguments) -> Device | None:
+        """The device, opened at the first event that needs it; None, said once, where this kind cannot be read.
+
+        At the first event: a callback added after the Trainer was built never hears on_init_end, and
+        trainer.evaluate() alone never fires on_train_begin.
+        """
+        if self._device is None and not self._cannot_read:
+            try:
+                self._device = open_device(args.device)
+            except ValueError as error:
+                self._cannot_read = True
+                logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
+        return self._device
+
+    def timeline_for(self, args: TrainingArguments) -> Timeline:
+        if self._timeline is None:
+            self._timeline = timeline_of_run(args.output_dir, args.process_index)
+        return self._timeline
+
+    def is_second(self, state: TrainerState) -> bool:
+        """Whether this run already has a callback of this class; said once. Two would each see half of the peaks."""
+        # All callbacks of a run are handed the same state, and what is no field of it is never saved.
+        first = vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, self)
+        if first is not self:
+            logger.warning("%s was added twice: the second one does nothing. Remove one", type(self).__name__)
+        return first is not self
+
+
+class EvaluationCallback(RunCallback):
+    """A callback that hears of the end of every evaluation, whatever path the Trainer's subclass takes.
+
+    `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may return without it, as
+    open-unlearning's FinetuneTrainer does. `control.should_evaluate` is set before each evaluation inside training,
+    so what follows it is told by the first event after it that no evaluation fires.
+    """
+
+    _evaluating = False
+
+    def before_evaluation(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
+        """An evaluation inside training is about to begin."""
+
+    def after_evaluation(self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any) -> None:
+        """An evaluation (`eval`) or prediction (`predict`) has ended, inside training or not."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._evaluating = False
+        if args.eval_on_start:
+            self._begin(args, state, **kwargs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if control.should_evaluate:
+            self._begin(args, state, **kwargs)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._settle(args, state, **kwargs)
+        if control.should_evaluate:
+            self._begin(args, state, **kwargs)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluating = False
+        self.after_evaluation(args, state, "eval", **kwargs)
+
+    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluating = False
+        self.after_evaluation(args, state, "predict", **kwargs)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._settle(args, state, **kwargs)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._settle(args, state, **kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._settle(args, state, **kwargs)
+
+    def _begin(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
+        self._evaluating = True
+        self.before_evaluation(args, state, **kwargs)
+
+    def _settle(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
+        if self._evaluating:
+            self._evaluating = False
+            self.after_evaluation(args, state, "eval", **kwargs)

@@ -1,0 +1,65 @@
+"""CudaCacheCallback: give cached memory back every few steps, on every rank or on none, when there is enough of it."""
+
+import logging
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.devices import Device
+from trainer_plugins.release import AgreedRelease
+from trainer_plugins.timeline import Timeline
+from trainer_plugins.units import size
+
+logger = logging.getLogger(__name__)
+
+
+class CudaCacheCallback(RunCallback):
+    """Every `interval` optimizer steps: if some rank has cached `min_reclaimable_fraction` of its card, all release.
+
+    A release helps others on the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation; it does not
+    save an allocation of this process, before which the allocator releases its cache by itself. It is never done
+    because a foreign process presses: the cache is this run's reservation.
+
+    Unlike `TrainingArguments.torch_empty_cache_steps`, which empties the cache before the backward pass of every
+    micro-batch of such a step, evidence or not, this asks once, after the optimizer step, when least is alive.
+
+    Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two); a release is timed, and
+    written to the timeline with the bytes that it gave back. `min_reclaimable_fraction=0` releases on schedule.
+    """
+
+    def __init__(
+        self,
+        interval: int = 10,
+        min_reclaimable_fraction: float = 0.10,
+        device: Device | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        if interval < 1:
+            raise ValueError(f"interval counts optimizer steps, 1 or more, got {interval}")
+        if not 0 <= min_reclaimable_fraction <= 1:
+            raise ValueError(f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}")
+        super().__init__(device, timeline)
+        self.interval = interval
+        self.min_reclaimable_fraction = min_reclaimable_fraction
+        self._release: AgreedRelease | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        device = None if self.is_second(state) else self.device_for(args)
+        self._release = (
+            AgreedRelease(device, self.timeline_for(args), self.min_reclaimable_fraction) if device else None
+        )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._release is None or state.global_step % self.interval:
+            return
+        flush = self._release.consider(state.global_step, "interval")
+        if flush is not None:
+            logger.info(
+                "step %d: released %s of cached memory in %.1f ms",
+                flush.step,
+                size(flush.released_bytes),
+                flush.seconds * 1000,
+            )

@@ -1,0 +1,54 @@
+"""KVCacheGuard: no key-value cache in training forwards, and right text from `generate` inside training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.generation import forbid_training_cache, guard_generate, inference_mode_of
+
+
+class KVCacheGuard(RunCallback):
+    """For the length of training: training forwards build no cache, and `generate` runs as it does in inference.
+
+    `generate` on a model in train mode with gradient checkpointing returns wrong text without a word. Inside training
+    it therefore runs in eval mode, without checkpointing, with `use_cache=True` unless its caller says otherwise; each
+    module is put back exactly as it was found, also when it raises. `model.config` is not touched. After a training
+    that raised, what is left on the model is inert.
+
+    Cost: about 2 microseconds a forward; a `generate` inside training is as fast as it is outside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._undo: list[Callable[[], None]] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._restore()  # a training before this one raised
+        if self.is_second(state):
+            return
+        model: nn.Module = kwargs["model"]
+        self._undo.append(forbid_training_cache(model))
+        if hasattr(model, "generate"):
+            self._undo.append(guard_generate(model, _as_in_inference))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+@contextmanager
+def _as_in_inference(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
+    kwargs.setdefault("use_cache", True)
+    with inference_mode_of(model):
+        yield

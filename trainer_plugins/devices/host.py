@@ -1,0 +1,167 @@
+"""HostDevice: main memory, so that a run on the CPU is no special case; and what the kernel's OOM killer looks at."""
+
+import gc
+import logging
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trainer_plugins.devices.base import GpuProcess
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.units import KIB
+
+logger = logging.getLogger(__name__)
+
+# cgroup v1 writes "no limit" as the largest multiple of a page below 2**63.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What can end a run on the host side besides a full memory. Sizes in bytes."""
+
+    num_oom_kills: int
+    """Processes of this container that the kernel has killed for memory; 0 where no cgroup counts them."""
+
+    shm_total_bytes: int
+    """Size of /dev/shm, through which dataloader workers hand over batches; 0 where there is none."""
+
+    shm_free_bytes: int
+
+
+class HostDevice:
+    """Main memory as the kernel's OOM killer sees it for this process.
+
+    `total` is the machine's memory or the tightest limit of a control group (v1 or v2) around this process, whichever
+    is smaller; `allocated` is the resident set, of which nothing counts as cached. A reading costs about 100
+    microseconds in a container and 20 outside of one.
+
+    Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat, memory.events),
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, proc_pid_clear_refs(5).
+    """
+
+    name = "cpu"
+    uuid = None
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._process = psutil.Process()
+        self._limits = _limits_around(proc, cgroups)
+        self._peak_bytes = 0
+        self._kernel_peak = True
+
+    def read(self) -> MemoryReading:
+        resident_bytes = self.resident_bytes()
+        machine = psutil.virtual_memory()
+        total_bytes, free_bytes = machine.total, machine.available
+        for limit in self._limits:
+            limit_bytes = limit.limit_bytes()
+            if limit_bytes is not None:
+                total_bytes = min(total_bytes, limit_bytes)
+                free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
+        # The kernel keeps the true peak; where it may not be reset, the highest reading has to do.
+        if self._kernel_peak:
+            self._peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        self._peak_bytes = max(self._peak_bytes, resident_bytes)
+        return MemoryReading(
+            device=self.name,
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            reserved_bytes=resident_bytes,
+            allocated_bytes=resident_bytes,
+            peak_allocated_bytes=self._peak_bytes,
+        )
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = 0
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        except OSError:
+            self._kernel_peak = False
+
+    def release_cached(self) -> int:
+        before = self.resident_bytes()
+        gc.collect()
+        return max(0, before - self.resident_bytes())
+
+    def processes(self) -> tuple[GpuProcess, ...] | None:
+        return None
+
+    def resident_bytes(self) -> int:
+        """What this process holds of main memory. Costs about 10 microseconds."""
+        return int(self._process.memory_info().rss)
+
+    def facts(self) -> HostFacts:
+        """Look at the kernel's kill count and at shared memory. Costs about 50 microseconds."""
+        try:
+            shm = os.statvfs("/dev/shm")
+            shm_total, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+        except OSError:
+            shm_total = shm_free = 0
+        return HostFacts(
+            num_oom_kills=max((limit.num_oom_kills() for limit in self._limits), default=0),
+            shm_total_bytes=shm_total,
+            shm_free_bytes=shm_free,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """One control group around this process, by its files."""
+
+    folder: Path
+    version: int
+
+    def limit_bytes(self) -> int | None:
+        text = _text(self.folder / ("memory.max" if self.version == 2 else "memory.limit_in_bytes"))
+        if not text or text == "max" or int(text) >= _NO_LIMIT:
+            return None
+        return int(text)
+
+    def working_set_bytes(self) -> int:
+        """What counts against the limit and cannot simply be dropped, as kubelet reckons it."""
+        current, inactive = (
+            ("memory.current", "inactive_file")
+            if self.version == 2
+            else ("memory.usage_in_bytes", "total_inactive_file")
+        )
+        text = _text(self.folder / current)
+        return max(0, int(text) - _table(self.folder / "memory.stat").get(inactive, 0)) if text else 0
+
+    def num_oom_kills(self) -> int:
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        return _table(self.folder / name).get("oom_kill", 0)
+
+
+def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
+    """The control groups of this process from the innermost out, those that count memory."""
+    lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines()]
+    v1 = next((path for _, names, path in lines if "memory" in names.split(",")), None)
+    v2 = next((path for number, names, path in lines if number == "0" and not names), None)
+    if v1 is not None and (cgroups / "memory").is_dir():
+        root, path, version = cgroups / "memory", v1, 1
+    elif v2 is not None:
+        root, path, version = cgroups, v2, 2
+    else:
+        return ()
+    folder = root / path.lstrip("/")
+    if not folder.is_dir():
+        folder = root  # In a container the path may be the host's, while what is mounted is already our own group.
+    inward_out = [folder, *folder.parents]
+    around = inward_out[: inward_out.index(root) + 1]
+    return tuple(_Limit(folder, version) for folder in around if (folder / "memory.stat").is_file())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _table(path: Path) -> dict[str, int]:
+    pairs = (line.split()[:2] for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

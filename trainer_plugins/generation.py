@@ -1,0 +1,162 @@
+"""Generation: what `generate` needs from a model that is being trained, and what it leaves behind.
+
+`generate` on a model in train mode with gradient checkpointing returns wrong text without a word: the checkpointed
+layers drop `past_key_values`, while `generate` goes on feeding them one token at a time (transformers issue #36051,
+`modeling_layers.py`).
+"""
+
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+GenerateGuard = Callable[[nn.Module, dict[str, Any]], AbstractContextManager[None]]
+"""Put around each `generate` inside training: takes the model and the keyword arguments, which it may change."""
+
+_guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
+
+
+@contextmanager
+def inference_mode_of(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode without gradient checkpointing; afterwards each module exactly as it was found."""
+    modes = [(module, module.training) for module in model.modules()]
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    was_training = model.training
+    try:
+        # By the model's own methods first, which some adapters override to merge and unmerge their weights.
+        model.eval()
+        for module in checkpointed:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in checkpointed:
+            module.gradient_checkpointing = True
+        model.train(was_training)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def generation_memory(model: nn.Module) -> Iterator[None]:
+    """For one's own preview code: `with generation_memory(model): model.generate(...)`.
+
+    The model generates in eval mode without gradient checkpointing and is left exactly as it was found, also when the
+    block raises; then what `generate` left behind is dropped. Costs a garbage collection, about 0.1 s. Cached memory
+    is not released: that is for all ranks to agree on, see `EvalGenerateCleanup`.
+    """
+    try:
+        with inference_mode_of(model):
+            yield
+    finally:
+        drop_leftovers(model)
+        gc.collect()
+
+
+def leftovers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """What `generate` has left on a model, as pairs of a module and the name of its attribute.
+
+    `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA graphs;
+    `_cached_continuous_batching_manager` holds a paged cache of most of the card. An ordinary `generate` leaves
+    nothing (transformers 5.23).
+    """
+    names = ("_compiled_call", "_cached_continuous_batching_manager")
+    return [(module, name) for module in model.modules() for name in names if name in vars(module)]
+
+
+def drop_leftovers(model: nn.Module, reset_compiler: bool = False) -> list[str]:
+    """Drop what `generate` has left on a model, and say what that was.
+
+    Args:
+        model: the model that generated.
+        reset_compiler: also empty torch's compilation caches, which keep the graph pools of a compiled `generate`
+            alive. Not for a model whose training is compiled too: it would be compiled again.
+    """
+    found = leftovers(model)
+    for module, name in found:
+        if name == "_cached_continuous_batching_manager" and hasattr(
+            module, "destroy_cached_continuous_batching_manager"
+        ):
+            module.destroy_cached_continuous_batching_manager()  # stops its thread, too
+        vars(module).pop(name, None)
+    if reset_compiler and any(name == "_compiled_call" for _, name in found):
+        torch.compiler.reset()
+    return [f"{type(module).__name__}.{name}" for module, name in found]
+
+
+def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]:
+    """Put a guard around every `model.generate` that happens inside training; returns what takes it away again.
+
+    Outside `Trainer.train` the guard does nothing, so that a guard left behind by a training that raised is inert.
+    """
+    if model not in _guards:
+        _guards[model] = []
+        if "generate" in vars(model):  # FSDP2 and PEFT put one there; `_generate` calls it
+            vars(model)["_generate_before_guards"] = vars(model)["generate"]
+        # A bound method of a function of this module: it is copied with the model by copy.deepcopy, and pickles.
+        vars(model)["generate"] = MethodType(_generate, model)
+    _guards[model].append(guard)
+
+    def remove() -> None:
+        guards = _guards.get(model, [])
+        if guard in guards:
+            guards.remove(guard)
+            if not guards:
+                del _guards[model]
+                before = vars(model).pop("_generate_before_guards", None)
+                vars(model).pop("generate")
+                if before is not None:
+                    vars(model)["generate"] = before
+
+    return remove
+
+
+def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
+    """Build no key-value cache in training forwards of this model; returns what takes that away again.
+
+    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that ask elsewhere, build
+    the keys and values of every layer for nothing.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own forward takes anything
+    if "use_cache" not in inspect.signature(base.forward).parameters:
+        return lambda: None
+
+    def without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return (args, {**kwargs, "use_cache": False}) if module.training and inside_training() else None
+
+    return base.register_forward_pre_hook(without_cache, with_kwargs=True).remove
+
+
+def inside_training() -> bool:
+    """Whether a `Trainer.train` is running above us on this thread's stack. Costs about 2 microseconds.
+
+    The Trainer has no event for a training that raised; its frame, though, is gone then.
+    """
+    from transformers import Trainer  # the floors below the callbacks do not import transformers before it is needed
+
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is Trainer.train.__code__:
+            return True
+    return False
+
+
+def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
+    if not inside_training():
+        return generate(*args, **kwargs)
+    with ExitStack() as stack:
+        for guard in _guards.get(self, ()):
+            stack.enter_context(guard(self, kwargs))
+        return generate(*args, **kwargs)
+
+
+# `copy` and `pickle` find a method by the name of its function.
+_generate.__name__ = "generate"

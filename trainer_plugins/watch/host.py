@@ -1,0 +1,56 @@
+"""Host memory: what ends a run with a bare 'Killed' or 'Bus error', and therefore has to be said before."""
+
+from trainer_plugins.devices import HostFacts
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.units import percent, size
+from trainer_plugins.watch.pressure import Budget
+
+SHM_FREE_FRACTION = 0.10
+
+
+def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
+    """Judge main memory, or the container's limit, against a budget."""
+    used_fraction = 1 - reading.free_bytes / reading.total_bytes
+    severity = budget.severity(used_fraction)
+    if severity is None:
+        return None
+    return Finding(
+        code="host-memory-pressure",
+        severity=severity,
+        summary=f"main memory is {percent(used_fraction)} full; the kernel kills at 100%, without a traceback",
+        evidence=(
+            f"this process {size(reading.allocated_bytes)}, free {size(reading.free_bytes)} of {size(reading.total_bytes)}"
+        ),
+        remedy="Lower dataloader_num_workers, keep the dataset on disk, or offload less to the CPU.",
+        amount=used_fraction,
+    )
+
+
+def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
+    """Judge whether the kernel has killed a process of this container since an earlier look."""
+    num_kills = now.num_oom_kills - before.num_oom_kills
+    if num_kills <= 0:
+        return None
+    return Finding(
+        code="host-oom-kill",
+        severity=Severity.ERROR,
+        summary=f"the kernel has killed {num_kills} process(es) of this container for want of main memory",
+        evidence=f"oom_kill of the control group rose from {before.num_oom_kills} to {now.num_oom_kills}",
+        remedy="A dataloader worker or another rank may be gone: raise the container's memory limit, or offload less.",
+        amount=float(num_kills),
+    )
+
+
+def shared_memory(facts: HostFacts) -> Finding | None:
+    """Judge /dev/shm: when it is full, a dataloader worker dies of SIGBUS."""
+    if not facts.shm_total_bytes or facts.shm_free_bytes >= SHM_FREE_FRACTION * facts.shm_total_bytes:
+        return None
+    return Finding(
+        code="shared-memory-full",
+        severity=Severity.WARNING,
+        summary="/dev/shm is nearly full; a dataloader worker that finds it full dies of a bus error",
+        evidence=f"{size(facts.shm_free_bytes)} free of {size(facts.shm_total_bytes)}",
+        remedy="Start the container with a larger --shm-size, or lower dataloader_num_workers.",
+        amount=float(facts.shm_total_bytes - facts.shm_free_bytes),
+    )

@@ -1,0 +1,88 @@
+"""Leaks: memory that rises from step to step, of which kind, and how many steps are left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.units import size
+
+WINDOW = 32
+"""Steps that are judged together."""
+
+_BLOCK = 4
+_RISING_FRACTION = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What is held after a step, when activations are gone. Sizes in bytes."""
+
+    step: int
+    tensors: int
+    cache: int
+    non_torch: int
+    host: int
+
+
+_KINDS = {
+    "tensors": (
+        "live tensors",
+        "Look for what is kept from step to step: losses or logits appended without .item() or .detach().cpu(), "
+        "outputs in a list, hooks that store activations.",
+    ),
+    "cache": (
+        "reserved but unused memory",
+        "Lengths that never repeat fragment the cache: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, or "
+        "pad to a few lengths (pad_to_multiple_of=64).",
+    ),
+    "non_torch": (
+        "memory outside torch",
+        "A library takes it (NCCL communicators, CUDA graphs, a second CUDA context): look at what is created per step.",
+    ),
+    "host": (
+        "main memory of this process",
+        "Look at the dataset and its workers: lists that grow, caches, dataloader_num_workers copies of Python objects.",
+    ),
+}
+
+
+def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Finding]:
+    """Judge footprints of consecutive steps, oldest first, taken at the same moment of each.
+
+    The slope is Theil and Sen's (median of the slopes between all pairs) over the minima of blocks of 4 steps: a few
+    long batches, a save or an evaluation in between do not move it. A leak rises in every block but one.
+
+    Args:
+        window: at least `WINDOW` footprints; fewer give no finding.
+        card: the last reading of the card, for what its peak left free and what is noise on a card of its size.
+        host: the same for main memory.
+    """
+    if len(window) < WINDOW:
+        return []
+    findings = []
+    for kind, (what, remedy) in _KINDS.items():
+        blocks = [window[i : i + _BLOCK] for i in range(0, len(window) - _BLOCK + 1, _BLOCK)]
+        lows = [(block[0].step, min(int(getattr(footprint, kind)) for footprint in block)) for block in blocks]
+        num_rises = sum(after > before for (_, before), (_, after) in zip(lows, lows[1:], strict=False))
+        slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(lows, 2) if x2 > x1)
+        risen_bytes = lows[-1][1] - lows[0][1]
+        total_bytes, left_bytes = (
+            (host.total_bytes, host.free_bytes) if kind == "host" else (card.total_bytes, card.headroom_bytes)
+        )
+        if num_rises < len(lows) - 2 or slope <= 0 or risen_bytes < _RISING_FRACTION * total_bytes:
+            continue
+        left = max(0, int(left_bytes / slope))
+        findings.append(
+            Finding(
+                code=f"leak-{kind.replace('_', '-')}",
+                severity=Severity.ERROR if left <= WINDOW else Severity.WARNING,
+                summary=f"{what} rises step by step: out of memory in about {left} steps",
+                evidence=(f"{size(slope)} a step, {size(risen_bytes)} from step {window[0].step} to {window[-1].step}"),
+                remedy=remedy,
+                amount=float(risen_bytes),
+            )
+        )
+    return findings

@@ -1,0 +1,139 @@
+"""MemoryWatch: where a device, a budget and a timeline meet. It knows nothing of the Trainer."""
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from time import monotonic
+
+import psutil
+
+from trainer_plugins.devices import Device, HostDevice
+from trainer_plugins.finding import Finding
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.timeline import Flush, Remark, Sample, Timeline
+from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
+from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
+from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
+from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
+from trainer_plugins.watch.pressure import Budget, pressure
+
+WARM_UP_LOOKS = 8
+"""Looks before growth means anything: optimizer states, cuBLAS workspaces and NCCL buffers come with the first steps."""
+
+HOST_EVERY_SECONDS = 5.0
+PROCESSES_EVERY_SECONDS = 10.0
+
+
+class MemoryWatch:
+    """Looks at one device, remembers what it saw, and says what is new or has become worse.
+
+    It owns the device's peak counter: each look reads it and begins a new interval.
+    """
+
+    def __init__(self, device: Device, timeline: Timeline, budget: Budget | None = None) -> None:
+        self.device = device
+        self.timeline = timeline
+        self.budget = budget or Budget()
+        self._host = device if isinstance(device, HostDevice) else HostDevice()
+        self._host_reading: MemoryReading | None = None
+        self._host_facts = self._host.facts()
+        self._look_at_host_at = self._ask_processes_at = 0.0
+        self._num_train_looks = 0
+        self._warm: MemoryReading | None = None
+        self._non_torch_bytes: int | None = None
+        self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
+        self._judged_flush: Flush | None = None
+        self._said: dict[str, Finding] = {}
+
+    def look(self, step: int, moment: str) -> list[Finding]:
+        """Take one reading, begin a new peak, and judge. Costs about 50 microseconds.
+
+        Args:
+            step: optimizer steps completed.
+            moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`, `begin`, `end`.
+        """
+        reading = self.device.read()
+        self.device.reset_peak()
+        self.timeline.add(Sample(step=step, moment=moment, reading=reading))
+        findings = [
+            *self._judge_card(reading, moment),
+            *self._judge_host(moment),
+            *self._judge_growth(reading, step, moment),
+        ]
+        news = [finding for finding in findings if self._is_news(finding)]
+        for finding in news:
+            self._said[finding.code] = finding
+            self.timeline.add(Remark(step=step, finding=finding))
+        return news
+
+    def _is_news(self, finding: Finding) -> bool:
+        before = self._said.get(finding.code)
+        return before is None or finding.worse_than(before)
+
+    def _judge_card(self, reading: MemoryReading, moment: str) -> Iterable[Finding]:
+        if found := pressure(reading, self.budget, moment):
+            yield found
+        flush = self.timeline.last_flush
+        if flush is not None and flush is not self._judged_flush:
+            self._judged_flush = flush
+            if found := stuck_memory(flush, reading.total_bytes):
+                yield found
+        if self._warm is not None and (found := allocator_retries(self._warm, reading)):
+            yield found
+        if self.device is not self._host:
+            yield from self._judge_foreign(reading)
+
+    def _judge_foreign(self, reading: MemoryReading) -> Iterable[Finding]:
+        allowance = context_allowance_bytes(reading.total_bytes)
+        if self._non_torch_bytes is None:
+            self._non_torch_bytes = min(reading.non_torch_bytes, allowance)
+        suspicious = reading.non_torch_bytes >= self._non_torch_bytes + tolerance_bytes(reading.total_bytes)
+        if not suspicious or monotonic() < self._ask_processes_at:
+            return
+        self._ask_processes_at = monotonic() + PROCESSES_EVERY_SECONDS
+        if found := foreign_memory(reading, self._non_torch_bytes, self.device.processes(), _own_pids()):
+            yield found
+
+    def _judge_host(self, moment: str) -> Iterable[Finding]:
+        if moment == "train" and self._host_reading is not None and monotonic() < self._look_at_host_at:
+            return
+        self._look_at_host_at = monotonic() + HOST_EVERY_SECONDS
+        facts = self._host.facts()
+        self._host_reading = self._host.read()
+        for found in (
+            host_pressure(self._host_reading, self.budget),
+            oom_kills(self._host_facts, facts),
+            shared_memory(facts),
+        ):
+            if found:
+                yield found
+
+    def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> Iterable[Finding]:
+        if moment != "train":
+            return
+        self._num_train_looks += 1
+        if self._num_train_looks == WARM_UP_LOOKS:
+            self._warm = reading
+        if self._num_train_looks <= WARM_UP_LOOKS or self._host_reading is None:
+            return
+        self._footprints.append(
+            Footprint(
+                step=step,
+                tensors=reading.allocated_bytes if self.device is not self._host else 0,
+                cache=reading.cached_bytes,
+                non_torch=reading.non_torch_bytes if self.device is not self._host else 0,
+                host=self._host.resident_bytes(),
+            )
+        )
+        # Judged once a quarter of the window is new: it costs 0.2 ms, and a leak does not hurry.
+        if self._num_train_looks % (WINDOW // 4) == 0:
+            yield from leaks(self._footprints, reading, self._host_reading)
+
+
+def _own_pids() -> set[int]:
+    """The processes of this run on this machine: ours, our children, and the other ranks that our launcher started."""
+    me = psutil.Process()
+    family = [me, *me.children(recursive=True)]
+    if "LOCAL_RANK" in os.environ and (launcher := me.parent()) is not None:
+        family += launcher.children(recursive=True)
+    return {process.pid for process in family}
