@@ -45,7 +45,7 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def generation_memory(model: nn.Module) -> Iterator[None]:
-    """For one's own preview code: `with generation_memory(model): model.generate(...)`.
+    """Put around one's own preview code, as in `with generation_memory(model): model.generate(...)`.
 
     The model generates in eval mode without gradient checkpointing and is left exactly as it was found, also when the
     block raises; then what `generate` left behind is dropped. Costs a garbage collection, about 0.1 s. Cached memory

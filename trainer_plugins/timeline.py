@@ -131,12 +131,12 @@ class Timeline:
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
+        self._file: int | None = None
         if capacity < 1:
             raise ValueError(f"a timeline keeps at least one entry, got capacity={capacity}")
         self.path = path
         self.last_flush: Flush | None = None
         self._entries: deque[Entry] = deque(maxlen=capacity)
-        self._file: int | None = None
         self._unwritten = bytearray()
         self._warned = False
 

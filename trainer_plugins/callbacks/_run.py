@@ -1,4 +1,4 @@
-"""What the callbacks of one run share: the device it runs on, the timeline of its rank, and when an evaluation ended."""
+"""What the callbacks of one run share: its device, the timeline of its rank, and when an evaluation ended."""
 
 import logging
 from typing import Any

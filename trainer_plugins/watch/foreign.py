@@ -40,7 +40,8 @@ def foreign_memory(
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
         others = [process for process in listed if process.pid not in own_pids]
         who = ", ".join(
-            f"pid {p.pid} ({p.name or 'name unknown'}): {'size unknown' if p.used_bytes is None else size(p.used_bytes)}"
+            f"pid {p.pid} ({p.name or 'name unknown'}): "
+            f"{'size unknown' if p.used_bytes is None else size(p.used_bytes)}"
             for p in others
         )
         who = who or "by a process that the driver hides"
@@ -54,6 +55,8 @@ def foreign_memory(
         severity=Severity.WARNING,
         summary=f"other processes hold {size(foreign_bytes)} of {reading.device}",
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
-        remedy="Stop that process or move this run to another card. Do not empty the cache: it is this run's reservation.",
+        remedy=(
+            "Stop that process or move this run to another card. Do not empty the cache: it is this run's reservation."
+        ),
         amount=float(foreign_bytes),
     )

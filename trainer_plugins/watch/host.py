@@ -20,7 +20,8 @@ def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
         severity=severity,
         summary=f"main memory is {percent(used_fraction)} full; the kernel kills at 100%, without a traceback",
         evidence=(
-            f"this process {size(reading.allocated_bytes)}, free {size(reading.free_bytes)} of {size(reading.total_bytes)}"
+            f"this process {size(reading.allocated_bytes)}, "
+            f"free {size(reading.free_bytes)} of {size(reading.total_bytes)}"
         ),
         remedy="Lower dataloader_num_workers, keep the dataset on disk, or offload less to the CPU.",
         amount=used_fraction,

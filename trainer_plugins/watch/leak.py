@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 
 from trainer_plugins.finding import Finding, Severity
@@ -40,11 +40,11 @@ _KINDS = {
     ),
     "non_torch": (
         "memory outside torch",
-        "A library takes it (NCCL communicators, CUDA graphs, a second CUDA context): look at what is created per step.",
+        "A library takes it (NCCL communicators, CUDA graphs, a second context): look at what is made per step.",
     ),
     "host": (
         "main memory of this process",
-        "Look at the dataset and its workers: lists that grow, caches, dataloader_num_workers copies of Python objects.",
+        "Look at the dataset and its workers: lists that grow, caches, a copy of Python objects in each worker.",
     ),
 }
 
@@ -66,7 +66,7 @@ def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading)
     for kind, (what, remedy) in _KINDS.items():
         blocks = [window[i : i + _BLOCK] for i in range(0, len(window) - _BLOCK + 1, _BLOCK)]
         lows = [(block[0].step, min(int(getattr(footprint, kind)) for footprint in block)) for block in blocks]
-        num_rises = sum(after > before for (_, before), (_, after) in zip(lows, lows[1:], strict=False))
+        num_rises = sum(after > before for (_, before), (_, after) in pairwise(lows))
         slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(lows, 2) if x2 > x1)
         risen_bytes = lows[-1][1] - lows[0][1]
         total_bytes, left_bytes = (

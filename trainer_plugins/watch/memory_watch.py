@@ -18,7 +18,7 @@ from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
 from trainer_plugins.watch.pressure import Budget, pressure
 
 WARM_UP_LOOKS = 8
-"""Looks before growth means anything: optimizer states, cuBLAS workspaces and NCCL buffers come with the first steps."""
+"""Looks before growth means anything: the first steps bring optimizer states, cuBLAS workspaces, NCCL buffers."""
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0

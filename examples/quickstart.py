@@ -1,0 +1,126 @@
+"""Fine-tune a causal language model on real text with the four callbacks, evaluation and generation included.
+
+By default a byte-level Llama of 0.4 million parameters learns the text of Python's own documentation, which ships with
+Python, so nothing is downloaded. `--model PATH_OR_ID` takes any causal LM instead.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
+
+PROMPT = "The statement "
+
+
+class Blocks(Dataset[dict[str, torch.Tensor]]):
+    """A text as blocks of tokens of equal length, each its own label."""
+
+    def __init__(self, tokens: list[int], length: int) -> None:
+        self.blocks = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+
+
+class GeneratingTrainer(Trainer):
+    """Shows at each evaluation what the model writes by now."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        prompt = self.processing_class(PROMPT, return_tensors="pt", add_special_tokens=False).to(self.args.device)
+        tokens = self.model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
+        print(f"step {self.state.global_step}: {self.processing_class.decode(tokens[0])!r}", flush=True)
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        return metrics
+
+
+def byte_level_llama() -> tuple[Any, Any]:
+    """A Llama of 0.4 million parameters over bytes, untrained, and its tokenizer, which needs no files."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config), tokenizer
+
+
+def pretrained(name: str) -> tuple[Any, Any]:
+    """Any causal LM and its tokenizer, from a folder or the local cache of the hub."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), tokenizer
+
+
+def main() -> None:
+    """Train, evaluate, and leave a memory timeline in the output folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--length", type=int, default=128, help="tokens a sample")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+
+    model, tokenizer = pretrained(options.model) if options.model else byte_level_llama()
+    text = "\n".join(topics.values())
+    # Enough text for the steps asked for, and some that is never trained on.
+    text = text[: (options.steps * options.micro_batch + 64) * options.length * 6]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    blocks = Blocks(tokens, options.length)
+    held_out = 16
+    train, evaluation = torch.utils.data.random_split(
+        blocks, [len(blocks) - held_out, held_out], torch.Generator().manual_seed(0)
+    )
+    args = TrainingArguments(
+        output_dir=str(options.output_dir),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.micro_batch,
+        per_device_eval_batch_size=options.micro_batch,
+        learning_rate=3e-5 if options.model else 3e-3,
+        gradient_checkpointing=True,
+        eval_strategy="steps",
+        eval_steps=max(1, options.steps // 3),
+        logging_steps=max(1, options.steps // 6),
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = GeneratingTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+        callbacks=[CudaCacheCallback(interval=10), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()],
+    )
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    print(f"trained on {args.device}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

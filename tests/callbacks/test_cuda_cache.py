@@ -1,0 +1,59 @@
+"""Cached memory is released on evidence, at the interval, with its price; never because a stranger presses."""
+
+import torch
+from transformers import TrainerCallback
+
+from trainer_plugins import CudaCacheCallback
+from trainer_plugins.timeline import Flush, Timeline
+from trainer_plugins.units import MIB
+
+
+class Caches(TrainerCallback):
+    """Each step leaves some MiB in the allocator's cache, as a long batch does."""
+
+    def __init__(self, mib: int) -> None:
+        self.mib = mib
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.zeros(self.mib * MIB, dtype=torch.uint8, device=args.device)
+
+
+def flushes(make_trainer, mib: int, *more, **settings) -> list[Flush]:
+    timeline = Timeline()
+    make_trainer(Caches(mib), *more, CudaCacheCallback(**settings, timeline=timeline)).train()
+    return [entry for entry in timeline if isinstance(entry, Flush)]
+
+
+def test_releases_at_the_interval_when_there_is_enough(make_trainer, simgpu) -> None:
+    found = flushes(make_trainer, 64, interval=3)
+
+    assert [flush.step for flush in found] == [3, 6]
+    assert all(flush.released_bytes >= 64 * MIB and 0 < flush.seconds < 1 for flush in found)
+    assert torch.accelerator.memory_reserved() >= 64 * MIB  # steps 7 and 8 cached again
+
+
+def test_keeps_the_cache_when_there_is_little(make_trainer, simgpu) -> None:
+    assert flushes(make_trainer, 8, interval=1) == []
+    assert flushes(make_trainer, 64, interval=1, min_reclaimable_fraction=0.9) == []
+
+
+def test_releases_on_schedule_when_asked_to(make_trainer, simgpu) -> None:
+    found = flushes(make_trainer, 8, interval=4, min_reclaimable_fraction=0)
+
+    assert [flush.step for flush in found] == [4, 8]
+
+
+def test_holds_the_cache_while_a_foreign_process_grows(make_trainer, simgpu) -> None:
+    class Intruder(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if 4 <= state.global_step:
+                simgpu.card().hold(4242, 20 * MIB * (state.global_step - 3), "python infer.py")
+
+    found = flushes(make_trainer, 64, Intruder(), interval=1)
+
+    assert [flush.step for flush in found] == [1, 2, 3, 4]
+    assert torch.accelerator.memory_reserved() >= 64 * MIB
+
+
+def test_a_run_on_the_cpu_has_nothing_to_release(make_trainer) -> None:
+    assert flushes(make_trainer, 64, interval=1) == []

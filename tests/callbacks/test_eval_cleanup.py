@@ -1,0 +1,118 @@
+"""What evaluation leaves is dropped or named, on every path a Trainer takes."""
+
+import torch
+from transformers import DynamicCache, Trainer, TrainerCallback
+from transformers.generation import CompileConfig
+
+from trainer_plugins import EvalGenerateCleanup
+from trainer_plugins.timeline import Flush, Remark, Timeline
+from trainer_plugins.units import MIB
+
+
+class LeavesACompiledCall(Trainer):
+    """An evaluation that generates with a static cache, which leaves a compiled forward on the model."""
+
+    def evaluate(self, *args, **kwargs):
+        self.model.get_compiled_call(CompileConfig())
+        return super().evaluate(*args, **kwargs)
+
+
+class SilentEvaluation(Trainer):
+    """Overrides evaluate and returns without on_evaluate, as open-unlearning's trainer does."""
+
+    def evaluate(self, *args, **kwargs):
+        self.model.get_compiled_call(CompileConfig())
+        return {}
+
+
+class AtEachStepBegin(TrainerCallback):
+    """Comes after ours: sees what is left on the model when training goes on."""
+
+    def __init__(self) -> None:
+        self.left: list[bool] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.left.append("_compiled_call" in vars(kwargs["model"]))
+
+
+def steps_with_a_leftover(make_trainer, *callbacks, **kwargs) -> int:
+    look = AtEachStepBegin()
+    trainer = make_trainer(*callbacks, look, **kwargs)
+    trainer.train()
+    assert len(look.left) == 8
+    return sum(look.left) + ("_compiled_call" in vars(trainer.model))
+
+
+def test_leftovers_are_dropped_before_training_goes_on(make_trainer, anywhere) -> None:
+    for trainer_class in (LeavesACompiledCall, SilentEvaluation):
+        for when in ({"eval_strategy": "steps", "eval_steps": 4}, {"eval_strategy": "epoch"}, {"eval_on_start": True}):
+            settings = {"trainer_class": trainer_class, "eval_strategy": "epoch", "num_train_epochs": 1, **when}
+            assert steps_with_a_leftover(make_trainer, **settings) > 0, when
+            assert steps_with_a_leftover(make_trainer, EvalGenerateCleanup(), **settings) == 0, (trainer_class, when)
+
+
+def test_a_generation_outside_an_evaluation_is_cleaned_up_too(make_trainer) -> None:
+    class Preview(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            kwargs["model"].generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+            kwargs["model"].get_compiled_call(CompileConfig())
+
+    assert steps_with_a_leftover(make_trainer, Preview(), EvalGenerateCleanup()) == 0
+
+
+class KeepsItsCache(Trainer):
+    def evaluate(self, *args, **kwargs):
+        self.kept = DynamicCache()
+        keys = torch.zeros(1, 4, 1024, 1024, device=self.args.device)
+        self.kept.update(keys, keys.clone(), 0)
+        return super().evaluate(*args, **kwargs)
+
+
+def test_who_holds_a_cache_is_named(make_trainer, simgpu) -> None:
+    timeline = Timeline()
+
+    trainer = make_trainer(
+        EvalGenerateCleanup(timeline=timeline), trainer_class=KeepsItsCache, eval_strategy="steps", eval_steps=8
+    )
+    trainer.train()
+
+    (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]
+    assert remark.finding.code == "evaluation-leftover"
+    assert "32.0 MiB more alive on simgpu:0" in remark.finding.summary
+    assert "16.0 MiB [1, 4, 1024, 1024] held by" in remark.finding.evidence
+    assert "KeepsItsCache.kept" in remark.finding.evidence
+    assert len(trainer.kept.layers) == 1  # named, not destroyed
+
+
+class TakesAndFrees(Trainer):
+    take_bytes = 100 * MIB
+
+    def evaluate(self, *args, **kwargs):
+        torch.zeros(self.take_bytes, dtype=torch.uint8, device=self.args.device)
+        return super().evaluate(*args, **kwargs)
+
+
+class TakesLittle(TakesAndFrees):
+    take_bytes = 2 * MIB
+
+
+def test_cached_blocks_are_released_only_if_that_pays(make_trainer, simgpu) -> None:
+    for trainer_class, num_flushes in ((TakesAndFrees, 2), (TakesLittle, 0)):
+        simgpu_cache_is_empty = torch.accelerator.memory_reserved()
+        timeline = Timeline()
+        make_trainer(
+            EvalGenerateCleanup(timeline=timeline), trainer_class=trainer_class, eval_strategy="steps", eval_steps=4
+        ).train()
+
+        flushes = [entry for entry in timeline if isinstance(entry, Flush)]
+        assert [flush.step for flush in flushes] == [4, 8][:num_flushes]
+        assert all(flush.released_bytes >= 100 * MIB and flush.reason == "after eval" for flush in flushes)
+        assert torch.accelerator.memory_reserved() < simgpu_cache_is_empty + 60 * MIB
+
+
+def test_mode_and_checkpointing_are_left_as_found(make_trainer) -> None:
+    trainer = make_trainer(EvalGenerateCleanup(), eval_strategy="steps", eval_steps=8, gradient_checkpointing=True)
+    trainer.train()
+
+    assert trainer.model.is_gradient_checkpointing
+    assert not trainer.model.training  # as the Trainer's own evaluation leaves it

@@ -1,0 +1,141 @@
+"""Inside training `generate` returns wrong text without a word; with the guard it is right, and nothing is changed."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from tests.conftest import tiny_llama
+from trainer_plugins import KVCacheGuard, generation_memory
+
+PROMPT = [[5, 17, 99, 3]]
+
+
+def text(model, **kwargs) -> list[int]:
+    prompt = torch.tensor(PROMPT, device=model.device)
+    return model.generate(prompt, max_new_tokens=24, do_sample=False, **kwargs)[0].tolist()
+
+
+class Preview(TrainerCallback):
+    """Generates in the middle of training, as people do, and beside it what is right: a copy in eval mode."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[list[int], list[int]]] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        model = kwargs["model"]
+        assert model.training
+        assert model.is_gradient_checkpointing
+        right = copy.deepcopy(model).eval()
+        self.pairs.append((text(model), text(right)))
+        assert model.training
+        assert model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize(("callbacks", "is_right"), [([], False), ([KVCacheGuard], True)], ids=["without", "with"])
+def test_text_generated_inside_training(make_trainer, anywhere, callbacks, is_right: bool) -> None:
+    preview = Preview()
+
+    make_trainer(preview, *[c() for c in callbacks], gradient_checkpointing=True, max_steps=4).train()
+
+    assert len(preview.pairs) == 4
+    assert all(inside == right for inside, right in preview.pairs) == is_right
+
+
+class Asking(LlamaForCausalLM):
+    """Remembers what each training forward was told about the cache; its forward would build one."""
+
+    def forward(self, input_ids=None, labels=None, use_cache=True, **kwargs):
+        self.asked = [*getattr(self, "asked", []), (self.training, use_cache)]
+        return super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache, **kwargs)
+
+
+def test_no_training_forward_builds_a_cache(make_trainer) -> None:
+    model = Asking(tiny_llama().config)
+
+    make_trainer(KVCacheGuard(), model=model, eval_strategy="steps", eval_steps=4).train()
+
+    assert {use_cache for training, use_cache in model.asked if training} == {False}
+    assert {use_cache for training, use_cache in model.asked if not training} == {True}  # evaluation is left alone
+
+
+class Failing(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.inside = text(kwargs["model"])
+        raise RuntimeError("training raises")
+
+
+def frozen_state(model) -> dict[str, object]:
+    return {
+        "use_cache": model.config.use_cache,
+        "generation_use_cache": model.generation_config.use_cache,
+        "modes": [module.training for module in model.modules()],
+        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in model.modules()],
+    }
+
+
+def test_everything_is_as_it_was_also_when_training_raises(make_trainer) -> None:
+    model = tiny_llama()
+    failing = Failing()
+    trainer = make_trainer(failing, KVCacheGuard(), model=model, gradient_checkpointing=True)
+    with pytest.raises(RuntimeError, match="training raises"):
+        trainer.train()
+
+    before = frozen_state(model)
+    unguarded = text(model)  # train mode, checkpointing on: as wrong as it always was without the guard
+    assert frozen_state(model) == before
+    assert model.training
+    assert unguarded != failing.inside == text(copy.deepcopy(model).eval())
+
+    trainer.pop_callback(Failing)
+    trainer.train()  # a training that ends well takes away what was left
+    assert "generate" not in vars(model)
+    assert not model._forward_pre_hooks
+
+
+def test_a_generate_that_raises_restores_too(make_trainer) -> None:
+    class Wrong(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            model = kwargs["model"]
+            model.model.layers[0].eval()  # as one freezes a layer's dropout
+            self.before = frozen_state(model)
+            with pytest.raises(ValueError, match="not used by the model"):
+                text(model, no_such_argument=1)
+            self.after = frozen_state(model)
+
+    wrong = Wrong()
+    make_trainer(wrong, KVCacheGuard(), gradient_checkpointing=True, max_steps=1).train()
+
+    assert wrong.after == wrong.before
+
+
+def test_the_callers_word_on_the_cache_counts(make_trainer) -> None:
+    model = Asking(tiny_llama().config)
+
+    class WithoutCache(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            model.asked = []
+            text(model, use_cache=False)
+
+    make_trainer(WithoutCache(), KVCacheGuard(), model=model, max_steps=1).train()
+
+    assert {use_cache for _, use_cache in model.asked} == {False}
+
+
+def test_ones_own_preview_code() -> None:
+    model = tiny_llama().train()
+    model.gradient_checkpointing_enable() if not hasattr(
+        model, "activation_checkpointing_enable"
+    ) else model.activation_checkpointing_enable()
+    right = text(copy.deepcopy(model).eval())
+    before = frozen_state(model)
+
+    with generation_memory(model):
+        inside = text(model)
+
+    assert inside == right
+    assert frozen_state(model) == before
+    with pytest.raises(ZeroDivisionError), generation_memory(model):
+        raise ZeroDivisionError
+    assert frozen_state(model) == before

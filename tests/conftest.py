@@ -1,0 +1,86 @@
+"""A Trainer small enough to run in a blink, on the CPU or on a simulated card."""
+
+import gc
+import os
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from trainer_plugins.testing import simgpu as simgpu_module
+from trainer_plugins.units import MIB
+
+CAPACITY_BYTES = 256 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu_unless_asked(monkeypatch):
+    """Once loaded, the simulated card stays; accelerate takes it only when told to."""
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+
+
+@pytest.fixture
+def simgpu(monkeypatch):
+    """The simulated card of this process: 256 MiB, empty, and the one that accelerate trains on."""
+    reason = simgpu_module.unavailable_reason()
+    if reason:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI needs the simulated card: {reason}")
+        pytest.skip(reason)
+    simgpu_module.enable(CAPACITY_BYTES)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "simgpu")
+    gc.collect()
+    torch.accelerator.empty_cache()
+    yield simgpu_module
+    for process in simgpu_module.card().processes():
+        if process.pid != os.getpid():
+            simgpu_module.card().release(process.pid)
+    simgpu_module.set_capacity(CAPACITY_BYTES)
+
+
+@pytest.fixture(params=["cpu", "simgpu"])
+def anywhere(request):
+    """The test runs twice: on the CPU, and on the simulated card. Gives the device's type."""
+    if request.param == "simgpu":
+        request.getfixturevalue("simgpu")
+    return request.param
+
+
+def tiny_llama(**config) -> LlamaForCausalLM:
+    """43 thousand parameters; the same weights every time."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 127, **config}))
+
+
+def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Tensor]]:
+    rows = torch.randint(1, 127, (num_rows, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """A real Trainer over a tiny Llama: 8 optimizer steps unless asked otherwise."""
+
+    def make(*callbacks, trainer_class=Trainer, args_class=TrainingArguments, model=None, **kwargs):
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 8,
+            "per_device_train_batch_size": 2,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "logging_strategy": "no",
+            **kwargs,
+        }
+        return trainer_class(
+            model=model if model is not None else tiny_llama(),
+            args=args_class(**settings),
+            train_dataset=token_rows(),
+            eval_dataset=token_rows(4),
+            callbacks=list(callbacks),
+        )
+
+    return make

@@ -1,0 +1,111 @@
+"""What every device promises. The simulated card is held to the same promises as the card that it stands for."""
+
+import gc
+
+import pytest
+import torch
+
+from trainer_plugins.devices import AcceleratorDevice, Device, HostDevice, open_device
+from trainer_plugins.units import MIB
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")],
+)
+
+
+@pytest.fixture(params=["cpu", "simgpu", CUDA])
+def place(request) -> str:
+    if request.param == "simgpu":
+        request.getfixturevalue("simgpu")
+    return request.param
+
+
+@pytest.fixture
+def device(place: str) -> Device:
+    device = open_device(place)
+    gc.collect()
+    device.release_cached()
+    device.reset_peak()
+    return device
+
+
+def test_it_is_called_as_torch_calls_it(device: Device, place: str) -> None:
+    assert torch.device(device.name).type == place
+    assert device.read().device == device.name
+
+
+def test_sizes_are_ordered(device: Device) -> None:
+    reading = device.read()
+
+    assert 0 <= reading.allocated_bytes <= reading.reserved_bytes <= reading.total_bytes
+    assert 0 <= reading.free_bytes <= reading.total_bytes
+    assert reading.allocated_bytes <= reading.peak_allocated_bytes
+    assert 0 <= reading.pressure <= 1
+    parts = reading.non_torch_bytes + reading.allocated_bytes + reading.cached_bytes + reading.free_bytes
+    assert parts >= reading.total_bytes
+
+
+def test_a_tensor_is_seen(device: Device, place: str) -> None:
+    before = device.read()
+
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8, device=place)
+    during = device.read()
+
+    assert during.allocated_bytes - before.allocated_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert during.free_bytes < before.free_bytes + 8 * MIB
+    del tensor
+
+
+def test_the_peak_remembers_until_it_is_reset(device: Device, place: str) -> None:
+    before = device.read()
+    torch.ones(64 * MIB, dtype=torch.uint8, device=place).sum()
+
+    assert device.read().peak_allocated_bytes - before.allocated_bytes > 48 * MIB
+    device.reset_peak()
+    assert device.read().peak_allocated_bytes - before.allocated_bytes < 48 * MIB
+
+
+def test_releasing_gives_back_what_no_tensor_holds(device: Device, place: str) -> None:
+    keep = torch.ones(32 * MIB, dtype=torch.uint8, device=place)
+    torch.ones(64 * MIB, dtype=torch.uint8, device=place)
+    before = device.read()
+
+    released = device.release_cached()
+
+    after = device.read()
+    assert released >= 0
+    assert after.reserved_bytes <= before.reserved_bytes
+    if place != "cpu":
+        assert released == before.reserved_bytes - after.reserved_bytes >= 60 * MIB
+    assert int(keep.sum()) == 32 * MIB
+    assert after.cached_bytes < 32 * MIB
+
+
+def test_who_holds_memory_is_a_list_or_unknown(device: Device) -> None:
+    processes = device.processes()
+
+    assert processes is None or all(process.pid > 0 for process in processes)
+
+
+@pytest.mark.parametrize("wrong", ["mps", "meta", "cuda:99"])
+def test_a_device_that_is_not_here_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot read the memory of {wrong}"):
+        open_device(wrong)
+
+
+def test_what_is_opened(simgpu) -> None:
+    assert isinstance(open_device("cpu"), HostDevice)
+    assert isinstance(open_device("simgpu"), AcceleratorDevice)
+    assert open_device("simgpu").uuid == str(torch.simgpu.get_device_properties(0).uuid)  # type: ignore[attr-defined]
+
+
+def test_memory_of_another_process_is_neither_free_nor_ours(simgpu) -> None:
+    device = open_device("simgpu")
+    before = device.read()
+
+    simgpu.card().hold(4242, 100 * MIB, "python infer.py")
+
+    after = device.read()
+    assert before.free_bytes - after.free_bytes == 100 * MIB == after.non_torch_bytes - before.non_torch_bytes
+    assert after.reserved_bytes == before.reserved_bytes

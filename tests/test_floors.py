@@ -1,0 +1,61 @@
+"""The house stands: each floor imports only from the floors beneath it, and the light rooms stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer_plugins
+
+ROOT = Path(trainer_plugins.__file__).parent
+FLOORS = [
+    {"units", "finding", "reading", "timeline"},
+    {"devices", "agreement"},
+    {"watch", "generation", "holders", "release"},
+    {"callbacks", "report"},
+    {"cli", "testing", "__init__", "__main__"},
+]
+# Rooms of one floor that may look at a neighbour, each with its reason.
+NEIGHBOURS = {
+    ("finding", "reading"),
+    ("timeline", "finding"),
+    ("timeline", "reading"),
+    ("release", "watch"),  # a release holds by the same tolerance by which the watch tells foreign memory
+    ("cli", "__init__"),  # the version
+    ("__main__", "cli"),
+    ("__init__", "callbacks"),
+    ("__init__", "generation"),
+}
+
+
+def floor_of(part: str) -> int:
+    (floor,) = (number for number, floor in enumerate(FLOORS) if part in floor)
+    return floor
+
+
+def imports_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    parts = [name.split(".") for name in names if name.split(".")[0] == "trainer_plugins"]
+    return {part[1] if len(part) > 1 else "__init__" for part in parts}
+
+
+def test_no_import_climbs_or_goes_sideways() -> None:
+    seen, wrong = 0, []
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for other in imports_of(path) - {part}:
+            seen += 1
+            if floor_of(other) >= floor_of(part) and (part, other) not in NEIGHBOURS:
+                wrong.append(f"{path.relative_to(ROOT)} imports {other}")
+    assert seen > 40
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ["timeline", "report.text", "cli", "testing.simgpu", "testing.nvml", "testing.card"])
+def test_what_should_be_light_imports_neither_torch_nor_transformers(module: str) -> None:
+    code = f"import sys, trainer_plugins.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

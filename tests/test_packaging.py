@@ -1,0 +1,75 @@
+"""What is installed is what the repository shows."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import trainer_plugins
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, set[str]]:
+    """The names inside the wheel and the sdist, built from this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], check=True, capture_output=True
+    )
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as names, tarfile.open(sdist) as more:
+        return {"wheel": set(names.namelist()), "sdist": {name.split("/", 1)[-1] for name in more.getnames()}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer_plugins/py.typed",
+        "trainer_plugins/configs/accelerate/single_device.yaml",
+        "trainer_plugins/testing/nvml/nvml.c",
+        "trainer_plugins/testing/simgpu/backend.cpp",
+    ],
+)
+def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: str) -> None:
+    assert name in built["wheel"]
+
+
+def test_the_sdist_can_be_built_again(built: dict[str, set[str]]) -> None:
+    assert {"setup.cfg", "pyproject.toml", "LICENSE", "configs/accelerate/single_device.yaml"} <= built["sdist"]
+    missing = {name for name in built["wheel"] if name.startswith("trainer_plugins/")} - built["sdist"]
+    # The sdist carries the configs once, at the top or behind the link.
+    assert not {name for name in missing if "/configs/" not in name}
+
+
+def test_nothing_but_the_package_is_installed(built: dict[str, set[str]]) -> None:
+    assert {name.split("/")[0].split("-")[0] for name in built["wheel"]} == {"trainer_plugins"}
+
+
+def test_the_changelog_knows_this_version() -> None:
+    newest = re.search(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == trainer_plugins.__version__
+
+
+def test_every_public_name_is_there() -> None:
+    assert [name for name in trainer_plugins.__all__ if not hasattr(trainer_plugins, name)] == []
+
+
+def test_importing_costs_next_to_nothing() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import trainer_plugins; took = time.perf_counter() - start;"
+        "sys.exit(f'{took:.3f} s' if took > 0.1 or {'torch', 'transformers'} & set(sys.modules) else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_readme_python_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path)

@@ -1,0 +1,129 @@
+"""The timeline keeps what happened, whatever happens to the disk."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.timeline import Flush, Remark, Sample, Timeline, read_timeline, timeline_of_run
+
+READING = MemoryReading(
+    device="cuda:0",
+    total_bytes=100,
+    free_bytes=40,
+    reserved_bytes=50,
+    allocated_bytes=30,
+    peak_allocated_bytes=45,
+    num_alloc_retries=2,
+)
+ENTRIES = [
+    Sample(step=1, moment="train", reading=READING, time_seconds=12.5),
+    Flush(step=1, reason="interval", released_bytes=20, stuck_bytes=1, seconds=0.25, time_seconds=13.0),
+    Remark(
+        step=2,
+        time_seconds=14.0,
+        finding=Finding(
+            code="x", severity=Severity.ERROR, summary="s", evidence='e "quoted"\n', remedy="r", amount=3.5
+        ),
+    ),
+]
+
+
+def test_the_parts_of_a_reading_make_the_whole() -> None:
+    parts = READING.non_torch_bytes + READING.allocated_bytes + READING.cached_bytes + READING.free_bytes
+
+    assert parts == READING.total_bytes
+    assert READING.pressure == 0.55  # peak 45 + non-torch 10; the cache is left out
+    assert READING.headroom_bytes == 45
+
+
+def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "memory" / "rank-0.jsonl")
+    for entry in ENTRIES:
+        timeline.add(entry)
+
+    assert read_timeline(tmp_path / "memory" / "rank-0.jsonl") == ENTRIES == list(timeline)
+
+
+def test_a_line_cut_off_by_a_kill_and_lines_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    Timeline(path).add(ENTRIES[0])
+    with path.open("a") as file:
+        file.write('{"kind": "of-a-later-version", "time_seconds": 1, "step": 1}\n{"kind": "sample", "ti')
+
+    assert read_timeline(path) == ENTRIES[:1]
+
+
+def test_a_second_run_goes_on_behind_the_first(tmp_path: Path) -> None:
+    for entry in ENTRIES:
+        timeline = Timeline(tmp_path / "rank-0.jsonl")
+        timeline.add(entry)
+        timeline.close()
+
+    assert read_timeline(tmp_path / "rank-0.jsonl") == ENTRIES
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    timeline = Timeline(capacity=2)
+    for entry in ENTRIES:
+        timeline.add(entry)
+
+    assert list(timeline) == ENTRIES[1:]
+    with pytest.raises(ValueError, match="at least one entry, got capacity=0"):
+        Timeline(capacity=0)
+
+
+def test_one_run_has_one_timeline_a_rank(tmp_path: Path) -> None:
+    first = timeline_of_run(str(tmp_path), 0)
+
+    assert timeline_of_run(str(tmp_path), 0) is first
+    assert timeline_of_run(str(tmp_path), 1) is not first
+    assert first.path == tmp_path / "memory" / "rank-0.jsonl"
+
+
+def test_a_folder_that_cannot_be_made_is_said_once_and_harms_nothing(tmp_path: Path, caplog) -> None:
+    (tmp_path / "memory").write_text("a user's file")
+    timeline = Timeline(tmp_path / "memory" / "rank-0.jsonl")
+    for entry in ENTRIES:
+        timeline.add(entry)
+
+    assert list(timeline) == ENTRIES
+    assert (tmp_path / "memory").read_text() == "a user's file"
+    (record,) = caplog.records
+    assert "set output_dir to a folder that can be written" in record.message
+
+
+def test_a_full_disk_loses_no_line_and_breaks_none(tmp_path: Path) -> None:
+    # A limit on the size of files fills up in the middle of a line, as a disk does.
+    path = tmp_path / "rank-0.jsonl"
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from tests.test_timeline import ENTRIES
+from trainer_plugins.timeline import Timeline
+timeline = Timeline(Path({str(path)!r}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+for entry in ENTRIES: timeline.add(entry)
+print(Path({str(path)!r}).stat().st_size)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for entry in ENTRIES: timeline.add(entry)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert done.stdout.strip() == "300"  # it really was cut in the middle
+    assert done.stderr.count("cannot be written") == 1
+    assert read_timeline(path) == ENTRIES * 2
+
+
+def test_a_file_taken_away_does_not_stop_the_run(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "rank-0.jsonl")
+    timeline.add(ENTRIES[0])
+    os.remove(tmp_path / "rank-0.jsonl")
+    timeline.add(ENTRIES[1])
+
+    assert list(timeline) == ENTRIES[:2]

@@ -1,0 +1,29 @@
+"""The command `trainer-plugins`. Each command is a file, and imports what is heavy only when it runs."""
+
+from typing import Annotated
+
+import typer
+
+from trainer_plugins import __version__
+from trainer_plugins.cli.report import report
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(report)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trainer-plugins {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Memory care for Hugging Face Trainer runs."""
+
+
+def main() -> None:
+    """Entry point of the console script. Exit codes: 0 fine, 2 bad input."""
+    app()

@@ -1,0 +1,1 @@
+"""What a run's timelines say, for people."""

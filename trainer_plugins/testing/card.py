@@ -1,0 +1,175 @@
+"""The card file: the single truth about one simulated card, which several processes share.
+
+`simgpu` keeps there what each process reserves, the scripted driver library answers from it, and a test writes foreign
+processes into it. Little endian, 4096 bytes: a header (magic, capacity, uuid), then 60 slots, one a process. The same
+layout in C is `simgpu/card.h`.
+"""
+
+import mmap
+import os
+import struct
+import uuid as uuids
+from pathlib import Path
+from typing import NamedTuple
+
+_MAGIC = b"SIMCARD1"
+_HEADER = struct.Struct("<8sQ48s")
+_SLOT = struct.Struct("<iIQ48s")
+_NUM_SLOTS = 60
+_FILE_BYTES = 4096
+_LIVE = 1  # the slot counts only while its process exists; a scripted slot always counts
+_CAPACITY_AT = 8
+_BYTES_IN_SLOT_AT = 8
+
+
+class CardProcess(NamedTuple):
+    """What one process holds on the card."""
+
+    pid: int
+    num_bytes: int
+    name: str
+
+
+class SimCard:
+    """One simulated card, by its file.
+
+    Args:
+        path: a file that `SimCard.create` has written.
+
+    Raises:
+        ValueError: the file is not a card file.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with self.path.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size < _FILE_BYTES or file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"not a card file: {self.path}")
+            self._memory = mmap.mmap(file.fileno(), _FILE_BYTES)
+        # Sizes are stored through this view, eight aligned bytes at once, so that no other process reads half of one.
+        self._words = memoryview(self._memory).cast("Q")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], capacity_bytes: int, uuid: str | None = None) -> "SimCard":
+        """Write a new card file, or start an existing one afresh.
+
+        Args:
+            path: where.
+            capacity_bytes: the memory of the card.
+            uuid: as the driver names it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None draws one.
+
+        Raises:
+            ValueError: the capacity is not positive, or the uuid is not of this form.
+        """
+        uuid = uuid if uuid is not None else f"GPU-{uuids.uuid4()}"
+        if not uuid.startswith("GPU-") or len(uuid) != len("GPU-") + 36:
+            raise ValueError(f"a card's uuid is GPU- and 36 characters, got {uuid!r}")
+        if capacity_bytes <= 0:
+            raise ValueError(f"a card needs a positive capacity, got {capacity_bytes}")
+        content = _HEADER.pack(_MAGIC, capacity_bytes, uuid.encode()).ljust(_FILE_BYTES, b"\0")
+        # Written aside and moved: who opens the path at the same time sees a whole card or none.
+        draft = Path(f"{os.fspath(path)}.{os.getpid()}")
+        draft.write_bytes(content)
+        draft.replace(path)
+        return cls(path)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The memory of the card; may be set, also below what is in use."""
+        return self._words[_CAPACITY_AT // 8]
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, value: int) -> None:
+        if value <= 0:
+            raise ValueError(f"a card needs a positive capacity, got {value}")
+        self._words[_CAPACITY_AT // 8] = value
+
+    @property
+    def uuid(self) -> str:
+        """As the driver names the card, `GPU-...`."""
+        text: bytes = _HEADER.unpack_from(self._memory, 0)[2]
+        return text.rstrip(b"\0").decode()
+
+    @property
+    def used_bytes(self) -> int:
+        """What all processes hold together."""
+        return sum(process.num_bytes for process in self.processes())
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left, never below 0."""
+        return max(0, self.capacity_bytes - self.used_bytes)
+
+    def processes(self) -> tuple[CardProcess, ...]:
+        """Who holds how much, in the order of the slots. Slots of processes that have died are left out."""
+        result = []
+        for index in range(_NUM_SLOTS):
+            pid, flags, num_bytes, name = self._slot(index)
+            if pid and (not flags & _LIVE or _exists(pid)):
+                result.append(CardProcess(pid, num_bytes, name.rstrip(b"\0").decode(errors="replace")))
+        return tuple(result)
+
+    def hold(self, pid: int, num_bytes: int, name: str, live: bool = False) -> None:
+        """Script a process: from now on it holds so much, in place of what it held before.
+
+        Args:
+            pid: its process id, which need not exist. Your own adds to what simgpu reserves for you, as memory outside
+                PyTorch does on a real card.
+            num_bytes: what it holds, in bytes.
+            name: its command, cut to 47 bytes.
+            live: count it only while a process of this pid exists.
+
+        Raises:
+            ValueError: the card has not so much free (nothing is changed then), or all slots are taken.
+        """
+        if pid <= 0 or num_bytes < 0:
+            raise ValueError(f"a process has a positive pid and holds at least 0 bytes, got {pid} and {num_bytes}")
+        index = self._find(pid, live)
+        if index is None:
+            index = self._find(0, None)
+            if index is None:
+                raise ValueError(f"all {_NUM_SLOTS} process slots of the card are taken")
+            short_name = name.encode()[:47]
+            _SLOT.pack_into(self._memory, _slot_at(index), pid, _LIVE if live else 0, 0, short_name)
+        before = self._slot(index)[2]
+        # As every process does that takes memory: add, look, give back if it was too much.
+        self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = num_bytes
+        if num_bytes > before and self.used_bytes > self.capacity_bytes:
+            self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = before
+            raise ValueError(
+                f"process {pid} cannot hold {num_bytes} bytes: it holds {before} and {self.free_bytes} are free"
+            )
+
+    def release(self, pid: int) -> None:
+        """Take what was scripted for a process off the card; nothing happens where nothing was."""
+        for live in (False, True):
+            index = self._find(pid, live)
+            if index is not None and not (live and pid == os.getpid()):  # that one is simgpu's own
+                self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = 0
+                _SLOT.pack_into(self._memory, _slot_at(index), 0, 0, 0, b"")
+
+    def _slot(self, index: int) -> tuple[int, int, int, bytes]:
+        pid, flags, num_bytes, name = _SLOT.unpack_from(self._memory, _slot_at(index))
+        return pid, flags, num_bytes, name
+
+    def _find(self, pid: int, live: bool | None) -> int | None:
+        for index in range(_NUM_SLOTS):
+            slot_pid, flags, _, _ = self._slot(index)
+            if slot_pid == pid and (live is None or bool(flags & _LIVE) == live):
+                return index
+        return None
+
+
+def _slot_at(index: int) -> int:
+    return _HEADER.size + index * _SLOT.size
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,227 @@
+"""simgpu: an accelerator of any size in host memory, on which an unmodified Trainer really runs out of memory.
+
+    from trainer_plugins.testing import simgpu
+    simgpu.enable(capacity_bytes=2 << 30)      # before the Trainer, or:
+    $ python -m trainer_plugins.testing.simgpu --capacity 2GiB train.py --any-arguments
+
+Tensors of the device `simgpu` lie in host memory behind a caching allocator with CUDA's rules; `torch.accelerator`
+reports on it, and when the card is full torch raises its own `OutOfMemoryError` in CUDA's words. Operations run on the
+CPU's kernels: results are the CPU's up to rounding, and so is the time they take. Random numbers come from the CPU's
+generator.
+
+Other processes on the card, scripted or real, are in the card file (`SimCard`); with `SIMGPU_CARD=path` several
+processes share one. Under torchrun and `accelerate launch` each rank has a card of its own, `simgpu:0`, and the
+collectives are gloo's.
+
+Where it differs from a CUDA card:
+
+* What an operation needs while it runs (a convolution's workspace, say) is not counted; its results are.
+* Attention takes the path that stores the scores, as CUDA's "math" kernel does, not the flash kernel.
+* Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
+* There is no fp16 in the Trainer (accelerate lists the devices that may), no graph, no second stream.
+* A card with no memory outside PyTorch: no context of a few hundred MiB. `SimCard.hold(os.getpid(), ...)` adds one.
+
+Importing this module does nothing. Enabling is for the whole process and cannot be undone; it sets
+`ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it changes, and why.
+Enabling needs a C++ compiler once for each torch (about ten seconds; kept in `$TRAINER_PLUGINS_CACHE`, else
+`~/.cache/trainer_plugins`).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import uuid
+from pathlib import Path
+
+from trainer_plugins.testing.card import SimCard
+from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, unavailable_reason
+from trainer_plugins.units import MIB, size
+
+__all__ = [
+    "SimCard",
+    "SimgpuUnavailable",
+    "allocations",
+    "card",
+    "enable",
+    "fail_at",
+    "is_enabled",
+    "set_capacity",
+    "unavailable_reason",
+]
+
+_SMALLEST_CAPACITY_BYTES = 2 * MIB  # one segment of the small pool
+
+_library: ctypes.CDLL | None = None
+_card: SimCard | None = None
+
+
+def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> None:
+    """Make simgpu the accelerator of this process. Call it before the Trainer's arguments are built.
+
+    A second call sets the capacity and nothing else.
+
+    Args:
+        capacity_bytes: the memory of the card. None: what the given card has.
+        card: the card to be on, which is given that capacity. None: the one that `SIMGPU_CARD` names, else a private
+            one, removed when the process ends.
+
+    Raises:
+        ValueError: the capacity is below 2 MiB or unknown, or a second call names another card.
+        SimgpuUnavailable: it cannot be built here.
+    """
+    global _library, _card
+    if capacity_bytes is not None:
+        _check_capacity(capacity_bytes)
+    if _library is not None:
+        if card is not None and card.path != _require_card().path:
+            raise ValueError(f"simgpu is on the card {_require_card().path} already, and stays there")
+        if capacity_bytes is not None:
+            set_capacity(capacity_bytes)
+        return
+    from trainer_plugins.testing.simgpu.build import load
+
+    library = load()
+    chosen = card if card is not None else _default_card(capacity_bytes)
+    if capacity_bytes is not None:
+        chosen.capacity_bytes = capacity_bytes
+    _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), _process_name().encode()))
+    _library, _card = library, chosen
+    _register(library)
+
+
+def is_enabled() -> bool:
+    """Whether `enable` has been called in this process."""
+    return _library is not None
+
+
+def set_capacity(capacity_bytes: int) -> None:
+    """Give the card another capacity, in bytes. What is reserved stays so, also above it.
+
+    Raises:
+        ValueError: below 2 MiB.
+        RuntimeError: simgpu is not enabled.
+    """
+    _check_capacity(capacity_bytes)
+    _require_card().capacity_bytes = capacity_bytes
+
+
+def card() -> SimCard:
+    """Return the card this process is on, to see who holds what and to script other processes.
+
+    Raises:
+        RuntimeError: simgpu is not enabled.
+    """
+    return _require_card()
+
+
+def fail_at(n: int) -> None:
+    """Let the n-th allocation from now raise `torch.OutOfMemoryError`, once, whatever is free.
+
+    As in a real failure the cache has been released by then, and a retry counted.
+
+    Raises:
+        ValueError: n is below 1.
+        RuntimeError: simgpu is not enabled.
+    """
+    if n < 1:
+        raise ValueError(f"allocations are counted from 1, got {n}")
+    _require_library().simgpu_fail_at(n)
+
+
+def allocations() -> int:
+    """Count the allocations since simgpu was enabled: what a sweep of `fail_at` runs over.
+
+    Raises:
+        RuntimeError: simgpu is not enabled.
+    """
+    return int(_require_library().simgpu_num_allocations())
+
+
+def _register(library: ctypes.CDLL) -> None:
+    import torch
+    from torch.utils import backend_registration
+
+    from trainer_plugins.testing.simgpu.module import make_module
+    from trainer_plugins.testing.simgpu.teach import teach_libraries
+
+    num_indices = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    backend_registration.rename_privateuse1_backend("simgpu")
+    _check(library, library.simgpu_register(num_indices))
+    torch._register_device_module("simgpu", make_module(_require_card, num_indices))  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu:0"
+    teach_libraries()
+    atexit.register(_finish_backward)
+
+
+def _finish_backward() -> None:
+    """Wait for autograd's device thread before the interpreter goes.
+
+    When backward raises, the main thread has the error while the device thread still has to drop what is left of the
+    graph. That frees Python objects, for which it asks for the interpreter's lock, and a thread that does so during
+    finalisation is ended inside a C++ destructor: "terminate called without an active exception". One more backward is
+    the wait. The queue serves the newest node first, by a count that each thread keeps for itself, so the backward of a
+    new thread, whose count begins at 0, comes after everything that is left.
+    """
+    import torch
+
+    card = _require_card()
+    card.capacity_bytes = max(card.capacity_bytes, card.used_bytes + _SMALLEST_CAPACITY_BYTES)
+
+    def last_backward() -> None:
+        with contextlib.suppress(RuntimeError):  # a failure injected for later; nothing depends on this backward
+            torch.ones(1, device="simgpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+
+    thread = threading.Thread(target=last_backward)
+    thread.start()
+    thread.join()
+
+
+def _default_card(capacity_bytes: int | None) -> SimCard:
+    path = os.environ.get("SIMGPU_CARD")
+    if path and Path(path).exists():
+        return SimCard(path)
+    if capacity_bytes is None:
+        raise ValueError("simgpu needs a capacity, or a card that has one")
+    if path:
+        return SimCard.create(path, capacity_bytes)
+    directory = tempfile.mkdtemp(prefix="simgpu-")
+    atexit.register(_remove, directory, os.getpid())
+    own = uuid.uuid5(uuid.NAMESPACE_OID, f"simgpu {os.getpid()}")
+    return SimCard.create(Path(directory) / "card", capacity_bytes, f"GPU-{own}")
+
+
+def _remove(directory: str, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # not in a forked child
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _process_name() -> str:
+    return " ".join([Path(sys.executable).name, *sys.argv[:1]])[:47]
+
+
+def _check(library: ctypes.CDLL, code: int) -> None:
+    if code != 0:
+        raise SimgpuUnavailable(library.simgpu_last_error().decode())
+
+
+def _check_capacity(capacity_bytes: int) -> None:
+    if capacity_bytes < _SMALLEST_CAPACITY_BYTES:
+        raise ValueError(f"simgpu needs a capacity of at least 2 MiB, got {size(capacity_bytes)}")
+
+
+def _require_library() -> ctypes.CDLL:
+    if _library is None:
+        raise RuntimeError("simgpu is not enabled, call simgpu.enable first")
+    return _library
+
+
+def _require_card() -> SimCard:
+    if _card is None:
+        raise RuntimeError("simgpu is not enabled, call simgpu.enable first")
+    return _card

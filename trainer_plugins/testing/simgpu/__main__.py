@@ -1,0 +1,96 @@
+"""Run any script on a simulated accelerator, unedited.
+
+    python -m trainer_plugins.testing.simgpu --capacity 2GiB train.py --its --arguments
+    python -m trainer_plugins.testing.simgpu --capacity 2GiB -m package.module --its --arguments
+    torchrun --nproc-per-node 2 -m trainer_plugins.testing.simgpu --capacity 2GiB train.py
+
+The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is ours.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+
+from trainer_plugins.units import parse_size
+
+_EXIT_USAGE = 2
+
+
+def main(arguments: list[str]) -> None:
+    """Enable simgpu and run what the command line names."""
+    options = _parse(arguments)
+    from trainer_plugins.testing import simgpu
+
+    try:
+        card = simgpu.SimCard(options.card) if options.card and options.card.exists() else None
+        if options.card and card is None:
+            os.environ["SIMGPU_CARD"] = str(options.card)  # made by the first process that needs it
+        simgpu.enable(options.capacity, card)
+    except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
+        _refuse(str(error))
+    if options.module:
+        _run_module(options.command)
+    else:
+        _run_script(options.command)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_plugins.testing.simgpu",
+        usage="%(prog)s --capacity SIZE [--card PATH] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description="Run a script on a simulated accelerator in host memory.",
+    )
+    parser.add_argument(
+        "--capacity", metavar="SIZE", help="the memory of the card, as in 2GiB; may be left to the card"
+    )
+    parser.add_argument("--card", metavar="PATH", type=Path, help="a card file to share with other processes")
+    parser.add_argument("-m", dest="module", action="store_true", help="the command is a module")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        _refuse("name a script, or a module after -m")
+    if options.capacity is None and not (options.card or os.environ.get("SIMGPU_CARD")):
+        _refuse("say how large the card is, as in --capacity 2GiB")
+    if options.capacity is not None:
+        try:
+            options.capacity = parse_size(options.capacity)
+        except ValueError as error:
+            _refuse(f"--capacity: {error}")
+    return options
+
+
+def _refuse(reason: str) -> None:
+    sys.stderr.write(f"simgpu: {reason}\n")
+    sys.exit(_EXIT_USAGE)
+
+
+def _run_script(command: list[str]) -> None:
+    path = command[0]
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        _refuse(f"cannot open {path}: {error.strerror}")
+    sys.argv = command
+    sys.path[0] = str(Path(path).resolve().parent)
+    # A module of its own under the name __main__, and it stays there: pickling, and the script's own threads and exit
+    # handlers, look there for its classes.
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = module
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def _run_module(command: list[str]) -> None:
+    sys.argv = command  # runpy puts the module's path in the place of its name, as python -m does
+    sys.path[0] = str(Path.cwd())
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,104 @@
+// simgpu: an accelerator in host memory, as torch's PrivateUse1 device. The one translation unit; the headers beside it
+// hold one subject each, in the order card, allocator, host_alias, fallback, kernels, device, autocast.
+//
+// Python talks to it through the C functions at the end, with ctypes: no Python headers are needed to build it, and one
+// build serves every Python of the same torch.
+#include "autocast.h"
+#include "device.h"
+
+namespace {
+
+using namespace simgpu;
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &simgpu::empty);
+  m.impl("empty_strided", &simgpu::empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("resize_", &simgpu::resize);
+  m.impl("as_strided", &simgpu::as_strided);
+  m.impl("view", &simgpu::view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
+  m.impl("set_.source_Tensor", &set_tensor);
+  m.impl("set_", &set_nothing);
+  m.impl("is_set_to", &simgpu::is_set_to);
+  m.impl("record_stream", &simgpu::record_stream);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  using autocast::kernel;
+  using autocast::Policy;
+  AT_FORALL_LOWER_PRECISION_FP(SIMGPU_LOWER_PRECISION)
+  AT_FORALL_FP32(SIMGPU_FLOAT32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(SIMGPU_FLOAT32_OUTPUT)
+  AT_FORALL_PROMOTE(SIMGPU_WIDEST)
+  m.impl("norm.Scalar", kernel<Policy::kFloat32>());
+  m.impl("norm.ScalarOpt_dim", kernel<Policy::kFloat32>());
+}
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+struct Silence final : c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+// torch registers its collectives for PrivateUse1 itself, to call a backend of that device; replacing them is meant, and
+// so the warning about it is not shown.
+void register_collectives() {
+  static Silence silence;
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
+    if (name.name.rfind("c10d::", 0) == 0) {
+      const std::string short_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+      library->impl(short_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_collective_on_host>());
+    }
+  }
+}
+
+// ctypes cannot carry C++ exceptions: 0 is success, and the text of an error is kept for simgpu_last_error.
+std::string last_error;
+
+}  // namespace
+
+extern "C" {
+
+int simgpu_register(int num_indices) {
+  try {
+    c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator());
+    at::RegisterPrivateUse1HooksInterface(new Hooks);
+    register_collectives();
+    num_device_indices = num_indices;
+    return 0;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return 1;
+  }
+}
+
+int simgpu_attach_card(const char* path, const char* process_name) {
+  try {
+    device_allocator().card.attach(path, process_name);
+    return 0;
+  } catch (const c10::Error& error) {
+    last_error = error.what_without_backtrace();
+    return 1;
+  }
+}
+
+const char* simgpu_last_error() { return last_error.c_str(); }
+void simgpu_fail_at(uint64_t n) { device_allocator().fail_at(n); }
+uint64_t simgpu_num_allocations() { return device_allocator().num_allocations(); }
+}
