@@ -5,12 +5,17 @@ import os
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
+from tests.models import tiny_llama, token_rows
 from trainer_plugins.testing import simgpu as simgpu_module
 from trainer_plugins.units import MIB
 
 CAPACITY_BYTES = 256 * MIB
+
+# Before the first backward pass of the process: autograd counts its devices once, when it starts its threads.
+if simgpu_module.unavailable_reason() is None:
+    simgpu_module.enable(CAPACITY_BYTES)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +32,6 @@ def simgpu(monkeypatch):
         if os.environ.get("CI"):
             pytest.fail(f"CI needs the simulated card: {reason}")
         pytest.skip(reason)
-    simgpu_module.enable(CAPACITY_BYTES)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "simgpu")
     gc.collect()
     torch.accelerator.empty_cache()
@@ -44,19 +48,6 @@ def anywhere(request):
     if request.param == "simgpu":
         request.getfixturevalue("simgpu")
     return request.param
-
-
-def tiny_llama(**config) -> LlamaForCausalLM:
-    """43 thousand parameters; the same weights every time."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 127, **config}))
-
-
-def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Tensor]]:
-    rows = torch.randint(1, 127, (num_rows, length), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 @pytest.fixture

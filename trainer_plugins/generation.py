@@ -27,7 +27,7 @@ _guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
 def inference_mode_of(model: nn.Module) -> Iterator[None]:
     """The model in eval mode without gradient checkpointing; afterwards each module exactly as it was found."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    checkpointed: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True]
     was_training = model.training
     try:
         # By the model's own methods first, which some adapters override to merge and unmerge their weights.
@@ -45,7 +45,7 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def generation_memory(model: nn.Module) -> Iterator[None]:
-    """Put around one's own preview code, as in `with generation_memory(model): model.generate(...)`.
+    """Wrap one's own preview code: the model generates as in inference, and what that left is dropped.
 
     The model generates in eval mode without gradient checkpointing and is left exactly as it was found, also when the
     block raises; then what `generate` left behind is dropped. Costs a garbage collection, about 0.1 s. Cached memory
@@ -59,7 +59,7 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
         gc.collect()
 
 
-def leftovers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
     """What `generate` has left on a model, as pairs of a module and the name of its attribute.
 
     `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA graphs;
@@ -123,14 +123,13 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
     Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that ask elsewhere, build
     the keys and values of every layer for nothing.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own forward takes anything
+    base: Any = model
+    if hasattr(base, "get_base_model"):  # PEFT's own forward takes anything
+        base = base.get_base_model()
     if "use_cache" not in inspect.signature(base.forward).parameters:
         return lambda: None
-
-    def without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        return (args, {**kwargs, "use_cache": False}) if module.training and inside_training() else None
-
-    return base.register_forward_pre_hook(without_cache, with_kwargs=True).remove
+    remove: Callable[[], None] = base.register_forward_pre_hook(_without_cache, with_kwargs=True).remove
+    return remove
 
 
 def inside_training() -> bool:
@@ -148,7 +147,11 @@ def inside_training() -> bool:
     return False
 
 
-def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    return (args, {**kwargs, "use_cache": False}) if module.training and inside_training() else None
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
     if not inside_training():
         return generate(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Holders: which tensors are alive on a device without being the model's or the optimizer's, and who holds them."""
 
 import gc
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, ModuleType
@@ -55,52 +54,47 @@ def _owned(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _holder(thing: object, ours: object) -> str:
-    """Climb from a thing to what refers to it, until something has a name of its own."""
-    links: list[str] = []
+    """Climb from a thing to what refers to it, up to a module, a frame, or a few names."""
+    text = ""
     seen = {id(ours), id(thing)}
-    while len(links) < _MAX_LINKS:
-        link = _link_to(thing, seen)
-        if link is None:
+    for _ in range(_MAX_LINKS):
+        owner, name = _owner(thing, seen)
+        if owner is None:
             break
-        thing, text = link
-        seen.add(id(thing))
-        links.append(text)
-        if isinstance(thing, ModuleType | FrameType):
+        text = name + (" -> " if text and not text.startswith("[") else "") + text
+        seen.add(id(owner))
+        if isinstance(owner, ModuleType | FrameType):
             break
-    return " -> ".join(reversed(links)) if links else "nothing that Python tracks (autograd's graph, or C++)"
+        thing = owner
+    return text or "nothing that Python tracks (autograd's graph, or C++)"
 
 
-def _link_to(thing: object, seen: set[int]) -> tuple[Any, str] | None:
+def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
     """One thing that refers to another, and the name by which it does. Frames last: they name a passing moment."""
-    frames: list[FrameType] = []
+    frame = None
     for referrer in gc.get_referrers(thing):
-        if id(referrer) in seen or referrer is sys._getframe() or referrer is sys._getframe(1):
+        if id(referrer) in seen:
             continue
         if isinstance(referrer, FrameType):
-            frames.append(referrer)
+            if referrer.f_code.co_filename != __file__:
+                frame = referrer
         elif isinstance(referrer, dict):
-            key = next((key for key, value in referrer.items() if value is thing), None)
-            owner = _owner_of_dict(referrer, seen)
-            if isinstance(owner, ModuleType):
-                return owner, f"{owner.__name__}.{key}"
-            if owner is not None:
-                return owner, f"{type(owner).__name__}.{key}"
-            return referrer, f"[{key!r}]"
+            key = _key(referrer.items(), thing)
+            # The dictionary of an object's attributes, or of a module's globals, stands for its owner.
+            for owner in gc.get_referrers(referrer):
+                if id(owner) not in seen and getattr(owner, "__dict__", None) is referrer:
+                    name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
+                    return owner, f"{name}.{key}"
+            if key is not None:
+                return referrer, f"[{key!r}]"
         elif isinstance(referrer, list | tuple):
-            index = next((i for i, value in enumerate(referrer) if value is thing), None)
+            index = _key(enumerate(referrer), thing)
             if index is not None:
                 return referrer, f"[{index}]"
-        elif hasattr(type(referrer), "__slots__") or isinstance(referrer, set):
-            return referrer, type(referrer).__name__
-    for frame in frames:
-        if frame.f_code.co_filename != __file__ and frame.f_code.co_name not in ("tensors_held",):
-            return frame, f"a local of {frame.f_code.co_name}()"
-    return None
+        elif (key := _key(getattr(referrer, "__dict__", {}).items(), thing)) is not None:
+            return referrer, f"{type(referrer).__name__}.{key}"
+    return (frame, f"a local of {frame.f_code.co_name}()") if frame is not None else (None, "")
 
 
-def _owner_of_dict(names: dict[Any, Any], seen: set[int]) -> Any:
-    """The object or module whose attributes a dictionary holds."""
-    for owner in gc.get_referrers(names):
-        if id(owner) not in seen and getattr(owner, "__dict__", None) is names:
-            return owner
-    return None
+def _key(items: Iterable[tuple[Any, Any]], thing: object) -> Any:
+    return next((key for key, value in items if value is thing), None)

@@ -8,7 +8,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import trainer_plugins
-from tests.conftest import token_rows
+from tests.models import token_rows
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
 from trainer_plugins.timeline import Sample, read_timeline
 

@@ -46,7 +46,7 @@ def test_releases_on_schedule_when_asked_to(make_trainer, simgpu) -> None:
 def test_holds_the_cache_while_a_foreign_process_grows(make_trainer, simgpu) -> None:
     class Intruder(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if 4 <= state.global_step:
+            if state.global_step >= 4:
                 simgpu.card().hold(4242, 20 * MIB * (state.global_step - 3), "python infer.py")
 
     found = flushes(make_trainer, 64, Intruder(), interval=1)

@@ -63,8 +63,9 @@ def test_a_generation_outside_an_evaluation_is_cleaned_up_too(make_trainer) -> N
 class KeepsItsCache(Trainer):
     def evaluate(self, *args, **kwargs):
         self.kept = DynamicCache()
-        keys = torch.zeros(1, 4, 1024, 1024, device=self.args.device)
-        self.kept.update(keys, keys.clone(), 0)
+        keys, values = (torch.zeros(1, 4, 1024, 1024, device=self.args.device) for _ in range(2))
+        self.kept.update(keys, values, 0)
+        del keys, values
         return super().evaluate(*args, **kwargs)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from tests.conftest import tiny_llama
+from tests.models import tiny_llama
 from trainer_plugins import KVCacheGuard, generation_memory
 
 PROMPT = [[5, 17, 99, 3]]

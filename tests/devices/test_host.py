@@ -73,10 +73,7 @@ def test_a_container_that_sees_only_its_own_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("files", ["none", "no limit"])
 def test_without_a_limit_it_is_the_machine(tmp_path: Path, files: str) -> None:
-    if files == "none":
-        host = HostDevice(tmp_path, tmp_path)
-    else:
-        host = cgroup_v2(tmp_path, {"group": ("max", GIB, 0)})
+    host = HostDevice(tmp_path, tmp_path) if files == "none" else cgroup_v2(tmp_path, {"group": ("max", GIB, 0)})
 
     assert host.read().total_bytes == psutil.virtual_memory().total
 

@@ -1,6 +1,8 @@
 """What the callbacks of one run share: its device, the timeline of its rank, and when an evaluation ended."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -37,6 +39,18 @@ class RunCallback(TrainerCallback):
         if self._timeline is None:
             self._timeline = timeline_of_run(args.output_dir, args.process_index)
         return self._timeline
+
+    @contextmanager
+    def harmless(self) -> Iterator[None]:
+        """Around what is done inside training: whatever goes wrong in it is said, and this callback then stays silent.
+
+        The one place that catches everything: a monitor must not end a run that costs days.
+        """
+        try:
+            yield
+        except Exception:
+            self._device, self._cannot_read = None, True
+            logger.exception("%s failed and does nothing from here on; training goes on", type(self).__name__)
 
     def is_second(self, state: TrainerState) -> bool:
         """Whether this run already has a callback of this class; said once. Two would each see half of the peaks."""

@@ -55,7 +55,9 @@ class CudaCacheCallback(RunCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._release is None or state.global_step % self.interval:
             return
-        flush = self._release.consider(state.global_step, "interval")
+        flush = None
+        with self.harmless():
+            flush = self._release.consider(state.global_step, "interval")
         if flush is not None:
             logger.info(
                 "step %d: released %s of cached memory in %.1f ms",

@@ -73,16 +73,17 @@ class EvalGenerateCleanup(EvaluationCallback):
         if self._release is None:  # an evaluation outside training is its caller's to clean up
             return
         model: nn.Module = kwargs["model"]
-        dropped = drop_leftovers(model, reset_compiler=not args.torch_compile)
-        if dropped:
-            logger.info("step %d: dropped %s after %s", state.global_step, ", ".join(dropped), moment)
-        gc.collect()
-        finding = self._leftover(model, kwargs.get("optimizer"))
-        if finding is not None:
-            self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
-            logger.log(finding.severity, "%s", finding)
-        self._allocated_before = None
-        self._release.consider(state.global_step, f"after {moment}")
+        with self.harmless():
+            dropped = drop_leftovers(model, reset_compiler=not args.torch_compile)
+            if dropped:
+                logger.info("step %d: dropped %s after %s", state.global_step, ", ".join(dropped), moment)
+            gc.collect()
+            finding = self._leftover(model, kwargs.get("optimizer"))
+            if finding is not None:
+                self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
+                logger.log(finding.severity, "step %d: %s", state.global_step, finding)
+            self._allocated_before = None
+            self._release.consider(state.global_step, f"after {moment}")
 
     def _mark_generation(self, model: nn.Module, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         # A generation outside an evaluation: cleaned up at the next event that ends an evaluation.

@@ -80,11 +80,12 @@ class MemoryWatchdog(EvaluationCallback):
         device = None if self._is_silent else self.device_for(args)
         if device is None:
             return
-        if self._watch is None:
-            self._watch = MemoryWatch(device, self.timeline_for(args), self.budget)
-        for finding in self._watch.look(state.global_step, moment):
-            self._worst = max(self._worst, finding.severity)
-            logger.log(finding.severity, "step %d: %s", state.global_step, finding)
+        with self.harmless():
+            if self._watch is None:
+                self._watch = MemoryWatch(device, self.timeline_for(args), self.budget)
+            for finding in self._watch.look(state.global_step, moment):
+                self._worst = max(self._worst, finding.severity)
+                logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 
     def _stop_if_any_rank_must(self, control: TrainerControl) -> None:
         worst = self._agreement.highest(self._worst)

@@ -71,7 +71,6 @@ class NvmlDevice:
         self._uuid = uuid
         self._name = name or uuid
         self._peak_bytes = 0
-        # Version 2 keeps apart what the driver has reserved for itself; None is version 1, see `_ask_memory`.
         self._memory_version: int | None = pynvml.nvmlMemory_v2
         self._handle: Any = None
         self._opened_in_pid: int | None = None
@@ -125,8 +124,8 @@ class NvmlDevice:
     def memory(self) -> tuple[int, int]:
         """Return total and free bytes, cheaply enough for every step: about 12 us with a real driver (MangoHud #2104).
 
-        The total is what processes can take, without the part that the driver keeps for itself (300 to 600 MiB). Drivers
-        older than 510 have only version 1 of the call: there that part is in the total, and counts as used.
+        The total is what processes can take, without the part that the driver keeps for itself, 300 to 600 MiB. Drivers
+        before 510 have only version 1 of the call: there that part is in the total, and counts as used.
 
         Raises:
             NvmlError: the driver does not say.
@@ -165,10 +164,10 @@ class NvmlDevice:
     def processes(self) -> tuple[GpuProcess, ...] | None:
         """List the compute processes on the card.
 
-        None where that cannot be known: no permission, not supported, or a list with impossible numbers, as pynvml
-        reads from drivers 535.43 to 535.86 (gpustat #161). An empty list does not mean that nobody is there: drivers
-        leave out processes outside of the container. Graphics processes are not asked for: that call holds the driver's
-        lock for milliseconds, in which nobody's kernels are launched (MangoHud #2104).
+        None where that cannot be known: no permission, not supported, or a list with impossible numbers. An empty list
+        does not mean that nobody is there: drivers leave out processes outside of the container. Graphics processes are
+        not asked for: that call holds the driver's lock for milliseconds, in which nobody's kernels are launched
+        (MangoHud #2104).
 
         Raises:
             NvmlError: the driver cannot be asked at present, or the card is lost.
@@ -184,9 +183,8 @@ class NvmlDevice:
                 pynvml.nvmlShutdown()
 
     def _processes(self, total_bytes: int, *, named: bool) -> tuple[GpuProcess, ...] | None:
-        # Not nvmlDeviceGetRunningProcessDetailList: pynvml 13.615 raises TypeError where a process's bytes are N/A.
         try:
-            rows = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses)
+            rows = self._ask("processes", self._ask_processes)
         except NvmlError as error:
             if error.kind not in (NvmlErrorKind.NO_PERMISSION, NvmlErrorKind.NOT_SUPPORTED):
                 raise
@@ -194,7 +192,7 @@ class NvmlDevice:
         used_bytes: dict[int, int | None] = {}
         for row in rows:
             if row.pid >= MAX_PID or (row.usedGpuMemory or 0) > total_bytes:
-                return None  # read with the wrong layout, so the rows that look right cannot be trusted either
+                return None  # read with the wrong layout, so rows that look right cannot be trusted either
             if row.pid == 0:
                 continue  # a process that has no number in this container
             # One process may come several times, each time with all its memory: the driver compares numbers of
@@ -214,12 +212,21 @@ class NvmlDevice:
         return None
 
     def _ask_memory(self, handle: Any) -> Any:
+        # Version 2 keeps apart what the driver has reserved for itself. Where it is missing, version 1 (None) for good.
         if self._memory_version is not None:
             try:
                 return pynvml.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
             except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
                 self._memory_version = None
         return pynvml.nvmlDeviceGetMemoryInfo(handle)
+
+    def _ask_processes(self, handle: Any) -> Any:
+        # Version 2 has one layout in all drivers. Version 3 had another from 535.43 to 535.86 (gpustat #161), and pynvml's
+        # unversioned name is version 3: where that is missing it raises what is no NVMLError. The detail list of 13.615
+        # raises TypeError where bytes are N/A.
+        with suppress(pynvml.NVMLError_FunctionNotFound):
+            return pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
+        return pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
 
     def _is_cut_into_slices(self) -> bool:
         try:
@@ -286,8 +293,8 @@ _EXPLANATIONS = (
     (
         "LIB_RM_VERSION_MISMATCH",
         NvmlErrorKind.DRIVER,
-        "the NVIDIA library and the loaded kernel driver are of two versions, as after an update; reboot the machine, or"
-        " start the container anew if only that is older",
+        "the NVIDIA library and the loaded kernel driver are of two versions, as after an update; reboot the machine,"
+        " or start the container anew if only that is older",
     ),
     ("NOT_SUPPORTED", NvmlErrorKind.NOT_SUPPORTED, _NOT_TOLD + "this card has no such answer; do without it"),
     ("FUNCTION_NOT_FOUND", NvmlErrorKind.NOT_SUPPORTED, _NOT_TOLD + "it is too old for that; update it or do without"),
@@ -309,7 +316,7 @@ _EXPLANATIONS = (
     (
         "GPU_IS_LOST",
         NvmlErrorKind.LOST,
-        "{uuid} has fallen off the bus, and what was in its memory is gone; look for Xid in `dmesg`, reboot the machine",
+        "{uuid} has fallen off the bus, and what was in its memory is gone; look for Xid in `dmesg`, then reboot",
     ),
     (
         "RESET_REQUIRED",
@@ -324,7 +331,7 @@ _EXPLANATIONS = (
     (
         "NOT_FOUND",
         NvmlErrorKind.NOT_FOUND,
-        "no card and no MIG slice here has the UUID {bare_uuid}; compare it, whole, with `nvidia-smi -L`, and see whether"
-        " this container was given that card",
+        "no card and no MIG slice here has the UUID {bare_uuid}; compare it, whole, with `nvidia-smi -L`, and see"
+        " whether this container was given that card",
     ),
 )

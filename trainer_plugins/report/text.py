@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,11 +16,11 @@ _STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "r
 
 def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
     """Render the timelines of a run, one per rank: the peak of each moment, the releases, the findings."""
-    table = Table(title="Memory: the peak of each moment", title_justify="left")
+    table = Table(title="Memory: the peak of each moment", title_justify="left", box=SIMPLE)
     for column in ("rank", "moment", "device"):
-        table.add_column(column)
-    for column in ("readings", "peak", "peak + non-torch", "of total", "reserved"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("readings", "peak", "full", "total", "reserved"):
+        table.add_column(column, justify="right", no_wrap=True)
     lines: list[Text] = []
     for rank, entries in sorted(timelines.items()):
         for moment, samples in _by_moment(entries).items():

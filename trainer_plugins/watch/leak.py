@@ -62,9 +62,10 @@ def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading)
     """
     if len(window) < WINDOW:
         return []
+    footprints = list(window)  # a deque does not slice
+    blocks = [footprints[i : i + _BLOCK] for i in range(0, len(footprints) - _BLOCK + 1, _BLOCK)]
     findings = []
     for kind, (what, remedy) in _KINDS.items():
-        blocks = [window[i : i + _BLOCK] for i in range(0, len(window) - _BLOCK + 1, _BLOCK)]
         lows = [(block[0].step, min(int(getattr(footprint, kind)) for footprint in block)) for block in blocks]
         num_rises = sum(after > before for (_, before), (_, after) in pairwise(lows))
         slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(lows, 2) if x2 > x1)
@@ -80,7 +81,9 @@ def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading)
                 code=f"leak-{kind.replace('_', '-')}",
                 severity=Severity.ERROR if left <= WINDOW else Severity.WARNING,
                 summary=f"{what} rises step by step: out of memory in about {left} steps",
-                evidence=(f"{size(slope)} a step, {size(risen_bytes)} from step {window[0].step} to {window[-1].step}"),
+                evidence=(
+                    f"{size(slope)} a step, {size(risen_bytes)} from step {footprints[0].step} to {footprints[-1].step}"
+                ),
                 remedy=remedy,
                 amount=float(risen_bytes),
             )

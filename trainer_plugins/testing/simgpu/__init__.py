@@ -28,13 +28,11 @@ Enabling needs a C++ compiler once for each torch (about ten seconds; kept in `$
 """
 
 import atexit
-import contextlib
 import ctypes
 import os
 import shutil
 import sys
 import tempfile
-import threading
 import uuid
 from pathlib import Path
 
@@ -156,30 +154,19 @@ def _register(library: ctypes.CDLL) -> None:
     backend_registration.generate_methods_for_privateuse1_backend()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu:0"
     teach_libraries()
-    atexit.register(_finish_backward)
+    atexit.register(_finish_backward, os.getpid())
 
 
-def _finish_backward() -> None:
+def _finish_backward(owner_pid: int) -> None:
     """Wait for autograd's device thread before the interpreter goes.
 
-    When backward raises, the main thread has the error while the device thread still has to drop what is left of the
+    After a backward, and more so after one that raised, the main thread goes on while the device thread still drops the
     graph. That frees Python objects, for which it asks for the interpreter's lock, and a thread that does so during
-    finalisation is ended inside a C++ destructor: "terminate called without an active exception". One more backward is
-    the wait. The queue serves the newest node first, by a count that each thread keeps for itself, so the backward of a
-    new thread, whose count begins at 0, comes after everything that is left.
+    finalisation is ended inside a C++ destructor: "terminate called without an active exception", exit code 134. CUDA
+    has the same race. A forked child has no device thread to wait for.
     """
-    import torch
-
-    card = _require_card()
-    card.capacity_bytes = max(card.capacity_bytes, card.used_bytes + _SMALLEST_CAPACITY_BYTES)
-
-    def last_backward() -> None:
-        with contextlib.suppress(RuntimeError):  # a failure injected for later; nothing depends on this backward
-            torch.ones(1, device="simgpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-
-    thread = threading.Thread(target=last_backward)
-    thread.start()
-    thread.join()
+    if os.getpid() == owner_pid:
+        _require_library().simgpu_finish_backward()
 
 
 def _default_card(capacity_bytes: int | None) -> SimCard:

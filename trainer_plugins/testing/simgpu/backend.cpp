@@ -3,6 +3,10 @@
 //
 // Python talks to it through the C functions at the end, with ctypes: no Python headers are needed to build it, and one
 // build serves every Python of the same torch.
+#include <ATen/ops/empty.h>
+
+#include <thread>
+
 #include "autocast.h"
 #include "device.h"
 
@@ -25,6 +29,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("set_", &set_nothing);
   m.impl("is_set_to", &simgpu::is_set_to);
+  m.impl("convolution_overrideable", &simgpu::convolution);
+  m.impl("convolution_backward_overrideable", &simgpu::convolution_backward);
   m.impl("record_stream", &simgpu::record_stream);
 }
 
@@ -100,5 +106,21 @@ int simgpu_attach_card(const char* path, const char* process_name) {
 
 const char* simgpu_last_error() { return last_error.c_str(); }
 void simgpu_fail_at(uint64_t n) { device_allocator().fail_at(n); }
+// Returns when autograd's device thread has dropped every graph it was given; __init__.py says why that matters.
+//
+// One more backward is the wait. The queue serves the newest node first, by a count that each thread keeps for itself, so
+// the backward of a new thread, whose count begins at 0, comes after all that is left. And it must not come from Python,
+// whose backward leaves a Python object (torch/autograd/graph.py: the context) in the graph. It allocates nothing.
+void simgpu_finish_backward() {
+  std::thread([] {
+    try {
+      at::Tensor leaf = at::empty({0}, at::TensorOptions(kDevice)).set_requires_grad(true);
+      leaf.neg().backward(leaf.detach());
+    } catch (const std::exception&) {
+      // The process is about to end, and nothing depends on this backward.
+    }
+  }).join();
+}
+
 uint64_t simgpu_num_allocations() { return device_allocator().num_allocations(); }
 }

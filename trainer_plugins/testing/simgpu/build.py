@@ -76,6 +76,7 @@ def load() -> ctypes.CDLL:
         raise SimgpuUnavailable(f"simgpu cannot load {path}, remove it to build it anew: {error}") from error
     library.simgpu_last_error.restype = ctypes.c_char_p
     library.simgpu_num_allocations.restype = ctypes.c_uint64
+    library.simgpu_finish_backward.restype = None
     library.simgpu_fail_at.argtypes = [ctypes.c_uint64]
     library.simgpu_fail_at.restype = None
     library.simgpu_attach_card.argtypes = [ctypes.c_char_p, ctypes.c_char_p]

@@ -6,6 +6,8 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
@@ -134,6 +136,31 @@ inline at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 inline at::Tensor& set_nothing(at::Tensor& self) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator().allocate(0), &device_allocator(), true);
   return set_storage(self, std::move(storage), 0, {c10::SymInt(0)}, {});
+}
+
+// torch chooses a convolution by the device and leaves that of a foreign one to these two.
+inline at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  HostAliases aliases;
+  const auto host_bias = bias ? std::optional<at::Tensor>(aliases.to_host(*bias)) : std::nullopt;
+  return aliases.to_device(at::convolution(
+      aliases.to_host(input), aliases.to_host(weight), host_bias, stride, padding, dilation, transposed, output_padding,
+      groups));
+}
+
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> output_mask) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  HostAliases aliases;
+  const int64_t num_outputs = transposed ? weight.size(1) * groups : weight.size(0);
+  const auto [grad_input, grad_weight, grad_bias] = at::convolution_backward(
+      aliases.to_host(grad_output), aliases.to_host(input), aliases.to_host(weight), at::IntArrayRef({num_outputs}),
+      stride, padding, dilation, transposed, output_padding, groups, output_mask);
+  return {aliases.to_device(grad_input), aliases.to_device(grad_weight), aliases.to_device(grad_bias)};
 }
 
 inline void record_stream(at::Tensor& /*self*/, at::Stream /*stream*/) {}  // there is one stream

@@ -1,0 +1,269 @@
+"""The watchdog sees each moment's own peak, says what is wrong once, and stops in good order when asked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from trainer_plugins import MemoryWatchdog
+from trainer_plugins.finding import Severity
+from trainer_plugins.timeline import Remark, Sample, Timeline, read_timeline
+from trainer_plugins.units import MIB
+
+
+class Takes(TrainerCallback):
+    """Takes and frees some MiB at a moment of the run."""
+
+    def __init__(self, **mib: int) -> None:
+        self.mib = mib
+
+    def _take(self, moment: str, args) -> None:
+        torch.zeros(self.mib.get(moment, 0) * MIB, dtype=torch.uint8, device=args.device)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._take("train", args)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self._take("eval", args)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._take("save", args)
+
+
+def run(make_trainer, *callbacks, steps: int = 8, args=None, **settings) -> Timeline:
+    timeline = Timeline()
+    make_trainer(*callbacks, MemoryWatchdog(timeline=timeline, **settings), max_steps=steps, **(args or {})).train()
+    return timeline
+
+
+def samples(timeline: Timeline, moment: str) -> list[Sample]:
+    return [entry for entry in timeline if isinstance(entry, Sample) and entry.moment == moment]
+
+
+def findings(timeline: Timeline) -> dict[str, list[int]]:
+    """Code -> the steps at which it was said."""
+    said: dict[str, list[int]] = {}
+    for entry in timeline:
+        if isinstance(entry, Remark):
+            said.setdefault(entry.finding.code, []).append(entry.step)
+    return said
+
+
+def the_finding(timeline: Timeline, code: str):
+    return next(entry.finding for entry in timeline if isinstance(entry, Remark) and entry.finding.code == code)
+
+
+def test_each_moment_has_its_own_peak(make_trainer, simgpu) -> None:
+    args = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+
+    timeline = run(make_trainer, Takes(train=20, eval=60, save=100), args=args)
+
+    peaks = {m: {round(s.reading.peak_allocated_bytes / MIB / 20) for s in samples(timeline, m)} for m in
+             ("train", "eval", "save")}  # fmt: skip
+    assert peaks == {"train": {1}, "eval": {3}, "save": {5}}
+    assert [sample.step for sample in samples(timeline, "train")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [sample.step for sample in samples(timeline, "eval")] == [4, 8]
+    assert {sample.reading.device for sample in timeline if isinstance(sample, Sample)} == {"simgpu:0"}
+
+
+def test_looking_seldom_still_parts_training_from_evaluation(make_trainer, simgpu) -> None:
+    timeline = run(
+        make_trainer, Takes(train=60, eval=20), every_steps=5, args={"eval_strategy": "steps", "eval_steps": 4}
+    )
+
+    assert [sample.step for sample in samples(timeline, "train")] == [4, 5, 8]
+    assert all(s.reading.peak_allocated_bytes < 40 * MIB for s in samples(timeline, "eval"))
+
+
+def test_a_healthy_run_is_silent(make_trainer, anywhere, caplog) -> None:
+    timeline = run(make_trainer, steps=60)
+
+    assert findings(timeline) == {}
+    assert not [record for record in caplog.records if record.name.startswith("trainer_plugins")]
+
+
+def test_pressure_is_the_peak_and_is_said_once(make_trainer, simgpu, caplog) -> None:
+    timeline = run(make_trainer, Takes(train=236))
+
+    assert findings(timeline) == {"memory-pressure": [1]}
+    finding = the_finding(timeline, "memory-pressure")
+    assert finding.severity is Severity.WARNING
+    assert "peak allocated 236" in finding.evidence
+    assert "gradient_accumulation_steps" in finding.remedy
+    (record,) = [record for record in caplog.records if record.name.startswith("trainer_plugins")]
+    assert record.levelname == "WARNING"
+    assert record.message == f"step 1: {finding}"
+
+
+def test_a_full_cache_is_no_pressure(make_trainer, simgpu) -> None:
+    timeline = run(make_trainer, Takes(train=120, eval=0), Takes(train=110))
+
+    assert torch.accelerator.memory_reserved() > 110 * MIB
+    assert findings(timeline) == {}
+
+
+def test_stops_in_good_order_past_the_act_mark(make_trainer, simgpu, tmp_path) -> None:
+    class Growing(Takes):
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.mib["train"] = 250 if state.global_step >= 3 else 10
+            super().on_step_begin(args, state, control, **kwargs)
+
+    watchdog = MemoryWatchdog(stop=True)
+    trainer = make_trainer(Growing(), watchdog)
+    trainer.train()
+
+    assert trainer.state.global_step == 4
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4
+
+    resumed = make_trainer(MemoryWatchdog(stop=True))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+
+
+def test_without_stop_it_only_speaks(make_trainer, simgpu) -> None:
+    timeline = run(make_trainer, Takes(train=250))
+
+    assert the_finding(timeline, "memory-pressure").severity is Severity.ERROR
+    assert len(samples(timeline, "train")) == 8
+
+
+def test_foreign_memory_is_told_by_bytes(make_trainer, simgpu) -> None:
+    class Intruder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                simgpu.card().hold(4242, 80 * MIB, "python infer.py")
+
+    timeline = run(make_trainer, Intruder())
+
+    assert findings(timeline) == {"foreign-memory": [4]}
+    finding = the_finding(timeline, "foreign-memory")
+    assert finding.summary == "other processes hold 80.0 MiB of simgpu:0"
+    assert "Do not empty the cache" in finding.remedy
+
+
+def test_foreign_memory_that_was_there_first_is_told_too(make_trainer, simgpu) -> None:
+    simgpu.card().hold(4242, 80 * MIB, "python infer.py")
+
+    assert findings(run(make_trainer)) == {"foreign-memory": [0]}
+
+
+class Leaks(TrainerCallback):
+    """Keeps a tensor of every step, as `losses.append(loss)` does."""
+
+    def __init__(self, mib: float) -> None:
+        self.mib = mib
+        self.kept: list[torch.Tensor] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.kept.append(torch.zeros(int(self.mib * MIB), dtype=torch.uint8, device=args.device))
+
+
+def test_a_leak_is_named_with_the_steps_left(make_trainer, simgpu) -> None:
+    timeline = run(make_trainer, Leaks(1), steps=48)
+
+    # A simulated card lies in main memory, where the leak is seen too.
+    assert set(findings(timeline)) - {"leak-host"} == {"leak-tensors"}
+    (step, *_) = findings(timeline)["leak-tensors"]
+    assert step == 40  # 8 of warm-up, 32 of evidence
+    finding = the_finding(timeline, "leak-tensors")
+    assert finding.evidence.startswith("1.0 MiB a step")
+    assert "about 2" in finding.summary  # 256 MiB less 40 less what a step takes: 210 or so
+    assert finding.severity is Severity.WARNING
+
+
+def test_batches_of_changing_length_are_no_leak(make_trainer, simgpu) -> None:
+    class Uneven(TrainerCallback):
+        kept = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            mib = (3, 9, 5, 14, 7)[state.global_step % 5]
+            self.kept = torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
+
+    assert findings(run(make_trainer, Uneven(), steps=64)) == {}
+
+
+def test_a_growing_neighbour_and_a_leak_outside_torch_are_told_apart(make_trainer, simgpu) -> None:
+    class Slowly(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            # What this very process takes outside torch, as NCCL does.
+            simgpu.card().hold(4242, MIB * state.global_step // 4, "self")
+
+    timeline = run(make_trainer, Slowly(), steps=48)
+
+    assert set(findings(timeline)) == {"leak-non-torch"}
+
+
+def test_retries_of_the_allocator_are_told_after_warm_up(make_trainer, simgpu) -> None:
+    class Thrash(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            for mib in (130, 150, 170) if state.global_step >= 10 else (1,):
+                torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
+
+    timeline = run(make_trainer, Thrash(), steps=14)
+
+    assert findings(timeline)["allocator-retries"][0] == 11
+    assert samples(timeline, "train")[-1].reading.num_alloc_retries > 0
+
+
+def test_readings_survive_a_kill(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
+from transformers import Trainer, TrainingArguments, TrainerCallback
+from tests.models import tiny_llama, token_rows
+from trainer_plugins import MemoryWatchdog
+class Kill(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5: os.kill(os.getpid(), signal.SIGKILL)
+args = TrainingArguments({str(tmp_path)!r}, max_steps=9, report_to="none", disable_tqdm=True, use_cpu=True)
+Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdog(), Kill()]).train()
+"""
+    )
+
+    code = subprocess.run([sys.executable, script], check=False, env={**os.environ, "CI": ""}).returncode
+
+    assert code == -signal.SIGKILL
+    entries = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+    assert [entry.step for entry in entries if isinstance(entry, Sample)] == [0, 1, 2, 3, 4, 5]
+    assert entries[0].reading.device == "cpu"  # type: ignore[union-attr]
+
+
+def test_a_timeline_that_cannot_be_written_harms_nothing(make_trainer, tmp_path, caplog) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "memory").write_text("a user's file")
+    trainer = make_trainer(MemoryWatchdog())
+    trainer.train()
+
+    assert trainer.state.global_step == 8
+    assert (tmp_path / "run" / "memory").read_text() == "a user's file"
+    assert "cannot be written" in caplog.text
+
+
+def test_a_watchdog_that_fails_is_silent_and_training_goes_on(make_trainer, caplog) -> None:
+    class Broken:
+        name, uuid = "broken:0", None
+
+        def read(self):
+            raise RuntimeError("the card fell off the bus")
+
+    trainer = make_trainer(MemoryWatchdog(device=Broken()))  # type: ignore[arg-type]
+    trainer.train()
+
+    assert trainer.state.global_step == 8
+    assert caplog.text.count("failed and does nothing from here on; training goes on") == 1
+
+
+@pytest.mark.parametrize("every_steps", [1, 3])
+def test_looks_every_n_steps(make_trainer, every_steps: int) -> None:
+    timeline = run(make_trainer, every_steps=every_steps)
+
+    assert [s.step for s in samples(timeline, "train")] == list(range(every_steps, 9, every_steps))

@@ -1,0 +1,80 @@
+"""Two real processes: what one of them sees, both act on, at the same step, or neither."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer_plugins.testing import simgpu
+from trainer_plugins.timeline import Flush, Sample, read_timeline
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+
+
+def launch(tmp_path: Path, story: str, device: str, launcher: str) -> tuple[list[dict], list[list]]:
+    """The facts that each rank wrote, and its timeline."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    if launcher == "torchrun":
+        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    else:
+        command = ["accelerate.commands.launch", "--num_processes", "2", "--main_process_port", port, "--multi_gpu"]
+    if device == "simgpu":
+        if (reason := simgpu.unavailable_reason()) is not None:
+            pytest.skip(reason)
+        command += ["-m", "trainer_plugins.testing.simgpu", "--capacity", "256MiB"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command, SCRIPT, tmp_path, story],
+        check=False, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
+    timelines = [read_timeline(tmp_path / "memory" / f"rank-{rank}.jsonl") for rank in (0, 1)]
+    for fact in facts:
+        assert fact["world_size"] == 2
+        assert fact["model"] == "DistributedDataParallel"
+        assert fact["device"] == device
+        assert fact["answer_without_rank_1"] is None  # it came back, within its second
+    assert facts[0]["weights"] == facts[1]["weights"]
+    return facts, timelines
+
+
+def flush_steps(timeline: list) -> list[int]:
+    return [entry.step for entry in timeline if isinstance(entry, Flush)]
+
+
+def test_what_one_rank_caches_both_release(tmp_path: Path) -> None:
+    facts, (first, second) = launch(tmp_path, "release", "simgpu", "torchrun")
+
+    assert flush_steps(first) == flush_steps(second)
+    assert {2, 4, 6, 8} <= set(flush_steps(first))
+    assert sum(e.released_bytes for e in second if isinstance(e, Flush)) >= 4 * 64 << 20
+    assert sum(e.released_bytes for e in first if isinstance(e, Flush)) < 64 << 20  # rank 0 had nothing to gain
+    assert [fact["step"] for fact in facts] == [8, 8]
+
+
+def test_what_one_rank_holds_both_hold(tmp_path: Path) -> None:
+    _, (first, second) = launch(tmp_path, "hold", "simgpu", "accelerate")
+
+    assert flush_steps(first) == flush_steps(second) == [2]
+
+
+def test_where_one_rank_must_stop_both_stop(tmp_path: Path) -> None:
+    facts, (first, second) = launch(tmp_path, "stop", "simgpu", "torchrun")
+
+    assert [fact["step"] for fact in facts] == [4, 4]
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
+    assert max(e.step for e in first if isinstance(e, Sample)) == 4 == max(e.step for e in second)
+
+
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    _, timelines = launch(tmp_path, "release", "cpu", "torchrun")
+
+    assert all({e.reading.device for e in timeline if isinstance(e, Sample)} == {"cpu"} for timeline in timelines)
