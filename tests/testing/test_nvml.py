@@ -87,7 +87,8 @@ def test_a_new_script_is_in_force_at_the_next_call(tmp_path):
     card.write().preload()
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(CARD)
-    for num_bytes in range(1000, 2000):  # of one length, so that nothing but inode and time can tell them apart
+    for num_bytes in range(1000, 1500):  # of one length, and two at a time: a file system may reuse the inode
+        card.process(100, num_bytes + 1000).write()
         card.process(100, num_bytes).write()
         assert pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == num_bytes
 

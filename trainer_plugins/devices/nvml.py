@@ -221,9 +221,9 @@ class NvmlDevice:
         return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
     def _ask_processes(self, handle: Any) -> Any:
-        # Version 2 has one layout in all drivers. Version 3 had another from 535.43 to 535.86 (gpustat #161), and pynvml's
-        # unversioned name is version 3: where that is missing it raises what is no NVMLError. The detail list of 13.615
-        # raises TypeError where bytes are N/A.
+        # Version 2 has one layout in all drivers; version 3 had another from 535.43 to 535.86 (gpustat #161). pynvml's
+        # unversioned name is version 3, and where that is missing it raises what is no NVMLError. The detail list of
+        # pynvml 13.615 raises TypeError where bytes are N/A.
         with suppress(pynvml.NVMLError_FunctionNotFound):
             return pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
         return pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)

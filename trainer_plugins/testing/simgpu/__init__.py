@@ -18,7 +18,9 @@ Where it differs from a CUDA card:
 * What an operation needs while it runs (a convolution's workspace, say) is not counted; its results are.
 * Attention takes the path that stores the scores, as CUDA's "math" kernel does, not the flash kernel.
 * Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
-* There is no fp16 in the Trainer (accelerate lists the devices that may), no graph, no second stream.
+* Dropout draws other numbers than on the CPU: as on CUDA it is one operation with a mask of bools.
+* There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no sparse tensor, no
+  graph and no second stream.
 * A card with no memory outside PyTorch: no context of a few hundred MiB. `SimCard.hold(os.getpid(), ...)` adds one.
 
 Importing this module does nothing. Enabling is for the whole process and cannot be undone; it sets

@@ -14,8 +14,10 @@ namespace simgpu {
 // here; it would be a poor test bed that lets `model(input_ids)` pass with the ids left on the CPU.
 inline bool takes_host_tensors(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
-  for (const char* prefix : {"aten::index", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_pack_padded_sequence"}) {
-    if (name.rfind(prefix, 0) == 0) {
+  for (const char* exception :
+       {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
+        "aten::_unsafe_index_put", "aten::_pack_padded_sequence"}) {
+    if (name == exception) {
       return true;
     }
   }

@@ -25,7 +25,7 @@ inline std::atomic<int> num_device_indices{1};
 
 inline void check_device(std::optional<c10::Device> device) {
   TORCH_CHECK(
-      !device || device->index() < num_device_indices, "simgpu error: invalid device ordinal ", device->index(),
+      !device || device->index() < num_device_indices, "simgpu error: invalid device ordinal ", static_cast<int>(device->index()),
       ", this process has ", num_device_indices.load());
 }
 

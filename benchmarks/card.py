@@ -1,0 +1,15 @@
+"""The card that a benchmark runs on."""
+
+import torch
+
+from trainer_plugins.units import GIB
+
+
+def card_here() -> str:
+    """`cuda` where there is a card, else `simgpu`, a simulated one of 1 GiB."""
+    if torch.cuda.is_available():
+        return "cuda"
+    from trainer_plugins.testing import simgpu
+
+    simgpu.enable(1 * GIB)
+    return "simgpu"

@@ -1,0 +1,18 @@
+"""Every finding has its entry in docs/findings.md, and every entry its finding."""
+
+import re
+from pathlib import Path
+
+import trainer_plugins
+from trainer_plugins.watch.leak import _KINDS
+
+ROOT = Path(trainer_plugins.__file__).parent
+
+
+def test_the_page_and_the_code_agree() -> None:
+    code = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
+    said = set(re.findall(r'code="([a-z-]+)"', code)) | {f"leak-{kind.replace('_', '-')}" for kind in _KINDS}
+    page = (ROOT.parent / "docs" / "findings.md").read_text()
+
+    assert len(said) >= 10
+    assert set(re.findall(r"^## `([a-z-]+)`", page, re.MULTILINE)) == said

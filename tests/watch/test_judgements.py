@@ -1,0 +1,174 @@
+"""Judgement is pure: from numbers to findings, so each rule can be shown by numbers."""
+
+import pytest
+
+from trainer_plugins.devices import GpuProcess, HostFacts
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.timeline import Flush
+from trainer_plugins.units import GIB, MIB
+from trainer_plugins.watch import Budget
+from trainer_plugins.watch.foreign import foreign_memory, tolerance_bytes
+from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
+from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
+from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
+from trainer_plugins.watch.pressure import pressure
+
+
+def reading(peak=10.0, non_torch=1.0, allocated=5.0, reserved=20.0, total=80.0, retries=0) -> MemoryReading:
+    """Sizes in GiB."""
+    return MemoryReading(
+        device="cuda:0",
+        total_bytes=int(total * GIB),
+        free_bytes=int((total - reserved - non_torch) * GIB),
+        reserved_bytes=int(reserved * GIB),
+        allocated_bytes=int(allocated * GIB),
+        peak_allocated_bytes=int(peak * GIB),
+        num_alloc_retries=retries,
+    )
+
+
+@pytest.mark.parametrize(
+    ("peak", "severity"),
+    [(0, None), (70, None), (71, Severity.WARNING), (76, Severity.WARNING), (77, Severity.ERROR)],
+)
+def test_pressure_by_the_marks(peak: float, severity: Severity | None) -> None:
+    finding = pressure(reading(peak=peak, reserved=79), Budget(0.90, 0.97), "train")
+
+    assert (finding.severity if finding else None) is severity
+
+
+def test_pressure_says_what_it_saw_and_what_to_do() -> None:
+    assert str(pressure(reading(peak=78, reserved=79), Budget(), "train")) == (
+        "[memory-pressure] cuda:0 was 99% full at its peak during train (peak allocated 78.00 GiB, "
+        "non-torch 1.00 GiB, total 80.00 GiB). Halve per_device_train_batch_size and double "
+        "gradient_accumulation_steps (the effective batch stays), or set gradient_checkpointing=True."
+    )
+    in_evaluation = pressure(reading(peak=78), Budget(), "eval")
+    assert in_evaluation is not None
+    assert "eval_accumulation_steps" in in_evaluation.remedy
+
+
+def test_a_finding_is_said_again_only_when_it_is_worse() -> None:
+    def finding(severity: Severity, amount: float) -> Finding:
+        return Finding(code="x", severity=severity, summary="", evidence="", remedy="", amount=amount)
+
+    first = finding(Severity.WARNING, 100)
+    assert not first.worse_than(first)
+    assert not finding(Severity.WARNING, 109).worse_than(first)
+    assert finding(Severity.WARNING, 110).worse_than(first)
+    assert finding(Severity.ERROR, 100).worse_than(first)
+    assert not finding(Severity.INFO, 0).worse_than(first)
+
+
+def flush(stuck_gib: float) -> Flush:
+    return Flush(step=10, reason="interval", released_bytes=GIB, stuck_bytes=int(stuck_gib * GIB), seconds=0.1)
+
+
+def test_what_a_release_cannot_give_back_is_fragmentation() -> None:
+    assert stuck_memory(flush(7), 80 * GIB) is None
+    finding = stuck_memory(flush(12), 80 * GIB)
+    assert finding is not None
+    assert finding.code == "memory-fragmentation"
+    assert "expandable_segments:True, alone" in finding.remedy
+
+
+def test_retries_count_from_warm_up() -> None:
+    assert allocator_retries(reading(retries=3), reading(retries=3)) is None
+    finding = allocator_retries(reading(retries=3), reading(retries=5))
+    assert finding is not None
+    assert finding.evidence.startswith("2 retries")
+
+
+def listed(*processes: tuple[int, float | None]) -> tuple[GpuProcess, ...]:
+    return tuple(GpuProcess(pid, None if gib is None else int(gib * GIB), "python infer.py") for pid, gib in processes)
+
+
+ME = {100, 101}
+
+
+@pytest.mark.parametrize(
+    ("non_torch", "processes", "foreign_gib", "names"),
+    [
+        (1, None, None, ""),
+        (10, None, 9, "told by bytes alone"),  # the driver lists nothing
+        (10, listed((7, 20.0), (8, 9.0)), 9, "told by bytes alone"),  # host pids in a container: ours is not there
+        (10, listed((100, 21.0), (8, 9.0)), 9, "pid 8 (python infer.py): 9.00 GiB"),
+        (10, listed((100, 30.0)), None, ""),  # all ours: NCCL, graphs
+        (10, listed((100, 15.0), (101, 15.0)), None, ""),  # two of our ranks on one card
+        (10, listed((100, 21.0)), 9, "a process that the driver hides"),
+        (10, listed((100, None), (8, 9.0)), 9, "told by bytes alone"),  # MIG and WSL name no sizes
+        (10, listed((100, 21.0), (8, None)), 9, "size unknown"),
+    ],
+)
+def test_foreign_memory(non_torch, processes, foreign_gib, names) -> None:
+    finding = foreign_memory(reading(non_torch=non_torch), 1 * GIB, processes, ME)
+
+    assert (finding.amount / GIB if finding else None) == foreign_gib
+    assert finding is None or names in finding.evidence
+
+
+def test_the_tolerance_grows_with_the_card_up_to_half_a_gib() -> None:
+    assert tolerance_bytes(200 * MIB) == 10 * MIB
+    assert tolerance_bytes(80 * GIB) == 512 * MIB
+
+
+def footprints(num=WINDOW, **bytes_at) -> list[Footprint]:
+    kinds = {"tensors": 5 * GIB, "cache": GIB, "non_torch": GIB, "host": GIB}
+    return [
+        Footprint(step=step, **{k: int(bytes_at[k](step)) if k in bytes_at else v for k, v in kinds.items()})
+        for step in range(num)
+    ]
+
+
+def judged(window: list[Footprint], peak: float = 40) -> dict[str, Finding]:
+    host = reading(allocated=1, reserved=1, non_torch=1, total=64)
+    return {finding.code: finding for finding in leaks(window, reading(peak=peak), host)}
+
+
+@pytest.mark.parametrize("kind", ["tensors", "cache", "non_torch", "host"])
+def test_each_kind_of_leak_has_its_name(kind: str) -> None:
+    found = judged(footprints(**{kind: lambda step: GIB + step * 10 * MIB}))
+
+    (finding,) = found.values()
+    assert finding.code == f"leak-{kind.replace('_', '-')}"
+    assert finding.evidence.startswith("10.0 MiB a step")
+    left = (62 if kind == "host" else 80 - 40 - 1) * 1024 // 10
+    assert f"about {left} steps" in finding.summary
+
+
+def test_a_leak_that_ends_the_run_soon_is_an_error() -> None:
+    assert judged(footprints(tensors=lambda s: s * GIB // 8), 76)["leak-tensors"].severity is Severity.ERROR
+    assert judged(footprints(tensors=lambda s: s * GIB // 8), 20)["leak-tensors"].severity is Severity.WARNING
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda step: GIB,
+        lambda step: GIB + (step % 7) * 100 * MIB,  # batches of changing length
+        lambda step: GIB + (step > 16) * GIB,  # one step up, as an evaluation makes
+        lambda step: GIB - step * MIB,
+        lambda step: GIB + step * 64,  # bytes of Python
+    ],
+)
+def test_what_is_no_leak(curve) -> None:
+    assert judged(footprints(tensors=curve, cache=curve, non_torch=curve, host=curve)) == {}
+
+
+def test_a_short_window_says_nothing() -> None:
+    assert judged(footprints(WINDOW - 1, tensors=lambda step: step * GIB)) == {}
+
+
+def test_the_host_before_the_kernel_acts() -> None:
+    assert host_pressure(reading(total=64, reserved=20, non_torch=20), Budget()) is None
+    finding = host_pressure(reading(total=64, reserved=20, non_torch=43), Budget())
+    assert finding is not None
+    assert finding.severity is Severity.ERROR
+    assert oom_kills(HostFacts(1, 0, 0), HostFacts(1, 0, 0)) is None
+    killed = oom_kills(HostFacts(1, 0, 0), HostFacts(2, 0, 0))
+    assert killed is not None
+    assert "killed 1 process" in killed.summary
+    assert shared_memory(HostFacts(0, 64 * MIB, 60 * MIB)) is None
+    assert shared_memory(HostFacts(0, 0, 0)) is None
+    assert shared_memory(HostFacts(0, 64 * MIB, 2 * MIB)) is not None
