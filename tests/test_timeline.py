@@ -9,7 +9,7 @@ import pytest
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Flush, Remark, Sample, Timeline, read_timeline, timeline_of_run
+from trainer_plugins.timeline import Entry, Flush, Remark, Sample, Timeline, read_timeline, timeline_of_run
 
 READING = MemoryReading(
     device="cuda:0",
@@ -20,7 +20,7 @@ READING = MemoryReading(
     peak_allocated_bytes=45,
     num_alloc_retries=2,
 )
-ENTRIES = [
+ENTRIES: list[Entry] = [
     Sample(step=1, moment="train", reading=READING, time_seconds=12.5),
     Flush(step=1, reason="interval", released_bytes=20, stuck_bytes=1, seconds=0.25, time_seconds=13.0),
     Remark(

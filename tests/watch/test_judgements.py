@@ -56,7 +56,7 @@ def test_a_finding_is_said_again_only_when_it_is_worse() -> None:
     first = finding(Severity.WARNING, 100)
     assert not first.worse_than(first)
     assert not finding(Severity.WARNING, 109).worse_than(first)
-    assert finding(Severity.WARNING, 110).worse_than(first)
+    assert finding(Severity.WARNING, 111).worse_than(first)
     assert finding(Severity.ERROR, 100).worse_than(first)
     assert not finding(Severity.INFO, 0).worse_than(first)
 

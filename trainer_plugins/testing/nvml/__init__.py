@@ -86,7 +86,8 @@ class ScriptedNvml:
     ) -> "ScriptedNvml":
         """Add the card that a simulated accelerator shares: its uuid, capacity and processes come from its card file.
 
-        The total is that capacity and `reserved_bytes`. While there is no such file, the GPU is lost.
+        The total is that capacity and `reserved_bytes`. While there is no such file, the GPU is lost; once there is, it
+        stays the one that is read until the next script.
         """
         bus = f"00000000:{0x17 + self._num('card'):02X}:00.0"
         return self._with("card", name=name, bus=bus, reserved=reserved_bytes, file=Path(path).absolute())

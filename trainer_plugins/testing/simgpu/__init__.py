@@ -16,7 +16,7 @@ collectives are gloo's.
 Where it differs from a CUDA card:
 
 * What an operation needs while it runs (a convolution's workspace, say) is not counted; its results are.
-* Attention takes the path that stores the scores, as CUDA's "math" kernel does, not the flash kernel.
+* Attention stores no scores, as with CUDA's flash kernel, except with dropout in it, where CUDA's still does not.
 * Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
 * Dropout draws other numbers than on the CPU: as on CUDA it is one operation with a mask of bools.
 * There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no sparse tensor, no

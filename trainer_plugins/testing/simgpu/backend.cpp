@@ -1,5 +1,5 @@
 // simgpu: an accelerator in host memory, as torch's PrivateUse1 device. The one translation unit; the headers beside it
-// hold one subject each, in the order card, allocator, host_alias, fallback, kernels, device, autocast.
+// hold one subject each, in the order card, allocator, host_alias, fallback, kernels, device, attention, autocast.
 //
 // Python talks to it through the C functions at the end, with ctypes: no Python headers are needed to build it, and one
 // build serves every Python of the same torch.
@@ -7,6 +7,7 @@
 
 #include <thread>
 
+#include "attention.h"
 #include "autocast.h"
 #include "device.h"
 

@@ -1,0 +1,27 @@
+// Attention in the memory of a flash kernel, as on a card: torch asks each device which kernel to take, and without an
+// answer takes the one that stores the scores of every pair of tokens.
+#pragma once
+
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+
+#include "host_alias.h"
+
+namespace simgpu {
+
+// What the CPU would take. Its flash kernel has no dropout and then the scores are stored; CUDA's has.
+inline int64_t choose_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  HostAliases aliases;
+  const auto host_mask = mask ? std::optional<at::Tensor>(aliases.to_host(*mask)) : std::nullopt;
+  return at::_fused_sdp_choice(
+      aliases.to_host(query), aliases.to_host(key), aliases.to_host(value), host_mask, dropout, is_causal, scale,
+      enable_gqa);
+}
+
+}  // namespace simgpu
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simgpu::choose_attention)
+}
