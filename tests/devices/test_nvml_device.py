@@ -149,6 +149,7 @@ def test_every_failure_has_its_kind_and_its_remedy(tmp_path):
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, NvmlErrorKind.DRIVER, "modprobe nvidia"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, NvmlErrorKind.DRIVER, "reboot the machine"),
         (pynvml.NVML_ERROR_NO_PERMISSION, NvmlErrorKind.NO_PERMISSION, "/dev/nvidia*"),
+        (pynvml.NVML_ERROR_GPU_NOT_FOUND, NvmlErrorKind.NOT_FOUND, "whether this container"),
         (pynvml.NVML_ERROR_OPERATING_SYSTEM, NvmlErrorKind.NO_PERMISSION, "/dev/nvidia*"),
         (pynvml.NVML_ERROR_UNKNOWN, NvmlErrorKind.TIMEOUT, "ask again later"),
     ]

@@ -15,6 +15,7 @@ import pynvml
 import pytest
 
 from tests.testing.alone import alone, needs_scripted_nvml
+from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.nvml import ScriptedNvml, build, unavailable_reason
 from trainer_plugins.units import GIB, MIB
 
@@ -214,6 +215,24 @@ def test_a_card_file_speaks_for_a_simulated_card(tmp_path):
     assert (memory(CARD).used, processes(CARD)) == (11 * MIB, {})
     name = code_of(pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetHandleByUUID(CARD))
     assert name == pynvml.NVML_ERROR_TIMEOUT
+
+
+@alone
+def test_the_simulated_card_and_the_driver_agree(tmp_path):
+    simulated = SimCard.create(tmp_path / "card", 256 * MIB)
+    ScriptedNvml(tmp_path).card_from_file(simulated.path).write().preload()
+    pynvml.nvmlInit()
+    simulated.hold(4242, 10 * MIB, "infer")
+    simulated.hold(os.getpid(), 20 * MIB, "train", live=True)
+    simulated.hold(os.getpid(), 5 * MIB, "outside of torch")  # of the same process, so the driver lists one
+    info = memory(simulated.uuid)
+    assert (info.used, info.free) == (simulated.used_bytes, simulated.free_bytes) == (35 * MIB, 221 * MIB)
+    assert processes(simulated.uuid) == {4242: 10 * MIB, os.getpid(): 25 * MIB}
+    assert pynvml.nvmlSystemGetProcessName(4242) == "infer"
+    simulated.release(4242)
+    simulated.capacity_bytes = 128 * MIB
+    info = memory(simulated.uuid)
+    assert (info.total - info.reserved, info.free) == (128 * MIB, 103 * MIB)
 
 
 def run_tool(tool: str, *arguments: str, env: dict[str, str]) -> str:

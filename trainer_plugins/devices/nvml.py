@@ -267,7 +267,7 @@ class NvmlDevice:
     def _explained(self, what: str, error: Any) -> NvmlError:
         kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
         for code, known_kind, known_text in _EXPLANATIONS:
-            if error.value == getattr(pynvml, f"NVML_ERROR_{code}"):
+            if error.value == getattr(pynvml, f"NVML_ERROR_{code}", None):
                 kind, text = known_kind, known_text
         bare_uuid = self._uuid.removeprefix("GPU-").removeprefix("MIG-")
         return NvmlError(kind, text.format(what=what, uuid=self._uuid, bare_uuid=bare_uuid, error=error))
@@ -333,5 +333,10 @@ _EXPLANATIONS = (
         NvmlErrorKind.NOT_FOUND,
         "no card and no MIG slice here has the UUID {bare_uuid}; compare it, whole, with `nvidia-smi -L`, and see"
         " whether this container was given that card",
+    ),
+    (
+        "GPU_NOT_FOUND",
+        NvmlErrorKind.NOT_FOUND,
+        "there is no NVIDIA card here; see whether this container was given one",
     ),
 )

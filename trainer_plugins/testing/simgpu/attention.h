@@ -2,6 +2,7 @@
 // answer takes the one that stores the scores of every pair of tokens.
 #pragma once
 
+#include <ATen/SDPBackend.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 
@@ -13,6 +14,9 @@ namespace simgpu {
 inline int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  if (mask && mask->requires_grad()) {  // T5's: an alias does not know about gradients, so the CPU cannot see it
+    return static_cast<int64_t>(at::SDPBackend::math);
+  }
   HostAliases aliases;
   const auto host_mask = mask ? std::optional<at::Tensor>(aliases.to_host(*mask)) : std::nullopt;
   return at::_fused_sdp_choice(

@@ -1,0 +1,151 @@
+"""The simulated card and the scripted driver are one card, and no failure of the driver reaches training."""
+
+import os
+
+import pynvml
+import pytest
+import torch
+
+from tests.testing.alone import alone, needs_scripted_nvml
+from trainer_plugins.testing import simgpu
+from trainer_plugins.testing.card import SimCard
+from trainer_plugins.testing.nvml import ScriptedNvml
+from trainer_plugins.units import MIB
+
+needs_scripted_nvml()
+if simgpu.unavailable_reason() and not os.environ.get("CI"):
+    pytest.skip(str(simgpu.unavailable_reason()), allow_module_level=True)
+
+CAPACITY_BYTES = 256 * MIB
+
+
+def one_card(tmp_path) -> tuple[SimCard, ScriptedNvml]:
+    """A card in a file, which torch trains on and NVML tells of."""
+    card = SimCard.create(tmp_path / "card", CAPACITY_BYTES)
+    driver = ScriptedNvml(tmp_path / "driver").card_from_file(tmp_path / "card", reserved_bytes=8 * MIB).write()
+    driver.preload()
+    simgpu.enable(CAPACITY_BYTES, card)
+    return card, driver
+
+
+@alone
+def test_torch_and_the_driver_agree(tmp_path):
+    from trainer_plugins.devices import NvmlDevice, open_device
+
+    card, _ = one_card(tmp_path)
+    device = open_device("simgpu")
+    driver = NvmlDevice.open(card.uuid)
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8, device="simgpu")
+    card.hold(4242, 32 * MIB, "python infer.py")
+
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(0)
+    assert driver.memory() == (total_bytes, free_bytes) == (CAPACITY_BYTES, CAPACITY_BYTES - 96 * MIB)
+    reading = device.read()
+    assert device.uuid == card.uuid
+    assert (reading.total_bytes, reading.free_bytes, reading.non_torch_bytes) == (*driver.memory(), 32 * MIB)
+    assert {(p.pid, p.used_bytes) for p in device.processes() or ()} == {(os.getpid(), 64 * MIB), (4242, 32 * MIB)}
+    del tensor
+    assert device.release_cached() == 64 * MIB
+    assert driver.memory()[1] == device.read().free_bytes == CAPACITY_BYTES - 32 * MIB
+
+
+@alone
+def test_a_neighbour_is_named_when_the_driver_names_it(tmp_path):
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from tests.models import tiny_llama, token_rows
+    from trainer_plugins import MemoryWatchdog
+    from trainer_plugins.timeline import Remark, Timeline
+
+    card, _ = one_card(tmp_path)
+
+    class Intruder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                card.hold(4_000_000, 80 * MIB, "python infer.py")
+
+    timeline = Timeline()
+    args = TrainingArguments(str(tmp_path), max_steps=5, report_to="none", disable_tqdm=True)
+    Trainer(
+        tiny_llama(), args, train_dataset=token_rows(), callbacks=[Intruder(), MemoryWatchdog(timeline=timeline)]
+    ).train()
+
+    (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]
+    assert (remark.step, remark.finding.code) == (3, "foreign-memory")
+    assert "pid 4000000 (python infer.py): 80.0 MiB" in remark.finding.evidence
+
+
+FAULTS = {
+    "not supported": pynvml.NVML_ERROR_NOT_SUPPORTED,
+    "no permission": pynvml.NVML_ERROR_NO_PERMISSION,
+    "lost": pynvml.NVML_ERROR_GPU_IS_LOST,
+    "reset required": pynvml.NVML_ERROR_RESET_REQUIRED,
+    "time-out": pynvml.NVML_ERROR_TIMEOUT,
+    "unknown": pynvml.NVML_ERROR_UNKNOWN,
+    "not loaded": pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+    "mismatch": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+}
+
+
+@alone
+def test_no_failure_of_the_driver_reaches_training(tmp_path):
+    import logging
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from tests.models import tiny_llama, token_rows
+    from trainer_plugins import CudaCacheCallback, MemoryWatchdog
+    from trainer_plugins.timeline import Remark, Sample, Timeline
+
+    card, driver = one_card(tmp_path)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_plugins").addHandler(handler)
+    logging.getLogger("trainer_plugins").setLevel(logging.INFO)
+
+    for name, code in FAULTS.items():
+        said.clear()
+        starts = name in ("not loaded", "mismatch")
+        broken = driver.cannot_start(code) if starts else driver
+        for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
+            broken = broken.fault(function, code)
+        (broken if starts else driver).write()
+
+        class Break(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 2:
+                    broken.write()  # noqa: B023 - used up within the loop
+                if state.global_step == 4:
+                    card.hold(4242, 80 * MIB, "python infer.py")
+
+        timeline = Timeline()
+        args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
+        callbacks = [Break(), CudaCacheCallback(interval=1), MemoryWatchdog(timeline=timeline)]
+        trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks)
+        trainer.train()
+        card.release(4242)
+
+        assert trainer.state.global_step == 6, name
+        samples = [entry.reading for entry in timeline if isinstance(entry, Sample)]
+        assert {reading.total_bytes for reading in samples} == {CAPACITY_BYTES}, name  # torch counts the same bytes
+        findings = [entry.finding for entry in timeline if isinstance(entry, Remark)]
+        assert [finding.code for finding in findings] == ["foreign-memory"], (name, findings)
+        assert any("NVML does not answer" in message for message in said), (name, said)
+        assert not any("failed and does nothing" in message for message in said), (name, said)
+
+
+@alone
+def test_a_slice_of_a_card_is_read_through_torch(tmp_path):
+    from trainer_plugins.devices import open_device
+
+    bare = "8a5f0e2c-1111-2222-3333-444444444444"
+    SimCard.create(tmp_path / "card", CAPACITY_BYTES, uuid=f"GPU-{bare}")
+    script = ScriptedNvml(tmp_path / "driver").card("GPU-00000000-0000-0000-0000-000000000000")
+    script.mig_slice(f"MIG-{bare}", total_bytes=10 * 1024 * MIB).write().preload()
+    simgpu.enable(CAPACITY_BYTES, SimCard(tmp_path / "card"))
+
+    device = open_device("simgpu")
+
+    assert device.read().total_bytes == CAPACITY_BYTES  # not the 10 GiB that the driver says
+    assert device.uuid == f"MIG-{bare}"
