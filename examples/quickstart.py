@@ -80,9 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=128, help="tokens a sample")
     parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--careless", action="store_true", help="without gradient checkpointing, to see it run out")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
 
@@ -102,11 +103,13 @@ def main() -> None:
         per_device_train_batch_size=options.micro_batch,
         per_device_eval_batch_size=options.micro_batch,
         learning_rate=3e-5 if options.model else 3e-3,
-        gradient_checkpointing=True,
+        gradient_checkpointing=not options.careless,
         eval_strategy="steps",
         eval_steps=max(1, options.steps // 3),
         logging_steps=max(1, options.steps // 6),
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=options.steps,
+        save_only_model=True,
         report_to="none",
     )
     trainer = GeneratingTrainer(

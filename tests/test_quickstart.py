@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer_plugins.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
 
 
-def quickstart(output: Path, *arguments: str, capacity: str = "192MiB") -> str:
-    environment = {**os.environ, "SIMGPU_CAPACITY": capacity}
-    done = subprocess.run(
+def quickstart(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [ROOT / "scripts" / "quickstart", "--output-dir", output, *arguments],
-        check=False, capture_output=True, text=True, env=environment, cwd=output.parent,
+        check=False, capture_output=True, text=True, cwd=output.parent,
     )  # fmt: skip
+
+
+def report_of(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -28,7 +31,7 @@ def quickstart(output: Path, *arguments: str, capacity: str = "192MiB") -> str:
 def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     if shutil.which("c++") is None and not os.environ.get("CI"):
         pytest.skip("no C++ compiler")
-    out = quickstart(tmp_path / "run", "--steps", "60")
+    out = report_of(quickstart(tmp_path / "run", "--steps", "60"))
 
     losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
     assert losses is not None
@@ -37,7 +40,16 @@ def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     assert "The statement " in out  # it generated
     assert "Memory: the peak of each moment" in out
     entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
-    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {"begin", "train", "eval", "end"}
+    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {"begin", "train", "eval", "save", "end"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is large enough for carelessness")
+def test_the_card_is_too_small_for_carelessness(tmp_path: Path) -> None:
+    done = quickstart(tmp_path / "run", "--steps", "60", "--careless")
+
+    assert done.returncode == 1
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate" in done.stderr
+    assert "total capacity of 40.00 MiB" in done.stderr
 
 
 @pytest.mark.slow
@@ -49,9 +61,8 @@ def test_a_real_model_of_135_million_parameters(tmp_path: Path) -> None:
     model = tmp_path / "smollm2"
     subprocess.run([sys.executable, ROOT / "examples" / "smollm2.py", model], check=True)
 
-    out = quickstart(
-        tmp_path / "run", "--model", str(model), "--steps", "6", "--length", "48", "--micro-batch", "1", capacity="4GiB"
-    )
+    few = ["--steps", "6", "--length", "48", "--micro-batch", "1"]
+    out = report_of(quickstart(tmp_path / "run", "--model", str(model), *few))
 
     losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
     assert losses is not None

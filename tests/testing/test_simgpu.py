@@ -209,7 +209,8 @@ def test_other_models_generation_and_resuming(tmp_path):
         # Not Adam: it makes a whole step of a gradient that is zero but for rounding, as that of GPT-2's key biases.
         expected = losses(trainer(build(), use_cpu=True, optim="sgd", learning_rate=0.1))
         t = trainer(build(), dataloader_num_workers=1, optim="sgd", learning_rate=0.1)
-        report(cpu=expected, simgpu=losses(t), device=str(t.model.device))
+        embedding, head = t.model.get_input_embeddings().weight, t.model.get_output_embeddings().weight
+        report(cpu=expected, simgpu=losses(t), device=str(t.model.device), tied=embedding is head)
 
     prompt, model = torch.randint(3, 256, (2, 5)), gpt2()
     for arguments in (dict(do_sample=False), dict(do_sample=True), dict(num_beams=3)):
@@ -227,6 +228,7 @@ def test_other_models_generation_and_resuming(tmp_path):
     *models, greedy, sampled, beams, resumed = facts(run(tmp_path, story))
     for model in models:
         assert model["device"] == "simgpu:0"
+        assert model["tied"], "moving a model must not take its tied weights apart"
         assert model["simgpu"] == pytest.approx(model["cpu"], abs=1e-5)
     assert greedy == sampled == beams == {"device": "simgpu", "same": True}
     assert resumed["device"] == "simgpu:0"

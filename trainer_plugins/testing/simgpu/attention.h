@@ -17,6 +17,9 @@ inline int64_t choose_attention(
   if (mask && mask->requires_grad()) {  // T5's: an alias does not know about gradients, so the CPU cannot see it
     return static_cast<int64_t>(at::SDPBackend::math);
   }
+  if (query.key_set().has(c10::DispatchKey::Python)) {  // torch.compile asks with tensors that have no bytes
+    return static_cast<int64_t>(dropout > 0 ? at::SDPBackend::math : at::SDPBackend::flash_attention);
+  }
   HostAliases aliases;
   const auto host_mask = mask ? std::optional<at::Tensor>(aliases.to_host(*mask)) : std::nullopt;
   return at::_fused_sdp_choice(

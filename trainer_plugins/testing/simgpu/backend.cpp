@@ -29,10 +29,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("set_", &set_nothing);
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   m.impl("is_set_to", &simgpu::is_set_to);
   m.impl("convolution_overrideable", &simgpu::convolution);
   m.impl("convolution_backward_overrideable", &simgpu::convolution_backward);
   m.impl("record_stream", &simgpu::record_stream);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

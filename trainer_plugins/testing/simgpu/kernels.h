@@ -165,6 +165,15 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
 
 inline void record_stream(at::Tensor& /*self*/, at::Stream /*stream*/) {}  // there is one stream
 
+// Whether `parameter.data = moved` may be: torch lists the dense devices by name, without this one. Module.to would make
+// new parameters then, and tied weights would come apart on the way, as they do on no card.
+inline bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  const auto is_dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == c10::kStrided && (tensor.is_cpu() || on_device(tensor));
+  };
+  return is_dense(self) && is_dense(from);
+}
+
 inline bool is_set_to(const at::Tensor& self, const at::Tensor& other) {
   return self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
       self.storage_offset() == other.storage_offset() && self.sizes() == other.sizes() &&
