@@ -18,7 +18,6 @@ Where it differs from a CUDA card:
 * What an operation needs while it runs (a convolution's workspace, say) is not counted; its results are.
 * Attention stores no scores, as with CUDA's flash kernel, except with dropout in it, where CUDA's still does not.
 * Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
-* Dropout draws other numbers than on the CPU: as on CUDA it is one operation with a mask of bools.
 * There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no sparse tensor, no
   graph and no second stream.
 * A card with no memory outside PyTorch: no context of a few hundred MiB. `SimCard.hold(os.getpid(), ...)` adds one.

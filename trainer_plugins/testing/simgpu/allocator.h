@@ -1,6 +1,6 @@
 // A caching allocator with CUDA's rules over host memory and a card file. What it follows is the default path of
-// c10/cuda/CUDACachingAllocator.cpp (one stream, no max_split_size, no expandable segments, no garbage collection): names
-// and order are that file's, so that the two can be read side by side.
+// c10/cuda/CUDACachingAllocator.cpp (one stream, no max_split_size, no expandable segments, no garbage collection):
+// names and order are that file's, so that the two can be read side by side.
 #pragma once
 
 #include <c10/core/Allocator.h>

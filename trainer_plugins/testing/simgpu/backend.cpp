@@ -40,6 +40,12 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
 }
 
+#if SIMGPU_TORCH_VERSION < 210  // torch has this itself since 2.10; what has no autograd, a collective, would not be found
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+#endif
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -65,14 +71,15 @@ struct Silence final : c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
-// torch registers its collectives for PrivateUse1 itself, to call a backend of that device; replacing them is meant, and
-// so the warning about it is not shown.
+// torch registers its collectives for PrivateUse1 itself, to call a backend of that device; replacing them is meant,
+// and so the warning about it is not shown.
 void register_collectives() {
   static Silence silence;
   c10::WarningUtils::WarningHandlerGuard guard(&silence);
   static auto* library =
       new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
     if (name.name.rfind("c10d::", 0) == 0) {
       const std::string short_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
       library->impl(short_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_collective_on_host>());
@@ -114,9 +121,10 @@ const char* simgpu_last_error() { return last_error.c_str(); }
 void simgpu_fail_at(uint64_t n) { device_allocator().fail_at(n); }
 // Returns when autograd's device thread has dropped every graph it was given; __init__.py says why that matters.
 //
-// One more backward is the wait. The queue serves the newest node first, by a count that each thread keeps for itself, so
-// the backward of a new thread, whose count begins at 0, comes after all that is left. And it must not come from Python,
-// whose backward leaves a Python object (torch/autograd/graph.py: the context) in the graph. It allocates nothing.
+// One more backward is the wait. The queue serves the newest node first, by a count that each thread keeps for itself,
+// so the backward of a new thread, whose count begins at 0, comes after all that is left. And it must not come from
+// Python, whose backward leaves a Python object (torch/autograd/graph.py: the context) in the graph. It allocates
+// nothing.
 void simgpu_finish_backward() {
   std::thread([] {
     try {

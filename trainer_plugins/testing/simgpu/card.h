@@ -31,7 +31,7 @@ struct CardSlot {
 };
 
 constexpr char kCardMagic[] = "SIMCARD1";
-constexpr uint32_t kSlotIsLive = 1;  // counts only while its process exists; without it the slot is scripted and always counts
+constexpr uint32_t kSlotIsLive = 1;  // it counts while its process exists; without this it is scripted and always counts
 constexpr int kNumSlots = 60;
 constexpr size_t kCardFileBytes = 4096;
 
@@ -43,7 +43,8 @@ static_assert(sizeof(CardHeader) == 64 && sizeof(CardSlot) == 64 && sizeof(CardL
 
 class Card {
  public:
-  // Maps the file and takes a slot for this process. The mapping of a card we had before stays: a thread may be reading it.
+  // Maps the file and takes a slot for this process. The mapping of a card we had before stays: a thread may be
+  // reading it.
   void attach(const char* path, const char* process_name) {
     const int fd = open(path, O_RDWR | O_CLOEXEC);
     TORCH_CHECK(fd >= 0, "simgpu: cannot open the card file ", path, ": ", std::strerror(errno));
@@ -58,8 +59,8 @@ class Card {
     layout_ = layout;
   }
 
-  // Takes num_bytes if they are free. Add first, look, and give back if it was too much: two processes that do so at once
-  // may both be refused, never both be served.
+  // Takes num_bytes if they are free. Add first, look, and give back if it was too much: two processes that do so at
+  // once may both be refused, never both be served.
   bool reserve(uint64_t num_bytes) {
     __atomic_add_fetch(&own_slot_->bytes, num_bytes, __ATOMIC_SEQ_CST);
     if (used_bytes() <= capacity_bytes()) {

@@ -1,4 +1,5 @@
-// What torch asks of a device besides memory and kernels: the current device, streams, events, generators, pinned memory.
+// What torch asks of a device besides memory and kernels: the current device, streams, events, generators, pinned
+// memory.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -53,8 +54,8 @@ class PinnedAllocator final : public c10::Allocator {
   std::unordered_set<void*> pinned_;
 };
 
-// Random numbers come from the CPU's default generator: the kernels are the CPU's, a run here draws the same numbers as a
-// run there, and the Trainer, which saves the CPU's state and that of the accelerators it knows, resumes exactly.
+// Random numbers come from the CPU's default generator: the kernels are the CPU's, a run here draws the same numbers
+// as a run there, and the Trainer, which saves the CPU's state and that of the accelerators it knows, resumes exactly.
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -84,7 +85,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// One stream on which work is done as soon as it is asked for: an event has always happened, at the time of its recording.
+// One stream on which work is done as soon as it is asked for: an event has always happened, at the time of its
+// recording.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   using Clock = std::chrono::steady_clock;
   static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
@@ -98,7 +100,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   c10::Stream getStream(c10::Device /*device*/) const override { return stream(); }
   c10::Stream getDefaultStream(c10::Device /*device*/) const override { return stream(); }
-  c10::Stream getStreamFromGlobalPool(c10::Device /*device*/, bool /*high_priority*/) const override { return stream(); }
+  c10::Stream getStreamFromGlobalPool(c10::Device /*device*/, bool /*high*/) const override { return stream(); }
   c10::Stream getNewStream(c10::Device /*device*/, int /*priority*/) const override { return stream(); }
   c10::Stream exchangeStream(c10::Stream /*stream*/) const override { return stream(); }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }

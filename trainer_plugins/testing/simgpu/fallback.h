@@ -59,8 +59,9 @@ inline void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   }
 }
 
-// The collectives of torch.distributed, c10d::allreduce_ and so on: the same, but their results hold a Work that goes on
-// writing into the aliases, and their tensors may be nested lists. With this a plain gloo group serves both devices.
+// The collectives of torch.distributed, c10d::allreduce_ and so on: the same, but their results hold a Work that goes
+// on writing into the aliases, and their tensors may be nested lists. With this a plain gloo group serves both
+// devices.
 inline void run_collective_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   HostAliases aliases;
   for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {

@@ -1,6 +1,7 @@
-// Tensors of this device already lie in host memory, so the CPU's kernels can work on their bytes in place: an alias is a
-// CPU tensor over the same bytes. at::native::cpu_fallback, made for devices with memory of their own, copies there and
-// back instead; that doubles the work and does not write through TensorLists in place as the foreach optimizers need.
+// Tensors of this device already lie in host memory, so the CPU's kernels can work on their bytes in place: an alias
+// is a CPU tensor over the same bytes. at::native::cpu_fallback, made for devices with memory of their own, copies
+// there and back instead; that doubles the work and does not write through TensorLists in place as the foreach
+// optimizers need.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,8 +67,8 @@ class HostAliases {
     }
   }
 
-  // A result of a CPU kernel: one of the arguments, a view of one, or a new tensor, which is copied into device memory so
-  // that it is accounted for.
+  // A result of a CPU kernel: one of the arguments, a view of one, or a new tensor, which is copied into device memory
+  // so that it is accounted for.
   at::Tensor to_device(const at::Tensor& host) {
     if (!host.defined() || !host.is_cpu()) {
       return host;

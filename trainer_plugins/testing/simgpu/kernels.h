@@ -19,14 +19,14 @@
 
 namespace simgpu {
 
-// How many device indices are accepted: as many as there are ranks on this machine, all of which name this process's one
-// card, because libraries write simgpu:LOCAL_RANK as they would write cuda:LOCAL_RANK.
+// How many device indices are accepted: as many as there are ranks on this machine, all of which name this process's
+// one card, because libraries write simgpu:LOCAL_RANK as they would write cuda:LOCAL_RANK.
 inline std::atomic<int> num_device_indices{1};
 
 inline void check_device(std::optional<c10::Device> device) {
   TORCH_CHECK(
-      !device || device->index() < num_device_indices, "simgpu error: invalid device ordinal ", static_cast<int>(device->index()),
-      ", this process has ", num_device_indices.load());
+      !device || device->index() < num_device_indices, "simgpu error: invalid device ordinal ",
+      static_cast<int>(device->index()), ", this process has ", num_device_indices.load());
 }
 
 inline const c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
@@ -141,7 +141,8 @@ inline at::Tensor& set_nothing(at::Tensor& self) {
 // torch chooses a convolution by the device and leaves that of a foreign one to these two.
 inline at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
   at::AutoDispatchBelowADInplaceOrView guard;
   HostAliases aliases;
   const auto host_bias = bias ? std::optional<at::Tensor>(aliases.to_host(*bias)) : std::nullopt;
@@ -165,8 +166,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
 
 inline void record_stream(at::Tensor& /*self*/, at::Stream /*stream*/) {}  // there is one stream
 
-// Whether `parameter.data = moved` may be: torch lists the dense devices by name, without this one. Module.to would make
-// new parameters then, and tied weights would come apart on the way, as they do on no card.
+// Whether `parameter.data = moved` may be: torch lists the dense devices by name, without this one. Module.to would
+// make new parameters then, and tied weights would come apart on the way, as they do on no card.
 inline bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   const auto is_dense = [](const at::Tensor& tensor) {
     return tensor.layout() == c10::kStrided && (tensor.is_cpu() || on_device(tensor));
