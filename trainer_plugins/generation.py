@@ -148,7 +148,9 @@ def inside_training() -> bool:
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    return (args, {**kwargs, "use_cache": False}) if module.training and inside_training() else None
+    if torch.compiler.is_compiling() or not module.training or not inside_training():
+        return None  # a compiled forward cannot look at the stack, and is not worth a graph break
+    return args, {**kwargs, "use_cache": False}
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

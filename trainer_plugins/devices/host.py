@@ -36,8 +36,8 @@ class HostDevice:
     """Main memory as the kernel's OOM killer sees it for this process.
 
     `total` is the machine's memory or the tightest limit of a control group (v1 or v2) around this process, whichever
-    is smaller; `allocated` is the resident set, of which nothing counts as cached. A reading costs about 100
-    microseconds in a container and 20 outside of one.
+    is smaller; `allocated` is the resident set, of which nothing counts as cached. A reading costs about 0.2 ms, most
+    of it the files of the control groups.
 
     Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat, memory.events),
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, proc_pid_clear_refs(5).
@@ -95,7 +95,7 @@ class HostDevice:
         return int(self._process.memory_info().rss)
 
     def facts(self) -> HostFacts:
-        """Look at the kernel's kill count and at shared memory. Costs about 50 microseconds."""
+        """Look at the kernel's kill count and at shared memory. Costs about 0.1 ms."""
         try:
             shm = os.statvfs("/dev/shm")
             shm_total, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize

@@ -66,14 +66,19 @@ def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading)
     blocks = [footprints[i : i + _BLOCK] for i in range(0, len(footprints) - _BLOCK + 1, _BLOCK)]
     findings = []
     for kind, (what, remedy) in _KINDS.items():
-        lows = [(block[0].step, min(int(getattr(footprint, kind)) for footprint in block)) for block in blocks]
-        num_rises = sum(after > before for (_, before), (_, after) in pairwise(lows))
-        slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(lows, 2) if x2 > x1)
-        risen_bytes = lows[-1][1] - lows[0][1]
         total_bytes, left_bytes = (
             (host.total_bytes, host.free_bytes) if kind == "host" else (card.total_bytes, card.headroom_bytes)
         )
-        if num_rises < len(lows) - 2 or slope <= 0 or risen_bytes < _RISING_FRACTION * total_bytes:
+        lows = [min(getattr(footprint, kind) for footprint in block) for block in blocks]
+        risen_bytes = lows[-1] - lows[0]
+        # First what a healthy run fails at once: the slope costs more than all the rest.
+        if risen_bytes < _RISING_FRACTION * total_bytes:
+            continue
+        if sum(after > before for before, after in pairwise(lows)) < len(lows) - 2:
+            continue
+        points = [(block[0].step, low) for block, low in zip(blocks, lows, strict=True)]
+        slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 > x1)
+        if slope <= 0:
             continue
         left = max(0, int(left_bytes / slope))
         findings.append(
