@@ -48,7 +48,7 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
     """Wrap one's own preview code: the model generates as in inference, and what that left is dropped.
 
     The model generates in eval mode without gradient checkpointing and is left exactly as it was found, also when the
-    block raises; then what `generate` left behind is dropped. Costs a garbage collection, about 0.1 s. Cached memory
+    block raises; then what `generate` left behind is dropped, if anything. Cached memory
     is not released: that is for all ranks to agree on, see `EvalGenerateCleanup`.
     """
     try:
@@ -56,7 +56,6 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         drop_leftovers(model)
-        gc.collect()
 
 
 def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
@@ -87,6 +86,8 @@ def drop_leftovers(model: nn.Module, reset_compiler: bool = False) -> list[str]:
         vars(module).pop(name, None)
     if reset_compiler and any(name == "_compiled_call" for _, name in found):
         torch.compiler.reset()
+    if found:
+        gc.collect()
     return [f"{type(module).__name__}.{name}" for module, name in found]
 
 

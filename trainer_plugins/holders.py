@@ -9,6 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_plugins.devices import Device
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.units import size
+
+GROWTH_FRACTION = 0.01
+"""Share of the card by which an evaluation may leave more alive than it found, before a holder is looked for."""
+
 _MAX_LINKS = 6
 
 
@@ -20,6 +27,37 @@ class Held:
     shape: tuple[int, ...]
     holder: str
     """As one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
+
+
+def leftover(
+    device: Device,
+    allocated_before_bytes: int | None,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Finding | None:
+    """Judge what is alive on a card now against what was before an evaluation, and name who holds the difference.
+
+    Costs a reading; where more is alive than before, a garbage collection; where that does not mend it, a walk through
+    all objects. None where it is not known what was before, and on the CPU, whose memory comes and goes with everything.
+    """
+    if device.name == "cpu" or allocated_before_bytes is None:
+        return None
+    if device.read().allocated_bytes <= allocated_before_bytes:
+        return None
+    gc.collect()
+    reading = device.read()
+    grown_bytes = reading.allocated_bytes - allocated_before_bytes
+    if grown_bytes < GROWTH_FRACTION * reading.total_bytes:
+        return None
+    held = tensors_held(reading.device.split(":")[0], model, optimizer)
+    return Finding(
+        code="evaluation-leftover",
+        severity=Severity.WARNING,
+        summary=f"an evaluation left {size(grown_bytes)} more alive on {reading.device} than it found",
+        evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held) or "no holder",
+        remedy="Clear what holds it at the end of the evaluation, or move it off the card with .cpu().",
+        amount=float(grown_bytes),
+    )
 
 
 def tensors_held(
