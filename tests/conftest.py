@@ -13,9 +13,19 @@ from trainer_plugins.units import MIB
 
 CAPACITY_BYTES = 256 * MIB
 
+# torch has one accelerator in a process. Where that is a CUDA card, the tests marked gpu run on it, and those on the
+# simulated card run with CUDA_VISIBLE_DEVICES= (scripts/gpu_check does both).
+NO_SIMGPU = simgpu_module.unavailable_reason() or (
+    "the accelerator here is CUDA" if torch.cuda.is_available() else None
+)
+
 # Before the first backward pass of the process: autograd counts its devices once, when it starts its threads.
-if simgpu_module.unavailable_reason() is None:
+if NO_SIMGPU is None:
     simgpu_module.enable(CAPACITY_BYTES)
+
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +37,10 @@ def _on_the_cpu_unless_asked(monkeypatch):
 @pytest.fixture
 def simgpu(monkeypatch):
     """The simulated card of this process: 256 MiB, empty, and the one that accelerate trains on."""
-    reason = simgpu_module.unavailable_reason()
-    if reason:
+    if NO_SIMGPU:
         if os.environ.get("CI"):
-            pytest.fail(f"CI needs the simulated card: {reason}")
-        pytest.skip(reason)
+            pytest.fail(f"CI needs the simulated card: {NO_SIMGPU}")
+        pytest.skip(NO_SIMGPU)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "simgpu")
     gc.collect()
     torch.accelerator.empty_cache()
@@ -42,11 +51,13 @@ def simgpu(monkeypatch):
     simgpu_module.set_capacity(CAPACITY_BYTES)
 
 
-@pytest.fixture(params=["cpu", "simgpu"])
-def anywhere(request):
-    """The test runs twice: on the CPU, and on the simulated card. Gives the device's type."""
+@pytest.fixture(params=["cpu", "simgpu", CUDA])
+def anywhere(request, monkeypatch):
+    """The test runs on the CPU, the simulated card, and a CUDA card where there is one. Gives the device's type."""
     if request.param == "simgpu":
         request.getfixturevalue("simgpu")
+    if request.param == "cpu":
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     return request.param
 
 

@@ -38,7 +38,7 @@ def leftover(
     """Judge what is alive on a card now against what was before an evaluation, and name who holds the difference.
 
     Costs a reading; where more is alive than before, a garbage collection; where that does not mend it, a walk through
-    all objects. None where it is not known what was before, and on the CPU, whose memory comes and goes with everything.
+    all objects. None where it is not known what was before, and on the CPU, whose memory moves with everything.
     """
     if device.name == "cpu" or allocated_before_bytes is None:
         return None

@@ -5,13 +5,9 @@ import gc
 import pytest
 import torch
 
+from tests.conftest import CUDA
 from trainer_plugins.devices import AcceleratorDevice, Device, HostDevice, open_device
 from trainer_plugins.units import MIB
-
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")],
-)
 
 
 @pytest.fixture(params=["cpu", "simgpu", CUDA])
