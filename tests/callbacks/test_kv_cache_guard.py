@@ -34,10 +34,14 @@ class Preview(TrainerCallback):
 
 
 @pytest.mark.parametrize(("callbacks", "is_right"), [([], False), ([KVCacheGuard], True)], ids=["without", "with"])
-def test_text_generated_inside_training(make_trainer, anywhere, callbacks, is_right: bool) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_text_generated_inside_training(make_trainer, anywhere, callbacks, is_right: bool, dropout: float) -> None:
     preview = Preview()
+    model = tiny_llama(attention_dropout=dropout)
 
-    make_trainer(preview, *[c() for c in callbacks], gradient_checkpointing=True, max_steps=4).train()
+    make_trainer(
+        preview, *[c() for c in callbacks], model=model, gradient_checkpointing=True, max_steps=4, learning_rate=0.01
+    ).train()
 
     assert len(preview.pairs) == 4
     assert all(inside == right for inside, right in preview.pairs) == is_right

@@ -131,7 +131,7 @@ def test_auto_find_batch_size_recovers(tmp_path):
     report(device=str(t.model.device), steps=t.state.global_step, batch_size=t._train_batch_size,
            ooms=stats["num_ooms"], retries=stats["num_alloc_retries"])
     """
-    (found,) = facts(run(tmp_path, story, capacity="12MiB"))
+    (found,) = facts(run(tmp_path, story, capacity="10MiB"))
     assert found["device"] == "simgpu:0"
     assert found["steps"] == 4
     assert found["batch_size"] < 12
@@ -163,7 +163,8 @@ def test_training_is_that_of_the_cpu(tmp_path):
     assert found["cpu"]["device"] == "cpu"
     for name in ("foreach", "fused", "checkpointing", "accumulated"):
         assert found[name]["device"] == "simgpu:0"
-        assert found[name]["losses"] == pytest.approx(found["cpu"]["losses"], abs=1e-5), name
+        # transformers 4 rounds the losses that it logs to four digits
+        assert found[name]["losses"] == pytest.approx(found["cpu"]["losses"], abs=1.1e-4), name
     assert found["fused"]["weights"] == pytest.approx(found["foreach"]["weights"], abs=1e-3)
     assert found["foreach"]["weights"] == pytest.approx(found["cpu"]["weights"], abs=1e-3)
     assert found["foreach"]["dtypes"] == ["torch.float32"]
@@ -280,9 +281,9 @@ def test_two_ranks_train_as_one(tmp_path, launcher, losses_of_one_rank):
 def test_a_foreign_process_takes_what_we_then_lack(tmp_path):
     SimCard.create(tmp_path / "card", 100 * MIB).hold(4242, 70 * MIB, "python infer.py")
     story = """
-    report(free=torch.accelerator.get_memory_info()[0], error=out_of_memory(40))
+    report(free=torch.simgpu.mem_get_info()[0], error=out_of_memory(40))
     simgpu.card().release(4242)
-    report(free=torch.accelerator.get_memory_info()[0], error=out_of_memory(40))
+    report(free=torch.simgpu.mem_get_info()[0], error=out_of_memory(40))
     held = fill(40)
     try:
         simgpu.card().hold(4242, 70 * MIB, "python infer.py")
@@ -307,9 +308,9 @@ def test_two_processes_share_a_card(tmp_path):
         held = fill(60)
         command = [sys.executable, "-m", "trainer_plugins.testing.simgpu", __file__, "second"]
         subprocess.run(command, check=True)
-        report(first=torch.accelerator.get_memory_info()[0])
+        report(first=torch.simgpu.mem_get_info()[0])
     else:
-        report(free=torch.accelerator.get_memory_info()[0], error=out_of_memory(60), parent=os.getppid(),
+        report(free=torch.simgpu.mem_get_info()[0], error=out_of_memory(60), parent=os.getppid(),
                total=torch.simgpu.get_device_properties().total_memory)
         held = fill(20)
     """

@@ -43,7 +43,7 @@ a = block(19 * MIB + 512)
 told["no split"] = now()
 del a
 torch.accelerator.empty_cache()
-told["capacity"] = torch.accelerator.get_memory_info()
+told["capacity"] = torch.simgpu.mem_get_info()
 
 # Under pressure: the cache goes back, the retry is counted, and only then it is an error.
 simgpu.set_capacity(64 * MIB)
