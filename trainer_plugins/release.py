@@ -1,5 +1,6 @@
 """Release: give cached memory back to the card, on every rank at the same step or on none, and only when it pays."""
 
+from collections import deque
 from time import perf_counter
 
 from trainer_plugins.agreement import Agreement
@@ -7,15 +8,18 @@ from trainer_plugins.devices import Device
 from trainer_plugins.timeline import Flush, Timeline
 from trainer_plugins.watch.foreign import tolerance_bytes
 
+RECENT_QUESTIONS = 5
+"""How far back growth outside torch counts: a neighbour's, and also NCCL's own, which comes once, after the start."""
+
 _NO, _YES, _HOLD = 0, 1, 2  # what a rank votes; the highest vote counts
 
 
 class AgreedRelease:
     """Releases the cache of one device when any rank has enough to gain, and no rank has a reason to hold.
 
-    A cache is this run's reservation of memory. While memory outside torch grows, somebody else is taking what is
-    free: then a rank holds its cache, and so do all. A question costs a reading and a vote of the ranks; a release
-    makes the driver wait for the card, and the memory has to be fetched again.
+    A cache is this run's reservation of memory. While memory outside torch grows, over the last few questions,
+    somebody else is taking what is free: then a rank holds its cache, and so do all. A question costs a reading and a
+    vote of the ranks; a release makes the driver wait for the card, and the memory has to be fetched again.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class AgreedRelease:
         self.timeline = timeline
         self.min_reclaimable_fraction = min_reclaimable_fraction
         self.agreement = agreement or Agreement()
-        self._non_torch_bytes = device.read().non_torch_bytes
+        self._non_torch_bytes = deque([device.read().non_torch_bytes], maxlen=RECENT_QUESTIONS)
 
     def consider(self, step: int, reason: str) -> Flush | None:
         """Ask all ranks, and release if they agree. Every rank has to call this at the same step."""
@@ -64,8 +68,8 @@ class AgreedRelease:
 
     def _vote(self) -> int:
         reading = self.device.read()
-        grown_bytes = reading.non_torch_bytes - self._non_torch_bytes
-        self._non_torch_bytes = min(self._non_torch_bytes, reading.non_torch_bytes)
+        grown_bytes = reading.non_torch_bytes - min(self._non_torch_bytes)
+        self._non_torch_bytes.append(reading.non_torch_bytes)
         if grown_bytes >= tolerance_bytes(reading.total_bytes):
             return _HOLD
         return _YES if reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes else _NO

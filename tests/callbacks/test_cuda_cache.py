@@ -4,6 +4,7 @@ import torch
 from transformers import TrainerCallback
 
 from trainer_plugins import CudaCacheCallback
+from trainer_plugins.devices import open_device
 from trainer_plugins.timeline import Flush, Timeline
 from trainer_plugins.units import MIB
 
@@ -57,3 +58,31 @@ def test_holds_the_cache_while_a_foreign_process_grows(make_trainer, simgpu) -> 
 
 def test_a_run_on_the_cpu_has_nothing_to_release(make_trainer) -> None:
     assert flushes(make_trainer, 64, interval=1) == []
+
+
+def test_what_comes_once_outside_torch_holds_only_for_a_while(make_trainer, simgpu) -> None:
+    class LikeNccl(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                simgpu.card().hold(4242, 30 * MIB, "buffers of the first collective")
+
+    found = flushes(make_trainer, 64, LikeNccl(), interval=1)
+
+    assert [flush.step for flush in found] == [1, 7, 8]
+
+
+def test_a_release_that_fails_is_the_last_and_training_goes_on(make_trainer, simgpu, caplog) -> None:
+    class Failing:
+        name, uuid = "failing:0", None
+
+        def __init__(self) -> None:
+            self.inner = open_device("simgpu")
+
+        def read(self):
+            return self.inner.read()
+
+        def release_cached(self):
+            raise RuntimeError("the driver hangs")
+
+    assert flushes(make_trainer, 64, interval=1, device=Failing()) == []
+    assert caplog.text.count("CudaCacheCallback failed and does nothing from here on") == 1

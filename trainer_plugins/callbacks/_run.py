@@ -19,7 +19,7 @@ class RunCallback(TrainerCallback):
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
         self._device = device
         self._timeline = timeline
-        self._cannot_read = False
+        self._is_silent = False
 
     def device_for(self, args: TrainingArguments) -> Device | None:
         """The device, opened at the first event that needs it; None, said once, where this kind cannot be read.
@@ -27,11 +27,13 @@ class RunCallback(TrainerCallback):
         At the first event: a callback added after the Trainer was built never hears on_init_end, and
         trainer.evaluate() alone never fires on_train_begin.
         """
-        if self._device is None and not self._cannot_read:
+        if self._is_silent:
+            return None
+        if self._device is None:
             try:
                 self._device = open_device(args.device)
             except ValueError as error:
-                self._cannot_read = True
+                self._is_silent = True
                 logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
         return self._device
 
@@ -49,7 +51,7 @@ class RunCallback(TrainerCallback):
         try:
             yield
         except Exception:
-            self._device, self._cannot_read = None, True
+            self._is_silent = True
             logger.exception("%s failed and does nothing from here on; training goes on", type(self).__name__)
 
     def is_second(self, state: TrainerState) -> bool:

@@ -53,7 +53,7 @@ class CudaCacheCallback(RunCallback):
         )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._release is None or state.global_step % self.interval:
+        if self._release is None or self._is_silent or state.global_step % self.interval:
             return
         flush = None
         with self.harmless():

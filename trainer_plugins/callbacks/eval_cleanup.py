@@ -63,7 +63,7 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._note_before()
 
     def after_evaluation(self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any) -> None:
-        if self._release is None or not inside_training():  # outside, its caller is to clean up
+        if self._release is None or self._is_silent or not inside_training():  # outside, its caller is to clean up
             return
         model: nn.Module = kwargs["model"]
         with self.harmless():

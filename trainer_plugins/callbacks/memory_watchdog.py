@@ -44,13 +44,13 @@ class MemoryWatchdog(EvaluationCallback):
         self.stop = stop
         self._agreement = Agreement()
         self._watch: MemoryWatch | None = None
-        self._is_silent = False
+        self._is_added_twice = False
         self._worst: int = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._is_silent = self.is_second(state)
+        self._is_added_twice = self.is_second(state)
         self._worst = 0
         self._look(args, state, "begin")
         super().on_train_begin(args, state, control, **kwargs)
@@ -77,7 +77,7 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "end")
 
     def _look(self, args: TrainingArguments, state: TrainerState, moment: str) -> None:
-        device = None if self._is_silent else self.device_for(args)
+        device = None if self._is_added_twice else self.device_for(args)
         if device is None:
             return
         with self.harmless():

@@ -87,6 +87,8 @@ class MemoryWatch:
         allowance = context_allowance_bytes(reading.total_bytes)
         if self._non_torch_bytes is None:
             self._non_torch_bytes = min(reading.non_torch_bytes, allowance)
+        elif self._num_train_looks < WARM_UP_LOOKS and reading.non_torch_bytes <= allowance:
+            self._non_torch_bytes = max(self._non_torch_bytes, reading.non_torch_bytes)  # NCCL's and cuBLAS's buffers
         suspicious = reading.non_torch_bytes >= self._non_torch_bytes + tolerance_bytes(reading.total_bytes)
         if not suspicious or monotonic() < self._ask_processes_at:
             return
