@@ -20,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
@@ -118,6 +119,7 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
+        data_collator=default_data_collator,  # the blocks are of one length, and not every tokenizer can pad
         callbacks=[CudaCacheCallback(interval=10), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()],
     )
     trainer.train()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_without_a_card_it_says_so_and_runs_its_cpu_form(tmp_path: Path) -> None
     assert done.stdout.startswith("no CUDA card here")
     found = json.loads((tmp_path / "check.json").read_text())
     assert found["facts"]["card"] is None
-    assert found["facts"]["torch"] == torch.__version__
+    assert found["facts"]["torch"] == version("torch")
     assert set(found["passed"]) == {"device contract", "benchmark reading"}
     assert all(found["passed"].values())
     assert any(name.startswith("reading_us[") for name in found["figures"])
