@@ -78,7 +78,7 @@ def pretrained(name: str) -> tuple[Any, Any]:
 
 def main() -> None:
     """Train, evaluate, and leave a memory timeline in the output folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--steps", type=int, default=500)

@@ -21,6 +21,8 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         for entry in ENTRIES:
             timeline.add(entry)
 
+    (tmp_path / "memory" / "rank-0-old.jsonl").write_text("a user's copy")
+
     done = command("report", tmp_path)
 
     assert done.returncode == 0, done.stderr

@@ -16,11 +16,9 @@ from trainer_plugins.timeline import Sample, read_timeline
 ROOT = Path(__file__).parent.parent
 
 
-def quickstart(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [ROOT / "scripts" / "quickstart", "--output-dir", output, *arguments],
-        check=False, capture_output=True, text=True, cwd=output.parent,
-    )  # fmt: skip
+def quickstart(output: Path | str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "scripts" / "quickstart"), f"--output-dir={output}", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd)
 
 
 def report_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -31,7 +29,12 @@ def report_of(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     if shutil.which("c++") is None and not os.environ.get("CI"):
         pytest.skip("no C++ compiler")
-    out = report_of(quickstart(tmp_path / "run", "--steps", "60"))
+    (tmp_path / "run" / "memory").mkdir(parents=True)
+    (tmp_path / "run" / "memory" / "notes.txt").write_text("a user's file")
+
+    out = report_of(quickstart("run", "--steps", "60", cwd=tmp_path))
+
+    assert (tmp_path / "run" / "memory" / "notes.txt").read_text() == "a user's file"
 
     losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
     assert losses is not None

@@ -14,10 +14,11 @@ class Agreement:
 
     It uses a gloo group of its own, made at the first question: the numbers stay on the CPU, no card is waited for,
     and a time-out cannot harm the group that training uses. A question costs about 0.2 ms between two ranks of one
-    machine, nothing with one rank. Every rank has to ask the same questions in the same order.
+    machine, nothing with one rank. Every rank has to ask the same questions in the same order, within a time that
+    leaves room for what one rank does alone, such as a save.
     """
 
-    def __init__(self, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
         if timeout_seconds <= 0:
             raise ValueError(f"ranks need a positive time to answer, got timeout_seconds={timeout_seconds}")
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -41,8 +42,8 @@ class Agreement:
         except RuntimeError as error:  # dist.DistError and gloo's own time-outs are RuntimeErrors
             self._broken = True
             logger.warning(
-                "the ranks could not agree within %.0f s, so nothing that needs all of them is done from here on. "
-                "Give every rank the same callbacks (%s)",
+                "the ranks could not agree within %.0f s, so nothing that needs all of them is done from here on: "
+                "no release, no stop. Give every rank the same callbacks (%s)",
                 self.timeout.total_seconds(),
                 str(error).splitlines()[0],
             )

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-GenerateGuard = Callable[[nn.Module, dict[str, Any]], AbstractContextManager[None]]
-"""Put around each `generate` inside training: takes the model and the keyword arguments, which it may change."""
+GenerateGuard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+"""Put around each `generate` inside training: takes the model and the arguments; those by name it may change."""
 
 _guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
 
@@ -69,13 +69,11 @@ def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
     return [(module, name) for module in model.modules() for name in names if name in vars(module)]
 
 
-def drop_leftovers(model: nn.Module, reset_compiler: bool = False) -> list[str]:
+def drop_leftovers(model: nn.Module) -> list[str]:
     """Drop what `generate` has left on a model, and say what that was.
 
-    Args:
-        model: the model that generated.
-        reset_compiler: also empty torch's compilation caches, which keep the graph pools of a compiled `generate`
-            alive. Not for a model whose training is compiled too: it would be compiled again.
+    With a compiled call go the memory pools of CUDA graphs; graphs of other compiled code are recorded again when it
+    runs next. What is compiled stays compiled. Not yet measured on a GPU.
     """
     found = leftovers(model)
     for module, name in found:
@@ -84,8 +82,10 @@ def drop_leftovers(model: nn.Module, reset_compiler: bool = False) -> list[str]:
         ):
             module.destroy_cached_continuous_batching_manager()  # stops its thread, too
         vars(module).pop(name, None)
-    if reset_compiler and any(name == "_compiled_call" for _, name in found):
-        torch.compiler.reset()
+    # Imported by torch only where graphs are in use.
+    graphs = sys.modules.get("torch._inductor.cudagraph_trees")
+    if graphs is not None and any(name == "_compiled_call" for _, name in found):
+        graphs.reset_cudagraph_trees()
     if found:
         gc.collect()
     return [f"{type(module).__name__}.{name}" for module, name in found]
@@ -111,11 +111,18 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
             if not guards:
                 del _guards[model]
                 before = vars(model).pop("_generate_before_guards", None)
-                vars(model).pop("generate")
-                if before is not None:
-                    vars(model)["generate"] = before
+                # Unless somebody has put something of his own over ours since.
+                if getattr(vars(model).get("generate"), "__func__", None) is _generate:
+                    del vars(model)["generate"]
+                    if before is not None:
+                        vars(model)["generate"] = before
 
     return remove
+
+
+def base_model(model: Any) -> Any:
+    """The model inside PEFT's, whose own `forward` and `generate` take anything; else the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
@@ -124,9 +131,7 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
     Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that ask elsewhere, build
     the keys and values of every layer for nothing.
     """
-    base: Any = model
-    if hasattr(base, "get_base_model"):  # PEFT's own forward takes anything
-        base = base.get_base_model()
+    base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
         return lambda: None
     remove: Callable[[], None] = base.register_forward_pre_hook(_without_cache, with_kwargs=True).remove
@@ -160,7 +165,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs)
     with ExitStack() as stack:
         for guard in _guards.get(self, ()):
-            stack.enter_context(guard(self, kwargs))
+            stack.enter_context(guard(self, args, kwargs))
         return generate(*args, **kwargs)
 
 

@@ -63,15 +63,25 @@ def leftover(
 def tensors_held(
     device_type: str, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, largest: int = 3
 ) -> list[Held]:
-    """The largest tensors on a device that neither the model nor its optimizer owns, with their holders.
+    """The largest tensors on a device that no model and not the optimizer owns, with their holders.
 
     Costs a walk through every object that Python tracks: 0.1 to 1 s. For the case that memory did not come back.
     """
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
     found: dict[int, torch.Tensor] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == device_type and id(thing) not in owned:
-            found.setdefault(thing.untyped_storage().data_ptr(), thing)
+    things = gc.get_objects()
+    for thing in things:
+        if issubclass(type(thing), nn.Module):  # weights and buffers of other models, a teacher's or a reference's
+            owned |= {id(tensor) for tensor in vars(thing).get("_buffers", {}).values()}
+    for thing in things:
+        if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), nn.Parameter) or id(thing) in owned:
+            continue
+        try:
+            if thing.device.type == device_type:
+                found.setdefault(thing.untyped_storage().data_ptr(), thing)
+        except (RuntimeError, NotImplementedError):
+            continue  # a wrapper without memory of its own (DTensor, torchao): what it wraps is found by itself
+    del things
     ranked = sorted(found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True)[:largest]
     found.clear()
     return [

@@ -1,14 +1,19 @@
 """Release: give cached memory back to the card, on every rank at the same step or on none, and only when it pays."""
 
+import logging
 from collections import deque
 from time import perf_counter
 
 from trainer_plugins.agreement import Agreement
 from trainer_plugins.devices import Device
+from trainer_plugins.reading import MemoryReading
 from trainer_plugins.timeline import Flush, Timeline
+from trainer_plugins.units import size
 from trainer_plugins.watch.foreign import tolerance_bytes
 
-RECENT_QUESTIONS = 5
+logger = logging.getLogger(__name__)
+
+RECENT_STEPS = 50
 """How far back growth outside torch counts: a neighbour's, and also NCCL's own, which comes once, after the start."""
 
 _NO, _YES, _HOLD = 0, 1, 2  # what a rank votes; the highest vote counts
@@ -17,7 +22,7 @@ _NO, _YES, _HOLD = 0, 1, 2  # what a rank votes; the highest vote counts
 class AgreedRelease:
     """Releases the cache of one device when any rank has enough to gain, and no rank has a reason to hold.
 
-    A cache is this run's reservation of memory. While memory outside torch grows, over the last few questions,
+    A cache is this run's reservation of memory. While memory outside torch grows, within the last 50 steps,
     somebody else is taking what is free: then a rank holds its cache, and so do all. A question costs a reading and a
     vote of the ranks; a release makes the driver wait for the card, and the memory has to be fetched again.
     """
@@ -46,11 +51,16 @@ class AgreedRelease:
         self.timeline = timeline
         self.min_reclaimable_fraction = min_reclaimable_fraction
         self.agreement = agreement or Agreement()
-        self._non_torch_bytes = deque([device.read().non_torch_bytes], maxlen=RECENT_QUESTIONS)
+        self._noticed: deque[tuple[int, int]] = deque()  # steps and bytes outside torch, oldest first
 
     def consider(self, step: int, reason: str) -> Flush | None:
         """Ask all ranks, and release if they agree. Every rank has to call this at the same step."""
-        if self.agreement.highest(self._vote()) != _YES:
+        vote = _HOLD
+        try:
+            vote = self._vote(step)
+        finally:  # a reading that fails must not keep the other ranks waiting
+            agreed = self.agreement.highest(vote)
+        if agreed != _YES:
             return None
         start = perf_counter()
         released_bytes = self.device.release_cached()
@@ -66,10 +76,18 @@ class AgreedRelease:
         self.timeline.add(flush)
         return flush
 
-    def _vote(self) -> int:
+    def notice(self, step: int) -> MemoryReading:
+        """Look at what is outside torch between questions. Costs a reading."""
         reading = self.device.read()
-        grown_bytes = reading.non_torch_bytes - min(self._non_torch_bytes)
-        self._non_torch_bytes.append(reading.non_torch_bytes)
+        while len(self._noticed) > 1 and self._noticed[0][0] < step - RECENT_STEPS:
+            self._noticed.popleft()
+        self._noticed.append((step, reading.non_torch_bytes))
+        return reading
+
+    def _vote(self, step: int) -> int:
+        reading = self.notice(step)
+        grown_bytes = reading.non_torch_bytes - min(num_bytes for _, num_bytes in self._noticed)
         if grown_bytes >= tolerance_bytes(reading.total_bytes):
+            logger.info("step %d: holding the cache, memory outside torch grew by %s", step, size(grown_bytes))
             return _HOLD
         return _YES if reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes else _NO

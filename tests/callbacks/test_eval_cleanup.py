@@ -4,6 +4,7 @@ import torch
 from transformers import DynamicCache, Trainer, TrainerCallback
 from transformers.generation import CompileConfig
 
+from tests.models import tiny_llama
 from trainer_plugins import EvalGenerateCleanup
 from trainer_plugins.timeline import Flush, Remark, Timeline
 from trainer_plugins.units import MIB
@@ -117,3 +118,50 @@ def test_mode_and_checkpointing_are_left_as_found(make_trainer) -> None:
 
     assert trainer.model.is_gradient_checkpointing
     assert not trainer.model.training  # as the Trainer's own evaluation leaves it
+
+
+class Unreadable(torch.Tensor):
+    """A wrapper without memory of its own, as DTensor and torchao's quantised tensors are."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2), device=torch.device("simgpu"))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        raise NotImplementedError
+
+
+def test_the_holder_is_found_beside_a_teacher_and_tensors_without_memory(make_trainer, simgpu) -> None:
+    teacher = tiny_llama(vocab_size=40_000, hidden_size=256).to("simgpu")
+    wrapper = Unreadable()
+    timeline = Timeline()
+
+    class Keeps(Trainer):
+        def evaluate(self, *args, **kwargs):
+            self.kept = torch.zeros(8 * MIB, dtype=torch.uint8, device=self.args.device)
+            return super().evaluate(*args, **kwargs)
+
+    make_trainer(
+        EvalGenerateCleanup(timeline=timeline), trainer_class=Keeps, eval_strategy="steps", eval_steps=8
+    ).train()
+
+    (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]
+    assert "8.0 MiB [8388608] held by" in remark.finding.evidence
+    assert "Keeps.kept" in remark.finding.evidence
+    del teacher, wrapper
+
+
+def test_generation_in_every_step_is_no_leftover(make_trainer, simgpu) -> None:
+    """As in GRPO: `generate` runs before the optimizer has made its states."""
+
+    class Online(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            model.generate(inputs["input_ids"][:, :4], max_new_tokens=2)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    timeline = Timeline()
+    model = tiny_llama(vocab_size=20_000)
+    make_trainer(EvalGenerateCleanup(timeline=timeline), trainer_class=Online, model=model).train()
+
+    assert list(timeline) == []

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import GenerationConfig, LlamaForCausalLM, TrainerCallback
 
 from tests.models import tiny_llama
 from trainer_plugins import KVCacheGuard, generation_memory
@@ -143,3 +143,54 @@ def test_ones_own_preview_code() -> None:
     with pytest.raises(ZeroDivisionError), generation_memory(model):
         raise ZeroDivisionError
     assert frozen_state(model) == before
+
+
+def test_a_generation_config_is_the_callers_word_too(make_trainer) -> None:
+    model = Asking(tiny_llama().config)
+
+    class WithConfig(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            model.asked = []
+            config = GenerationConfig(use_cache=False, max_new_tokens=4, eos_token_id=127, pad_token_id=0)
+            prompt = torch.tensor(PROMPT, device=args.device)
+            model.generate(prompt, generation_config=config)
+            model.generate(prompt, config)
+
+    make_trainer(WithConfig(), KVCacheGuard(), model=model, max_steps=1).train()
+
+    assert {use_cache for _, use_cache in model.asked} == {False}
+
+
+def test_a_generate_of_the_models_own_gets_what_it_was_given(make_trainer) -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.generated: list[tuple] = []
+
+        def forward(self, input_ids=None, labels=None):
+            return {"loss": (self.weight * input_ids.float()).mean()}
+
+        def generate(self, prompt, temperature=1.0):
+            self.generated.append((prompt, temperature, self.training))
+
+    class Preview(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            kwargs["model"].generate("once", temperature=0.5)
+
+    model = Own()
+    make_trainer(Preview(), KVCacheGuard(), model=model, max_steps=1).train()
+
+    assert model.generated == [("once", 0.5, False)]
+    assert "generate" not in vars(model)
+
+
+def test_a_wrapper_put_over_ours_stays(make_trainer) -> None:
+    class Wraps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            vars(kwargs["model"])["generate"] = print
+
+    model = tiny_llama()
+    make_trainer(KVCacheGuard(), Wraps(), model=model, max_steps=1).train()
+
+    assert vars(model)["generate"] is print

@@ -105,3 +105,10 @@ def test_memory_of_another_process_is_neither_free_nor_ours(simgpu) -> None:
     after = device.read()
     assert before.free_bytes - after.free_bytes == 100 * MIB == after.non_torch_bytes - before.non_torch_bytes
     assert after.reserved_bytes == before.reserved_bytes
+
+
+def test_an_accelerator_that_torch_does_not_count_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))  # as on a Mac
+
+    with pytest.raises(ValueError, match="cannot read the memory of mps: torch does not count it"):
+        open_device("mps")

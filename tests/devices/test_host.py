@@ -1,5 +1,8 @@
 """Main memory is the machine's or the tightest control group's, told from real files."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -20,7 +23,7 @@ def cgroup_v2(root: Path, groups: dict[str, tuple[str, int, int]]) -> HostDevice
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{current}\n")
         (folder / "memory.stat").write_text(f"anon {current - inactive}\ninactive_file {inactive}\n")
-        (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+        (folder / "memory.events").write_text(f"low 0\noom 3\noom_kill {9 - 2 * path.count('/')}\n")
     return HostDevice(proc, cgroups)
 
 
@@ -51,7 +54,7 @@ def test_the_tightest_group_around_the_process_counts(tmp_path: Path) -> None:
 
     assert reading.total_bytes == 2 * GIB
     assert reading.free_bytes == 768 * MIB  # 2 GiB less a working set of 1.5 GiB less 256 MiB that can be dropped
-    assert host.facts().num_oom_kills == 2
+    assert host.facts().num_oom_kills == 5  # of the innermost group; those around it count their neighbours' too
 
 
 def test_version_1_counts_too(tmp_path: Path) -> None:
@@ -87,3 +90,17 @@ def test_the_peak_is_what_happened_between_two_looks() -> None:
     assert host.read().peak_allocated_bytes - before.allocated_bytes > 48 * MIB
     host.reset_peak()
     assert host.read().peak_allocated_bytes - before.allocated_bytes < 48 * MIB
+
+
+def test_the_peak_is_not_the_launchers() -> None:
+    """A process keeps the high-water mark of the one that started it; the Trainer is started by a launcher."""
+    child = "from trainer_plugins.devices import HostDevice; d = HostDevice(); d.reset_peak(); print(d.read())"
+    code = (
+        f"import subprocess, sys; b = bytearray(b'x') * (900 << 20); "
+        f"print(subprocess.run([sys.executable, '-c', {child!r}], check=True, capture_output=True, text=True).stdout)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+    peak = re.search(r"peak_allocated_bytes=(\d+)", said)
+    assert peak is not None
+    assert int(peak[1]) < 700 * MIB

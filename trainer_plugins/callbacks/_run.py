@@ -17,9 +17,14 @@ class RunCallback(TrainerCallback):
     """A callback with a device and a timeline: those it was given, or else the run's own."""
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
-        self._device = device
-        self._timeline = timeline
-        self._is_silent = False
+        self._given_device, self._given_timeline = device, timeline
+        self._device, self._timeline = device, timeline
+        self._cannot_read = self._has_failed = False
+
+    def begin_run(self) -> None:
+        """Forget the run before: one callback may serve several Trainers, one after the other."""
+        self._device, self._timeline = self._given_device, self._given_timeline
+        self._cannot_read = False
 
     def device_for(self, args: TrainingArguments) -> Device | None:
         """The device, opened at the first event that needs it; None, said once, where this kind cannot be read.
@@ -27,13 +32,11 @@ class RunCallback(TrainerCallback):
         At the first event: a callback added after the Trainer was built never hears on_init_end, and
         trainer.evaluate() alone never fires on_train_begin.
         """
-        if self._is_silent:
-            return None
-        if self._device is None:
+        if self._device is None and not self._cannot_read:
             try:
                 self._device = open_device(args.device)
             except ValueError as error:
-                self._is_silent = True
+                self._cannot_read = True
                 logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
         return self._device
 
@@ -44,15 +47,17 @@ class RunCallback(TrainerCallback):
 
     @contextmanager
     def harmless(self) -> Iterator[None]:
-        """Around what is done inside training: whatever goes wrong in it is said, and this callback then stays silent.
+        """Around what is done inside training: whatever goes wrong in it is said, once, and training goes on.
 
-        The one place that catches everything: a monitor must not end a run that costs days.
+        The one place that catches everything: a monitor must not end a run that costs days. The callback goes on, too:
+        if it fell silent on one rank, the others would wait for its votes.
         """
         try:
             yield
         except Exception:
-            self._is_silent = True
-            logger.exception("%s failed and does nothing from here on; training goes on", type(self).__name__)
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("%s failed; training goes on, and this is said once", type(self).__name__)
 
     def is_second(self, state: TrainerState) -> bool:
         """Whether this run already has a callback of this class; said once. Two would each see half of the peaks."""

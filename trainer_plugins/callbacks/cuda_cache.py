@@ -47,13 +47,16 @@ class CudaCacheCallback(RunCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.begin_run()
         device = None if self.is_second(state) else self.device_for(args)
-        self._release = (
-            AgreedRelease(device, self.timeline_for(args), self.min_reclaimable_fraction) if device else None
-        )
+        self._release = None
+        if device is not None:
+            self._release = AgreedRelease(device, self.timeline_for(args), self.min_reclaimable_fraction)
+            with self.harmless():
+                self._release.notice(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._release is None or self._is_silent or state.global_step % self.interval:
+        if self._release is None or state.global_step % self.interval:
             return
         flush = None
         with self.harmless():

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import GenerationMixin, TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback
-from trainer_plugins.generation import forbid_training_cache, guard_generate, inference_mode_of
+from trainer_plugins.generation import base_model, forbid_training_cache, guard_generate, inference_mode_of
 
 
 class KVCacheGuard(RunCallback):
@@ -29,6 +29,7 @@ class KVCacheGuard(RunCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.begin_run()
         self._restore()  # a training before this one raised
         if self.is_second(state):
             return
@@ -48,7 +49,10 @@ class KVCacheGuard(RunCallback):
 
 
 @contextmanager
-def _as_in_inference(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
-    kwargs.setdefault("use_cache", True)
+def _as_in_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    # A generation config, by name or second in place, is the caller's word on the cache; a model with a `generate` of
+    # its own may know no cache.
+    if len(args) < 2 and kwargs.get("generation_config") is None and isinstance(base_model(model), GenerationMixin):
+        kwargs.setdefault("use_cache", True)
     with inference_mode_of(model):
         yield

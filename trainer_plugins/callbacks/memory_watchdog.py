@@ -9,7 +9,7 @@ from trainer_plugins.agreement import Agreement
 from trainer_plugins.callbacks._run import EvaluationCallback
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
-from trainer_plugins.timeline import Timeline
+from trainer_plugins.timeline import Timeline, timeline_of_run
 from trainer_plugins.watch import Budget, MemoryWatch
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class MemoryWatchdog(EvaluationCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.begin_run()
+        self._watch = None
         self._is_added_twice = self.is_second(state)
         self._worst = 0
         self._look(args, state, "begin")
@@ -62,6 +64,13 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_step_end(args, state, control, **kwargs)
         if self.stop and state.global_step % self.every_steps == 0:
             self._stop_if_any_rank_must(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if (control.should_evaluate or control.should_save) and state.global_step % self.every_steps:
+            self._look(args, state, "train")
+        super().on_epoch_end(args, state, control, **kwargs)
 
     def after_evaluation(self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any) -> None:
         self._look(args, state, moment)
@@ -82,12 +91,15 @@ class MemoryWatchdog(EvaluationCallback):
             return
         with self.harmless():
             if self._watch is None:
-                self._watch = MemoryWatch(device, self.timeline_for(args), self.budget)
+                timeline, of_run = self.timeline_for(args), timeline_of_run(args.output_dir, args.process_index)
+                self._watch = MemoryWatch(device, timeline, self.budget, flushes=(timeline, of_run))
             for finding in self._watch.look(state.global_step, moment):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 
     def _stop_if_any_rank_must(self, control: TrainerControl) -> None:
-        worst = self._agreement.highest(self._worst)
+        worst = None
+        with self.harmless():
+            worst = self._agreement.highest(self._worst)
         if worst is not None and worst >= Severity.ERROR:
             control.should_save = control.should_training_stop = True

@@ -1,5 +1,6 @@
 """`trainer-plugins report`: what happened to memory in a run."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,8 @@ def report(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run
     from trainer_plugins.report.text import memory_report
     from trainer_plugins.timeline import read_timeline
 
-    files = {int(path.stem.removeprefix("rank-")): path for path in run_dir.glob("memory/rank-*.jsonl")}
+    found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in run_dir.glob("memory/rank-*.jsonl"))
+    files = {int(match[1]): path for match, path in found if match}
     if not files:
         raise typer.BadParameter(
             f"{run_dir} has no memory/rank-*.jsonl: give the output_dir of a run that had MemoryWatchdog"

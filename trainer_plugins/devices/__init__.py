@@ -35,4 +35,9 @@ def open_device(device: torch.device | str) -> Device:
         raise ValueError(
             f"cannot read the memory of {device}: there are {torch.accelerator.device_count()} of its kind"
         )
-    return AcceleratorDevice(device)
+    try:
+        card = AcceleratorDevice(device)
+        card.read()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:  # MPS, and backends that count nothing
+        raise ValueError(f"cannot read the memory of {device}: torch does not count it ({error})") from error
+    return card

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class HostDevice:
                 free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
         # The kernel keeps the true peak; where it may not be reset, the highest reading has to do.
         if self._kernel_peak:
-            self._peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+            self._peak_bytes = _high_water_bytes()
         self._peak_bytes = max(self._peak_bytes, resident_bytes)
         return MemoryReading(
             device=self.name,
@@ -102,7 +101,8 @@ class HostDevice:
         except OSError:
             shm_total = shm_free = 0
         return HostFacts(
-            num_oom_kills=max((limit.num_oom_kills() for limit in self._limits), default=0),
+            # The innermost group's: those above count the kills of everybody under them.
+            num_oom_kills=self._limits[0].num_oom_kills() if self._limits else 0,
             shm_total_bytes=shm_total,
             shm_free_bytes=shm_free,
         )
@@ -153,6 +153,12 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
     inward_out = [folder, *folder.parents]
     around = inward_out[: inward_out.index(root) + 1]
     return tuple(_Limit(folder, version) for folder in around if (folder / "memory.stat").is_file())
+
+
+def _high_water_bytes() -> int:
+    """The highest resident set since the peak was reset; getrusage's would have the parent's, from before exec, too."""
+    with open("/proc/self/status") as lines:
+        return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM")), 0)
 
 
 def _text(path: Path) -> str:

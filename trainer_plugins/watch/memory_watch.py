@@ -30,10 +30,25 @@ class MemoryWatch:
     It owns the device's peak counter: each look reads it and begins a new interval.
     """
 
-    def __init__(self, device: Device, timeline: Timeline, budget: Budget | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        timeline: Timeline,
+        budget: Budget | None = None,
+        flushes: tuple[Timeline, ...] = (),
+    ) -> None:
+        """Set what is watched.
+
+        Args:
+            device: the device.
+            timeline: where readings and findings go.
+            budget: how full the device may become.
+            flushes: the timelines in which releases of its cache may be recorded.
+        """
         self.device = device
         self.timeline = timeline
         self.budget = budget or Budget()
+        self.flushes = flushes
         self._host = device if isinstance(device, HostDevice) else HostDevice()
         self._host_reading: MemoryReading | None = None
         self._host_facts = self._host.facts()
@@ -73,7 +88,7 @@ class MemoryWatch:
     def _judge_card(self, reading: MemoryReading, moment: str) -> Iterable[Finding]:
         if found := pressure(reading, self.budget, moment):
             yield found
-        flush = self.timeline.last_flush
+        flush = next((timeline.last_flush for timeline in self.flushes if timeline.last_flush), None)
         if flush is not None and flush is not self._judged_flush:
             self._judged_flush = flush
             if found := stuck_memory(flush, reading.total_bytes):
