@@ -12,7 +12,7 @@ import trainer_plugins
 ROOT = Path(trainer_plugins.__file__).parent
 FLOORS = [
     {"units", "finding", "reading", "timeline"},
-    {"devices", "agreement"},
+    {"devices", "agreement", "allocator", "launch"},
     {"watch", "generation", "holders", "release"},
     {"callbacks", "report"},
     {"cli", "testing", "__init__", "__main__"},
@@ -24,6 +24,8 @@ NEIGHBOURS = {
     ("timeline", "reading"),
     ("release", "watch"),  # a release holds by the same tolerance by which the watch tells foreign memory
     ("cli", "__init__"),  # the version
+    ("launch", "allocator"),  # its settings are part of the environment of a launch
+    ("launch", "__init__"),  # where the package is, for the files it carries
     ("__main__", "cli"),
     ("__init__", "callbacks"),
     ("__init__", "generation"),
@@ -55,7 +57,21 @@ def test_no_import_climbs_or_goes_sideways() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", ["timeline", "report.text", "cli", "testing.simgpu", "testing.nvml", "testing.card"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "timeline",
+        "report.text",
+        "cli",
+        "allocator.settings",
+        "launch.environment",
+        "launch.configs",
+        "launch.lint",
+        "testing.simgpu",
+        "testing.nvml",
+        "testing.card",
+    ],
+)
 def test_what_should_be_light_imports_neither_torch_nor_transformers(module: str) -> None:
     code = f"import sys, trainer_plugins.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -31,6 +31,7 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
     [
         "trainer_plugins/py.typed",
         "trainer_plugins/configs/accelerate/single_device.yaml",
+        "trainer_plugins/configs/accelerate/zero3_offload_all.yaml",
         "trainer_plugins/testing/nvml/nvml.c",
         "trainer_plugins/testing/simgpu/backend.cpp",
     ],

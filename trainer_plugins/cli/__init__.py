@@ -5,10 +5,14 @@ from typing import Annotated
 import typer
 
 from trainer_plugins import __version__
+from trainer_plugins.cli.configs import configs
+from trainer_plugins.cli.env import env
 from trainer_plugins.cli.report import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(report)
+app.command()(env)
+app.add_typer(configs, name="configs")
 
 
 def _print_version(wanted: bool) -> None:
@@ -25,5 +29,5 @@ def _main(
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 fine, 2 bad input."""
+    """Entry point of the console script. Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input."""
     app()

@@ -1,0 +1,134 @@
+"""What is exported, and what is said: torch version x platform x what the user has set x vLLM."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from trainer_plugins.allocator.choose import OURS, choose
+from trainer_plugins.allocator.lint import lint
+from trainer_plugins.allocator.machine import Machine, read_torch_version
+from trainer_plugins.allocator.variables import CUDA, HIP, UNIFIED, Variables
+
+GOOD, OTHER, BAD_PAIR = (
+    "max_split_size_mb:128",
+    "max_split_size_mb:256",
+    "expandable_segments:True,max_split_size_mb:128",
+)
+TORCHES = {
+    "2.8.0": (2, 8),
+    "2.9.0": (2, 9),
+    "2.9.1": (2, 9),
+    "2.10.0": (2, 10),
+    "2.11.0": (2, 11),
+    "2.13.0+cpu": (2, 13),
+}
+PLATFORMS: dict[str, dict[str, Any]] = {
+    "linux": {},
+    "wsl": {"is_wsl": True},
+    "rocm6": {"rocm": (6, 4)},
+    "rocm7": {"rocm": (7, 0)},
+    "windows": {"is_windows": True},
+    "mig": {"is_mig": True},
+}
+OWN = {
+    "none": {},
+    "unified": {UNIFIED: GOOD},
+    "cuda": {CUDA: GOOD},
+    "both": {UNIFIED: GOOD, CUDA: GOOD},
+    "differ": {UNIFIED: OTHER, CUDA: GOOD},
+    "bad pair": {UNIFIED: BAD_PAIR},
+    "emptied": {CUDA: ""},
+}
+MATRIX = list(product(TORCHES, PLATFORMS, OWN, (False, True)))
+
+
+@pytest.mark.parametrize(("version", "platform", "own", "vllm"), MATRIX)
+def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
+    torch, _ = read_torch_version(version)
+    machine = Machine(torch=torch, has_vllm=vllm, **PLATFORMS[platform])
+    variables = Variables(OWN[own])
+    choice, codes = choose(variables, machine), {finding.code for finding in lint(variables, machine)}
+    may_expand = platform in ("linux", "rocm7") and not vllm
+    is_unified = torch >= (2, 10)
+
+    # What is exported.
+    if own == "none":
+        assert choice.exports == ({UNIFIED if is_unified else CUDA: OURS} if may_expand else {})
+    elif own in ("differ", "bad pair"):
+        assert choice.exports == {}
+    else:
+        (text,) = set(OWN[own].values())
+        assert choice.exports == {CUDA: text, UNIFIED: text}
+    # Never another text than the user's own, and a second run finds nothing to add.
+    after = Variables({**OWN[own], **choice.exports})
+    assert all(after.texts[name] == text for name, text in OWN[own].items())
+    if choice.exports:
+        assert set(choose(after, machine).exports.values()) == set(choice.exports.values())
+        assert "allocator-name-not-read" not in {finding.code for finding in lint(after, machine)}
+    assert choice.why
+
+    # What is said.
+    assert ("allocator-name-not-read" in codes) == (own in ("unified", "bad pair") and not is_unified)
+    assert ("allocator-names-differ" in codes) == (own == "differ")
+    assert ("allocator-expandable-and-max-split" in codes) == (own == "bad pair")
+    assert ("allocator-expandable-unsupported" in codes) == (own == "bad pair" and not may_expand)
+    assert ("allocator-deprecated-name" in codes) == (torch == (2, 9) and CUDA in OWN[own])
+    if own == "none":
+        assert not codes
+
+
+def test_the_matrix_is_large() -> None:
+    assert len(MATRIX) == 504
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "codes"),
+    [
+        ("expandable_segments:True", Machine(), []),
+        ("max_split_size_mb:128,garbage_collection_threshold:0.8", Machine(), []),  # the classic pair
+        ("expandable_segments:False,max_split_size_mb:128", Machine(), []),
+        ("expandable_segments:True,roundup_power2_divisions:4", Machine(), []),
+        ("expandable_segments:True,max_split_size_mb:128", Machine(), ["allocator-expandable-and-max-split"]),
+        ("expandable_segments:True,garbage_collection_threshold:0.8", Machine(), ["allocator-expandable-and-gc"]),
+        ("backend:cudaMallocAsync", Machine(), []),
+        ("backend:cudaMallocAsync,expandable_segments:True", Machine(), ["allocator-async-ignores"]),
+        ("backend:hipMallocAsync,max_split_size_mb:64", Machine(rocm=(7, 0)), ["allocator-async-ignores"]),
+        ("expandeable_segments:True", Machine(), ["allocator-unknown-option"]),
+        ("expandable_segments:true", Machine(), ["allocator-bad-value"]),
+        ("max_split_size_mb:512MB", Machine(), ["allocator-misread-value"]),
+        ("max_split_size_mb:-1", Machine(), ["allocator-misread-value"]),
+        ("max_split_size_mb:20", Machine(), []),
+        ("max_split_size_mb:20", Machine(torch=(2, 9)), ["allocator-deprecated-name", "allocator-bad-value"]),
+        ("throw_on_cudamalloc_oom:True", Machine(torch=(2, 12)), []),
+        ("throw_on_cudamalloc_oom:True", Machine(torch=(2, 11)), ["allocator-option-too-new"]),
+        ("foo:1,max_split_size_mb:1", Machine(), ["allocator-unknown-option", "allocator-bad-value"]),
+    ],
+)
+def test_what_is_said_of_a_text(text: str, machine: Machine, codes: list[str]) -> None:
+    assert [finding.code for finding in lint(Variables({CUDA: text}), machine)] == codes
+
+
+def test_an_option_of_a_torch_to_come_is_not_called_wrong() -> None:
+    (finding,) = lint(Variables({UNIFIED: "expandable_segments_reserve:0.5"}), Machine(torch=(2, 15)))
+
+    assert finding.code == "allocator-unknown-option"
+    assert finding.severity.name == "WARNING"
+
+
+def test_the_name_of_rocm() -> None:
+    own = Variables({HIP: GOOD})
+    rocm = Machine(rocm=(7, 0))
+    assert choose(own, rocm).exports == {CUDA: GOOD, UNIFIED: GOOD}
+    assert not lint(own, rocm)
+    assert [finding.code for finding in lint(own, Machine())] == ["allocator-name-not-read"]
+
+
+def test_a_finding_reads_well() -> None:
+    (finding,) = lint(Variables({UNIFIED: "expandable_segments:True"}), Machine(torch=(2, 9)))
+
+    assert str(finding) == (
+        "[allocator-name-not-read] PYTORCH_ALLOC_CONF is set, and this torch does not read it "
+        "(PYTORCH_ALLOC_CONF=expandable_segments:True; torch 2.9 reads PYTORCH_CUDA_ALLOC_CONF alone on a card). "
+        "Set PYTORCH_CUDA_ALLOC_CONF to the same: every version reads it."
+    )

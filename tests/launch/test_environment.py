@@ -1,0 +1,140 @@
+"""`trainer-plugins env`, as a user calls it, and what it rests on."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.launch.environment import LaunchFacts, gather, launch_environment
+
+NAMES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "HF_HUB_DISABLE_TELEMETRY",
+)
+
+
+def clean(**variables: str) -> dict[str, str]:
+    """This environment, without what `env` may set."""
+    return {name: text for name, text in os.environ.items() if name not in NAMES} | variables
+
+
+def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", "env", *arguments],
+        env=clean(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def in_shell(shell: str, script: str, **variables: str) -> dict[str, str]:
+    """Run a script in a shell, and give the environment of the programs it would start then."""
+    show = f"{shlex.quote(sys.executable)} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    command = [
+        shell,
+        "-c",
+        script.replace("ENV", f"{shlex.quote(sys.executable)} -m trainer_plugins env") + f"\n{show}",
+    ]
+    done = subprocess.run(command, env=clean(**variables), capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("shell", [name for name in ("bash", "dash") if shutil.which(name)])
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:128", "max_split_size_mb: 128 ,", "expandable_segments:False"])
+def test_a_shell_reads_it(shell: str, own: str) -> None:
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": own} if own else {}
+    after = in_shell(shell, 'eval "$(ENV)"', **variables)
+
+    if own:
+        assert after["PYTORCH_ALLOC_CONF"] == after["PYTORCH_CUDA_ALLOC_CONF"] == own
+    for export in json.loads(call("--json", **variables).stdout)["exports"]:
+        assert after[export["name"]] == export["value"]
+        assert len(export["purpose"]) > 20
+    assert after["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_what_the_user_puts_into_a_variable_is_never_run() -> None:
+    hostile = "max_split_size_mb:64'; exit 3 $(exit 4) \\ #"  # torch takes it for 64, so it is mirrored
+    after = in_shell("bash", 'eval "$(ENV 2>/dev/null)"', PYTORCH_ALLOC_CONF=hostile, OMP_NUM_THREADS="3")
+
+    assert after["PYTORCH_CUDA_ALLOC_CONF"] == after["PYTORCH_ALLOC_CONF"] == hostile
+    assert after["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
+def test_fish_reads_it() -> None:
+    after = in_shell("fish", "ENV --shell fish | source", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128")
+
+    assert after["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:128"
+
+
+def test_the_syntax_of_fish() -> None:
+    done = call("--shell", "fish", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128")
+
+    assert done.returncode == 0
+    assert "set -gx PYTORCH_ALLOC_CONF 'max_split_size_mb:128'" in done.stdout
+    assert "export" not in done.stdout
+
+
+def test_what_is_wrong_with_the_present_values_goes_to_stderr() -> None:
+    done = call(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,max_split_size_mb:128")
+
+    assert done.returncode == 0
+    assert "[allocator-expandable-and-max-split]" in done.stderr
+    assert "export PYTORCH" not in done.stdout
+    assert "# no allocator settings: those in PYTORCH_CUDA_ALLOC_CONF are wrong" in done.stdout
+
+
+def test_with_vllm_in_the_process_segments_do_not_grow() -> None:
+    assert "expandable_segments:True" not in call("--vllm").stdout
+    assert "# no allocator settings: vLLM in the training process" in call("--vllm").stdout
+
+
+def test_an_unknown_shell_is_bad_input() -> None:
+    assert call("--shell", "tcsh").returncode == 2
+
+
+def test_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nsys.argv = ['trainer-plugins', 'env']\n"
+        "import atexit\natexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr))\n"
+        "from trainer_plugins.cli import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=clean(), capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "set()"
+
+
+def test_the_threads_are_shared_between_ranks() -> None:
+    def threads(cpus: int, cards: int) -> str:
+        environment = launch_environment({}, LaunchFacts(num_cpus=cpus, num_cards=cards))
+        return {export.name: export.value for export in environment.exports}["OMP_NUM_THREADS"]
+
+    assert [threads(64, 8), threads(64, 0), threads(2, 8)] == ["8", "64", "1"]
+
+
+def test_what_the_facts_change() -> None:
+    def exports(environ: dict[str, str], **facts: object) -> dict[str, str]:
+        found = launch_environment(environ, LaunchFacts(**facts)).exports  # type: ignore[arg-type]
+        return {export.name: export.purpose for export in found}
+
+    assert "TORCH_NCCL_AVOID_RECORD_STREAMS" in exports({}, machine=Machine(torch=(2, 7)))
+    assert "TORCH_NCCL_AVOID_RECORD_STREAMS" not in exports({}, machine=Machine(torch=(2, 8)))
+    assert "give --vllm" in exports({}, vllm_is_installed=True)["PYTORCH_ALLOC_CONF"]
+    assert "TOKENIZERS_PARALLELISM" not in exports({"TOKENIZERS_PARALLELISM": "true"})
+
+
+def test_the_facts_of_this_machine() -> None:
+    assert gather({"CUDA_VISIBLE_DEVICES": "0,1"}).num_cards == 2
+    assert gather({"CUDA_VISIBLE_DEVICES": ""}).num_cards == 0
+    assert gather({"CUDA_VISIBLE_DEVICES": "MIG-aaaa"}).machine.is_mig
+    assert gather({}, with_vllm=True).machine.has_vllm
+    assert gather({}).num_cpus >= 1

@@ -1,0 +1,128 @@
+"""`trainer-plugins configs check`: what it finds, and where it is silent."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.bad_files import BAD, zero2, zero3
+from tests.test_cli import command
+from trainer_plugins.finding import Severity
+from trainer_plugins.launch import configs
+from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+
+
+def codes(path: Path, **more) -> set[str]:
+    return {finding.code for finding in check(path, **more)}
+
+
+def test_there_are_enough_bad_files() -> None:
+    assert len(BAD) >= 40
+
+
+@pytest.mark.parametrize(("code", "name", "text"), BAD, ids=[f"{code[7:]}-{name}" for code, name, _ in BAD])
+def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+
+    assert code in codes(tmp_path / name), [str(finding) for finding in check(tmp_path / name)]
+
+
+@pytest.mark.parametrize("text", [zero2(), zero3()])
+def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> None:
+    (tmp_path / "good.json").write_text(text)
+
+    assert not check(tmp_path / "good.json")
+
+
+@pytest.mark.parametrize("name", configs.names())
+@pytest.mark.parametrize("words", [None, [], ["--bf16", "--gradient_accumulation_steps", "8", "--save_only_model"]])
+def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
+    training = None if words is None else training_arguments(words)
+
+    assert not check(configs.path(name), training=training, num_params=1e9, host_bytes=64 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ('"stage3_prefetch_bucket_sise": 5e7', "stage3_prefetch_bucket_size"),
+        ('"offload_parm": {"device": "cpu"}', "offload_param"),
+        ('"gradient_clipping": 1.0', "Move it to gradient_clipping"),
+    ],
+)
+def test_the_nearest_right_key_is_named(tmp_path: Path, wrong: str, right: str) -> None:
+    (tmp_path / "ds.json").write_text(zero3(f", {wrong}"))
+
+    assert right in " ".join(finding.remedy for finding in check(tmp_path / "ds.json"))
+
+
+@pytest.mark.parametrize(
+    ("top", "words", "clashes"),
+    [
+        ('"bf16": {"enabled": true}, ', "--bf16", False),
+        ('"bf16": {"enabled": true}, ', "--fp16", True),
+        ('"fp16": {"enabled": false}, ', "--fp16", True),
+        ('"train_micro_batch_size_per_gpu": 4, ', "--per-device-train-batch-size 4", False),
+        ('"train_micro_batch_size_per_gpu": 4, ', "--per-device-train-batch-size=2", True),
+        ('"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, ', "learning_rate=3e-4", False),
+        ('"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, ', "", True),
+    ],
+)
+def test_training_arguments_that_do_not_agree(tmp_path: Path, top: str, words: str, clashes: bool) -> None:
+    (tmp_path / "ds.json").write_text(zero3(top=top))
+
+    found = codes(tmp_path / "ds.json", training=training_arguments(words.split()))
+
+    assert ("config-training-mismatch" in found) is clashes
+
+
+def test_a_missing_accumulation_is_one_and_clashes_with_eight(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}}')
+
+    assert "config-training-mismatch" in codes(
+        tmp_path / "ds.json", training=training_arguments(["--gradient_accumulation_steps", "8"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "found"),
+    [
+        ("zero3_offload_all", 64, Severity.ERROR),
+        ("zero3_offload_all", 128, Severity.WARNING),
+        ("zero3_offload_all", 192, None),
+        ("one_gpu_7b_offload", 64, Severity.ERROR),
+        ("one_gpu_7b_offload", 128, None),
+        ("zero3_offload_nvme", 64, None),
+        ("zero3", 8, None),
+    ],
+)
+def test_main_memory_for_7b(name: str, gib: int, found: Severity | None) -> None:
+    findings = check(configs.path(name), num_params=6.74e9, host_bytes=gib * 2**30)
+
+    assert [finding.severity for finding in findings] == ([] if found is None else [found])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("list.yaml", "- a\n- b\n"), ("empty.yaml", ""), ("broken.json", "{'a': 1}")]
+)
+def test_what_is_no_mapping_is_bad_input(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(ConfigError) as refused:
+        check(tmp_path / name)
+    assert "\n" not in str(refused.value)
+    assert command("configs", "check", tmp_path / name).returncode == 2
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(zero3(top='"gradient_cliping": 1.0, '))
+
+    wrong = command("configs", "check", tmp_path / "ds.json")
+    right = command(
+        "configs", "check", configs.path("zero3"), "--training-args", "--bf16 --max_grad_norm 0.3", "--params", "7e9"
+    )
+
+    assert wrong.returncode == 1
+    assert "ERROR [config-unknown-key] gradient_cliping" in wrong.stdout
+    assert "gradient_clipping" in wrong.stdout
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert command("configs", "check", tmp_path / "none.yaml").returncode == 2

@@ -1,0 +1,151 @@
+"""Judge allocator settings before a launch: names that are not read, values torch refuses, pairs that hurt."""
+
+from collections.abc import Iterator
+
+from trainer_plugins.allocator.machine import TESTED, Machine
+from trainer_plugins.allocator.options import OPTION_OF
+from trainer_plugins.allocator.platforms import expandable_blocker
+from trainer_plugins.allocator.settings import AllocatorSettings, UnknownOptionError, read
+from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_known
+from trainer_plugins.finding import Finding, Severity
+
+
+def lint(variables: Variables, machine: Machine) -> tuple[Finding, ...]:
+    """Judge the variables of a launch, the names first, then what the one that counts says."""
+    own = variables.of_platform(machine)
+    name = variables.read_by(machine) or next(iter(own), None)
+    return (*_names(variables, machine), *(lint_text(own[name], name, machine) if name else ()))
+
+
+def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
+    """Judge one text of settings, as torch would find it under a name."""
+    settings, errors = read(text)
+    given = f"{name}={text}"
+    findings: list[Finding] = []
+    for error in errors:
+        if isinstance(error, UnknownOptionError):
+            findings.append(
+                Finding(
+                    code="allocator-unknown-option",
+                    severity=Severity.ERROR if machine.torch <= TESTED else Severity.WARNING,
+                    summary=str(error),
+                    evidence=given,
+                    remedy="Correct or remove it: torch stops at the first use of the card, and a CPU build skips it.",
+                )
+            )
+        else:
+            findings.append(
+                Finding(
+                    code="allocator-bad-value",
+                    severity=Severity.ERROR,
+                    summary=str(error),
+                    evidence=given,
+                    remedy="Correct it: torch stops when it first reads it.",
+                )
+            )
+    return (*findings, *_values(settings, given, machine), *_pairs(settings, given, machine))
+
+
+def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
+    texts = variables.texts
+    read_name = variables.read_by(machine)
+    foreign = [name for name in texts if name not in names_known(machine)]
+    if foreign or (texts and read_name is None):
+        ignored = foreign[0] if foreign else next(iter(texts))
+        why = "only a torch for ROCm reads it" if foreign else f"{machine.torch_name} reads {CUDA} alone on a card"
+        yield Finding(
+            code="allocator-name-not-read",
+            severity=Severity.ERROR if read_name is None else Severity.WARNING,
+            summary=f"{ignored} is set, and this torch does not read it",
+            evidence=f"{ignored}={texts[ignored]}; {why}",
+            remedy=f"Set {CUDA} to the same: every version reads it.",
+        )
+    own = variables.of_platform(machine)
+    if read_name and len(set(own.values())) > 1:
+        yield Finding(
+            code="allocator-names-differ",
+            severity=Severity.WARNING,
+            summary=f"two variables hold different allocator settings, and {read_name} is the one that counts",
+            evidence=f"{'; '.join(f'{name}={text}' for name, text in own.items())}; {machine.torch_name}",
+            remedy=f"Give both the same text, or unset all but {read_name}.",
+        )
+    if read_name == CUDA and machine.torch == (2, 9):
+        yield Finding(
+            code="allocator-deprecated-name",
+            severity=Severity.INFO,
+            summary=f"torch 2.9 calls {CUDA} deprecated, and yet reads no other name on a card",
+            evidence=f"{CUDA}={texts[CUDA]}; pytorch#183387",
+            remedy=f"Keep it, and set {UNIFIED} to the same. From 2.10 on the warning is gone and both work.",
+        )
+
+
+def _values(settings: AllocatorSettings, given: str, machine: Machine) -> Iterator[Finding]:
+    for setting in settings.settings:
+        option = OPTION_OF[setting.key]
+        if setting.misread:
+            yield Finding(
+                code="allocator-misread-value",
+                severity=Severity.WARNING,
+                summary=f"torch takes {setting.key} to be {setting.value}, which is not what it says",
+                evidence=given,
+                remedy=f"Write a plain number for {setting.text}: sizes in MiB, fractions of one; no unit, no sign.",
+            )
+        if machine.torch < option.since:
+            yield Finding(
+                code="allocator-option-too-new",
+                severity=Severity.ERROR,
+                summary=f"{machine.torch_name} does not know {setting.key}, and stops at its first use of the card",
+                evidence=f"{given}; it came with torch {option.since[0]}.{option.since[1]}",
+                remedy="Remove it, or upgrade torch.",
+            )
+        if machine.torch < (2, 10) and setting.key.startswith("max_") and setting.value == 20:
+            yield Finding(
+                code="allocator-bad-value",
+                severity=Severity.ERROR,
+                summary=f"{machine.torch_name} refuses {setting.key}:20, which 2.10 and later take",
+                evidence=given,
+                remedy="Write 21.",
+            )
+
+
+def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterator[Finding]:
+    values = settings.values
+    asynchronous = values.get("backend", "native") != "native"
+    native = [key for key in values if key != "backend"]
+    if asynchronous:
+        if native:
+            yield Finding(
+                code="allocator-async-ignores",
+                severity=Severity.WARNING,
+                summary=f"the backend {values['backend']} ignores {', '.join(native)}",
+                evidence=f"{given}; some memory statistics are 0 under it (CUDAAllocatorConfig.cpp warns)",
+                remedy="Remove those options, or the backend.",
+            )
+        return
+    if not values.get("expandable_segments"):
+        return
+    if "max_split_size_mb" in values:
+        yield Finding(
+            code="allocator-expandable-and-max-split",
+            severity=Severity.ERROR,
+            summary="expandable_segments with max_split_size_mb makes reserved memory grow without bound",
+            evidence=f"{given}; pytorch#123548, 220 MiB became 14060 MiB in pytorch#193400",
+            remedy="Remove max_split_size_mb: expandable segments do what it was for.",
+        )
+    if "garbage_collection_threshold" in values:
+        yield Finding(
+            code="allocator-expandable-and-gc",
+            severity=Severity.INFO,
+            summary="garbage_collection_threshold does nothing to expandable segments",
+            evidence=f"{given}; the collector skips them (pytorch#134338)",
+            remedy="Remove garbage_collection_threshold.",
+        )
+    blocker = expandable_blocker(machine)
+    if blocker:
+        yield Finding(
+            code="allocator-expandable-unsupported",
+            severity=Severity.WARNING,
+            summary="expandable_segments:True does not work here, or harms",
+            evidence=f"{given}; {blocker}",
+            remedy="Remove expandable_segments, or set it to False.",
+        )

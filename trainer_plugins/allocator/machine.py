@@ -1,0 +1,47 @@
+"""What decides about allocator settings: the torch that will read them, and the platform under it."""
+
+import re
+from dataclasses import dataclass
+
+TESTED = (2, 13)
+"""The newest torch whose own parser this room was checked against."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The facts of one launch. The defaults are a Linux machine with CUDA and a torch that we know."""
+
+    torch: tuple[int, int] = TESTED
+    """Major and minor version; nothing about allocator settings changed in a patch release."""
+
+    rocm: tuple[int, int] | None = None
+    """The ROCm that torch was built for, or None for any other build."""
+
+    is_windows: bool = False
+    is_wsl: bool = False
+    is_mig: bool = False
+    """The process is to see slices of a card instead of whole cards."""
+
+    has_vllm: bool = False
+    """vLLM will run inside the training process."""
+
+    @property
+    def torch_name(self) -> str:
+        """The version as a message says it: torch 2.13."""
+        return f"torch {self.torch[0]}.{self.torch[1]}"
+
+
+def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """Read the version of a torch build: major and minor, and those of ROCm where it was built for that.
+
+    >>> read_torch_version("2.13.0+cpu"), read_torch_version("2.10.0+rocm7.0.1")
+    (((2, 13), None), ((2, 10), (7, 0)))
+
+    Raises:
+        ValueError: the text does not start with two numbers.
+    """
+    version = re.match(r"(\d+)\.(\d+)", text)
+    if version is None:
+        raise ValueError(f"a version of torch starts with two numbers, as in 2.13.0, got {text!r}")
+    rocm = re.search(r"\+.*?rocm(\d+)\.(\d+)", text)
+    return (int(version[1]), int(version[2])), (int(rocm[1]), int(rocm[2])) if rocm else None

@@ -1,0 +1,199 @@
+"""Allocator settings as a value: the text of PYTORCH_ALLOC_CONF, read as torch 2.13 reads it.
+
+Two things are told that torch does not tell. It reads a number as far as it goes, so `128MB` is 128 and `-1` is
+2**64 - 1: the value carries `misread`, and in a list it is an error. And torch does not look at the sign between a key
+and its value, so that `expandable_segments,True` works by accident: that is an error here.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from trainer_plugins.allocator.options import OPTION_OF, Kind, Option
+
+Value = bool | int | float | str | tuple[int, ...]
+
+NUM_INTERVALS = 16
+"""`roundup_power2_divisions` holds one number for each power of 2 from 1 MiB to 32 GiB."""
+
+_ENTRY = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
+_SIZE_MAX = 2**64 - 1
+
+
+class SettingsError(ValueError):
+    """A text that torch refuses, or that does not say what it does."""
+
+
+class UnknownOptionError(SettingsError):
+    """A key that no torch up to 2.13 knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option with its value."""
+
+    key: str
+    text: str
+    value: Value
+    misread: bool = False
+    """torch takes the value from a part of the text only, or wraps a negative number around."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """The options of one text, in its order. Of an option given twice the last one counts."""
+
+    settings: tuple[Setting, ...] = ()
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """The value of each option that is set."""
+        return {setting.key: setting.value for setting in self.settings}
+
+    def __str__(self) -> str:
+        return ",".join(f"{setting.key}:{setting.text}" for setting in self.settings)
+
+
+def parse(text: str) -> AllocatorSettings:
+    """Read the text of PYTORCH_ALLOC_CONF.
+
+    >>> parse("expandable_segments:True, garbage_collection_threshold:0.8").values
+    {'expandable_segments': True, 'garbage_collection_threshold': 0.8}
+
+    Raises:
+        SettingsError: it names the option, the rule and what was given. The first of several is raised.
+    """
+    settings, errors = read(text)
+    if errors:
+        raise errors[0]
+    return settings
+
+
+def read(text: str) -> tuple[AllocatorSettings, tuple[SettingsError, ...]]:
+    """Read what can be read, and say what cannot: for a linter, which names all mistakes at once."""
+    settings: list[Setting] = []
+    errors: list[SettingsError] = []
+    for entry in _entries(text):
+        if isinstance(entry, SettingsError):
+            errors.append(entry)
+            continue
+        try:
+            settings.append(_setting(*entry))
+        except SettingsError as error:
+            errors.append(error)
+    whole = AllocatorSettings(tuple(settings))
+    return whole, (*errors, *_against_large_segments(whole))
+
+
+def _entries(text: str) -> Iterator[tuple[str, str] | SettingsError]:
+    compact = re.sub(r"\s", "", text)  # torch ignores white space, also inside a word
+    position = 0
+    while position < len(compact):
+        entry = _ENTRY.match(compact, position)
+        if entry is None:
+            yield SettingsError(
+                "settings are key:value pairs with a comma between, as in expandable_segments:True, "
+                f"got {compact[position:]!r}"
+            )
+            return
+        yield entry[1], entry[2]
+        position = entry.end()
+
+
+def _setting(key: str, text: str) -> Setting:
+    option = OPTION_OF.get(key)
+    if option is None:
+        near = get_close_matches(key.lower(), OPTION_OF, n=1)
+        raise UnknownOptionError(
+            f"no torch up to 2.13 knows the option {key!r}"
+            + (f": it is {near[0]}" if near else f"; it knows {', '.join(OPTION_OF)}")
+        )
+    if option.kind is Kind.FLAG:
+        if text not in ("True", "False"):
+            raise SettingsError(f"{key} needs {option.kind.value}, got {text!r}")
+        return Setting(key, text, text == "True")
+    if option.kind is Kind.BACKEND:
+        if text not in ("native", "cudaMallocAsync", "hipMallocAsync"):
+            raise SettingsError(f"{key} needs {option.kind.value} (on ROCm also hipMallocAsync), got {text!r}")
+        return Setting(key, text, text)
+    if option.kind is Kind.DIVISIONS:
+        return Setting(key, text, _divisions(key, text))
+    return _fraction(option, text) if option.kind is Kind.FRACTION else _count(option, text)
+
+
+def _whole_number(key: str, text: str) -> tuple[int, bool]:
+    """A number as C's stoull reads it, and whether that is what the text says."""
+    digits = re.match(r"[+-]?\d+", text, re.ASCII)
+    if digits is None or abs(int(digits[0])) > _SIZE_MAX:
+        raise SettingsError(f"{key} needs a whole number below 2**64, got {text!r}")
+    number = int(digits[0])
+    return number % (_SIZE_MAX + 1), number < 0 or digits[0] != text
+
+
+def _count(option: Option, text: str) -> Setting:
+    number, misread = _whole_number(option.key, text)
+    if number < option.minimum:
+        raise SettingsError(f"{option.key} needs at least {option.minimum}, got {text!r}")
+    if option.power_of_2 and number & (number - 1):
+        raise SettingsError(f"{option.key} needs a power of 2, got {text!r}")
+    if option.maximum is not None and number > option.maximum:
+        raise SettingsError(f"{option.key} needs at most {option.maximum}, got {text!r}")
+    return Setting(option.key, text, number, misread)
+
+
+def _fraction(option: Option, text: str) -> Setting:
+    digits = re.match(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE | re.ASCII)
+    if digits is None:
+        raise SettingsError(f"{option.key} needs a number, got {text!r}")
+    number = float(digits[0])
+    if option.key == "garbage_collection_threshold":
+        if not 0 < number < 1:
+            raise SettingsError(f"{option.key} needs a number above 0 and below 1, got {text!r}")
+    elif not 0 <= number <= 1:
+        raise SettingsError(f"{option.key} needs a number from 0 to 1, got {text!r}")
+    return Setting(option.key, text, number, digits[0] != text)
+
+
+def _divisions(key: str, text: str) -> tuple[int, ...]:
+    """The divisions of the sixteen intervals, as torch 2.10 and later fill them.
+
+    The first interval named stands for those below it, `>` for those above the last one named, alone for all but the
+    first. To torch 2.9 `>` is also the last one named.
+    """
+    if not text.startswith("["):
+        return (_power_of_2(key, text, "divisions"),) * NUM_INTERVALS
+    divisions = [0] * NUM_INTERVALS
+    last: int | None = None
+    for pair in filter(None, text[1:-1].split(",")):
+        interval, colon, count = pair.partition(":")
+        if not colon:
+            raise SettingsError(f"{key} needs interval:divisions in its list, as in [256:1,>:4], got {pair!r}")
+        number = 0 if count == "0" else _power_of_2(key, count, "divisions, or 0 for none")
+        if interval == ">":
+            start = (last or 0) + 1
+            divisions[start:] = [number] * (NUM_INTERVALS - start)
+            continue
+        index = min(_power_of_2(key, interval, "interval").bit_length() - 1, NUM_INTERVALS - 1)
+        if last is None:
+            divisions[:index] = [number] * index
+        divisions[index] = number
+        last = index
+    return tuple(divisions)
+
+
+def _power_of_2(key: str, text: str, what: str) -> int:
+    number, misread = _whole_number(key, text)
+    if misread or number == 0 or number & (number - 1):
+        raise SettingsError(f"{key} needs a power of 2 as {what}, got {text!r}")
+    return number
+
+
+def _against_large_segments(settings: AllocatorSettings) -> Iterator[SettingsError]:
+    """No block below the size of a large segment may be kept whole: torch reads that size first, wherever it stands."""
+    values = settings.values
+    large = values.get("large_segment_size_mb", 0)
+    for key in ("max_split_size_mb", "max_non_split_rounding_mb"):
+        value = values.get(key)
+        if isinstance(value, int) and isinstance(large, int) and value < large:
+            yield SettingsError(f"{key} needs at least large_segment_size_mb, which is {large}, got '{value}'")

@@ -1,0 +1,99 @@
+"""Hold what was asked of the allocator against what it uses, and say why they differ."""
+
+from dataclasses import dataclass, field
+
+from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.options import OPTION_OF, Kind
+from trainer_plugins.allocator.platforms import expandable_blocker
+from trainer_plugins.allocator.settings import Value, read
+from trainer_plugins.allocator.variables import CUDA, Variables, names_read
+from trainer_plugins.finding import Finding, Severity
+
+_FLAGS: dict[str, Value] = {key: False for key, option in OPTION_OF.items() if option.kind is Kind.FLAG}
+_DEFAULTS: dict[str, Value] = {
+    **_FLAGS,
+    "backend": "native",
+    "pinned_num_register_threads": 1,
+    "per_process_memory_fraction": 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What the allocator of this process uses."""
+
+    text: str = ""
+    """The text that torch read last, from a variable or from a call."""
+
+    known: dict[str, Value | None] = field(default_factory=dict)
+    """Values that the allocator itself reports; they count more than the text. None is: not set."""
+
+    is_initialized: bool = False
+    """The allocator has begun its work."""
+
+    refusal: str | None = None
+    """What torch said when it could not read its settings."""
+
+    def value(self, key: str) -> Value | None:
+        """The value of an option, or None where it is not set and has no default of its own."""
+        if key in self.known:
+            return self.known[key]
+        return read(self.text)[0].values.get(key, _DEFAULTS.get(key))
+
+
+def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine) -> Finding | None:
+    """Judge whether the settings that were asked for are the ones in use.
+
+    Args:
+        asked: the text that somebody meant to be in force.
+        in_force: what the allocator uses, see `in_force.read`.
+        variables: what the variables of this process hold now.
+        machine: the torch that read them.
+    """
+    wanted = read(asked)[0].values
+    differing = [key for key in wanted if in_force.value(key) != wanted[key]]
+    if in_force.refusal is None and not differing:
+        return None
+    why, remedy = _reason(wanted, in_force, variables, machine)
+    seen = ", ".join(f"{key} is {in_force.value(key)} instead of {wanted[key]}" for key in differing)
+    return Finding(
+        code="allocator-settings-not-in-force",
+        severity=Severity.WARNING,
+        summary=f"the allocator does not use the settings that were asked for: {why}",
+        evidence=f"asked {asked}; in force {in_force.text or 'nothing'!r}" + (f"; {seen}" if seen else ""),
+        remedy=remedy,
+    )
+
+
+def _reason(wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine) -> tuple[str, str]:
+    """Why they differ, and what to do: the first that holds."""
+    if in_force.refusal is not None:
+        return f"torch refused to read them ({in_force.refusal})", "Correct the text: `trainer-plugins env` says where."
+    holders = [name for name, text in variables.texts.items() if _holds(text, wanted)]
+    if not holders:
+        return (
+            "no variable of this process holds them",
+            'Export them in the shell that launches: eval "$(trainer-plugins env)".',
+        )
+    read_name = variables.read_by(machine)
+    if not set(holders) & set(names_read(machine)):
+        return f"{machine.torch_name} does not read {holders[0]}", f"Set {CUDA} to the same."
+    if read_name not in holders:
+        other = f"{read_name}={variables.texts[str(read_name)]}"
+        return f"{other} counts more than {holders[0]}", f"Unset {read_name}, or give it the same text."
+    if not _holds(in_force.text, wanted):
+        return (
+            f"torch had read {read_name} before it was set, or settings were given by a call since"
+            + (", and the allocator is at work" if in_force.is_initialized else ""),
+            "Set it before the process starts: torch reads it once, at its first use of the card.",
+        )
+    blocker = expandable_blocker(machine) if "expandable_segments" in wanted else None
+    return (
+        f"torch has read them and uses something else ({blocker or 'a build without that option, or a call since'})",
+        "Remove what cannot work here, so that nobody relies on it.",
+    )
+
+
+def _holds(text: str, wanted: dict[str, Value]) -> bool:
+    have = InForce(text)
+    return all(have.value(key) == value for key, value in wanted.items())

@@ -1,0 +1,149 @@
+"""The launch files that come with the package: which there are, where they are, and copies with other values."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import trainer_plugins
+from trainer_plugins.finding import Severity
+from trainer_plugins.launch.lint import ConfigError, judge, keys, read_document
+
+_HOME = Path(trainer_plugins.__file__).parent / "configs" / "accelerate"
+_SECTIONS = {"deepspeed_config": keys.ACCELERATE_DEEPSPEED, "fsdp_config": keys.ACCELERATE_FSDP}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the shipped files, in order."""
+    return tuple(sorted(path.stem for path in _HOME.glob("*.yaml")))
+
+
+def path(name: str) -> Path:
+    """Return where a shipped file is.
+
+    Raises:
+        ConfigError: there is none of this name; the nearest is named.
+    """
+    known = names()
+    if name.removesuffix(".yaml") not in known:
+        near = get_close_matches(name, known, 1, 0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise ConfigError(f"no config is named {name!r}: {hint}")
+    return _HOME / f"{name.removesuffix('.yaml')}.yaml"
+
+
+def read(name: str) -> str:
+    """Return the text of a shipped file."""
+    return path(name).read_text(encoding="utf-8")
+
+
+def headline(name: str) -> str:
+    """Return the first line of a shipped file: what it is."""
+    return read(name).split("\n", 1)[0].removeprefix("# ")
+
+
+def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
+    """Write a shipped file into a folder, with other values where asked, whole or not at all.
+
+    Args:
+        name: of the shipped file.
+        folder: where to, made if need be.
+        overrides: `key=value`, where key is one of accelerate (`num_processes`, `fsdp_config.fsdp_offload_params`) or
+            of DeepSpeed (`zero_optimization.reduce_bucket_size`). The result is checked before anything is written.
+        force: replace a file that is there.
+
+    Raises:
+        ConfigError: an unknown name or key, a value that does not fit, a file that is there, a folder that cannot be
+            written.
+    """
+    target = folder / f"{path(name).stem}.yaml"
+    text = read(name)
+    for override in overrides:
+        text = _overridden(text, override, name)
+    if target.exists() and not force:
+        raise ConfigError(f"{target} exists: give --force to replace it, or another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".trainer-plugins-") as temporary:
+            draft = Path(temporary) / target.name
+            draft.write_text(text, encoding="utf-8")
+            if overrides:
+                _refuse_errors(draft)
+            os.replace(draft, target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}. Give another folder") from None
+    return target
+
+
+def _refuse_errors(draft: Path) -> None:
+    errors = [finding for finding in judge(read_document(draft)) if finding.severity >= Severity.ERROR]
+    if errors:
+        raise ConfigError(f"the result would not run: {errors[0]}")
+
+
+def _overridden(text: str, override: str, name: str) -> str:
+    key, equals, written = override.partition("=")
+    if not (key and equals and written):
+        raise ConfigError(f"--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got {override!r}")
+    value = _value(written)
+    config = yaml.safe_load(text)
+    first, _, rest = key.partition(".")
+    if first in _SECTIONS and rest in _SECTIONS[first] and rest != "deepspeed_config_file":
+        if first not in config:
+            raise ConfigError(f"{name} has no {first}, so {key} would do nothing in it")
+        return _with_line(text, rest, value, first)
+    if key in keys.ACCELERATE and first not in _SECTIONS:
+        return _with_line(text, key, value, None)
+    known = _deepspeed_names()
+    if key not in known and not key.startswith(("optimizer.params.", "scheduler.params.")):
+        choices = [*known, *keys.ACCELERATE, *(f"{part}.{k}" for part, block in _SECTIONS.items() for k in block)]
+        short = [full for full in choices if full.split(".")[-1] == key]
+        near = short or get_close_matches(key, choices, 1, 0.6)
+        raise ConfigError(f"--set {key}: there is no such key" + (f", did you mean {near[0]}?" if near else ""))
+    if "deepspeed_config" not in config:
+        raise ConfigError(f"{name} runs no DeepSpeed, so {key} would do nothing in it")
+    return _with_json(text, key, value)
+
+
+def _deepspeed_names() -> list[str]:
+    return [*keys.DEEPSPEED, *(f"{block}.{key}" for block, known in keys.BLOCKS.items() for key in known)]
+
+
+def _value(written: str) -> Any:
+    try:
+        value = json.loads(written)
+    except json.JSONDecodeError:
+        return written
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 10 else value
+
+
+def _with_line(text: str, key: str, value: Any, section: str | None) -> str:
+    """Replace one line of YAML, or add it, and leave every comment where it is."""
+    indent = "  " if section else ""
+    line = f"{indent}{key}: {json.dumps(value)}"
+    if re.search(rf"^{indent}{key}:.*$", text, re.MULTILINE):
+        return re.sub(rf"^{indent}{key}:.*$", lambda _: line, text, count=1, flags=re.MULTILINE)
+    if section is None:
+        return re.sub(r"^distributed_type:.*$", lambda found: f"{found[0]}\n{line}", text, count=1, flags=re.MULTILINE)
+    return re.sub(rf"^{section}:$", lambda found: f"{found[0]}\n{line}", text, count=1, flags=re.MULTILINE)
+
+
+def _with_json(text: str, key: str, value: Any) -> str:
+    """Set one value of the DeepSpeed JSON, which is the last thing in a file that has one."""
+    head, marker, body = text.partition("  deepspeed_config_file: |\n")
+    config = json.loads(body)
+    block = config
+    *parents, last = key.split(".")
+    for parent in parents:
+        block = block.setdefault(parent, {})
+        if not isinstance(block, dict):
+            raise ConfigError(f"--set {key}: {parent} holds a value, not a block")
+    block[last] = value
+    lines = json.dumps(config, indent=2).splitlines()
+    return head + marker + "".join(f"    {line}\n" for line in lines)

@@ -1,0 +1,106 @@
+"""The environment of a launch: which variables to export on this machine, each with one line on what it is for."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer_plugins.allocator.choose import choose
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.lint import lint
+from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.finding import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFacts:
+    """What is known before a launch."""
+
+    machine: Machine = field(default_factory=Machine)
+    num_cpus: int = 1
+    """Those that this process may use."""
+
+    num_cards: int = 0
+    vllm_is_installed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """One variable, and what it is for."""
+
+    name: str
+    value: str
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnvironment:
+    """What to export, why the allocator gets what it gets, and what is wrong with what is set already."""
+
+    exports: tuple[Export, ...]
+    allocator: str
+    findings: tuple[Finding, ...]
+
+
+def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
+    """Look at this machine.
+
+    Args:
+        environ: the variables that are set now.
+        with_vllm: vLLM is going to run inside the training process (TRL's `vllm_mode="colocate"`).
+    """
+    machine = gather_machine(environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    cards = (
+        list(Path("/dev").glob("nvidia[0-9]*")) if visible is None else [name for name in visible.split(",") if name]
+    )
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return LaunchFacts(
+        machine=replace(machine, has_vllm=machine.has_vllm or with_vllm),
+        num_cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        num_cards=len(cards),
+        vllm_is_installed=find_spec("vllm") is not None,
+    )
+
+
+def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> LaunchEnvironment:
+    """Judge what to export. A variable that is set is left alone, but for the other names of allocator settings."""
+    variables = Variables.of(environ)
+    choice = choose(variables, facts.machine)
+    why = choice.why
+    if choice.exports and not variables.texts and facts.vllm_is_installed:
+        why += "; vLLM is installed: if it runs in the training process, give --vllm"
+    exports = [Export(name, value, why) for name, value in choice.exports.items()]
+    exports += [export for export in _others(facts) if export.name not in environ]
+    return LaunchEnvironment(tuple(exports), why, lint(variables, facts.machine))
+
+
+def _others(facts: LaunchFacts) -> list[Export]:
+    """What is not the allocator's. TORCH_NCCL_ASYNC_ERROR_HANDLING is missing since its default is what one wants."""
+    threads = max(1, facts.num_cpus // max(1, facts.num_cards))
+    others = [
+        Export(
+            "OMP_NUM_THREADS",
+            str(threads),
+            "CPU threads of each rank, one rank a card; torchrun would give 1, slow for ZeRO offload. No GPU memory",
+        ),
+        Export(
+            "TOKENIZERS_PARALLELISM",
+            "false",
+            "no thread pool in tokenizers that dataloader workers would fork, and no warning of it. No GPU memory",
+        ),
+        Export(
+            "HF_HUB_DISABLE_TELEMETRY",
+            "1",
+            "no usage reports to the Hub from the nodes of a cluster. No GPU memory",
+        ),
+    ]
+    if facts.machine.torch < (2, 8):
+        # The default from 2.8 on, which warns where it is set (torchtitan#1088, vllm#25532).
+        purpose = (
+            "what a collective has used is free again when it is done, not when the allocator next looks. GPU memory"
+        )
+        others.insert(0, Export("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", purpose))
+    return others

@@ -1,0 +1,59 @@
+"""What is wrong with a launch file, before the launch: anybody's accelerate YAML or DeepSpeed JSON.
+
+Neither accelerate nor DeepSpeed is imported: the tables in `keys.py` say what they read, and each rule names the source
+it follows.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer_plugins.finding import Finding
+from trainer_plugins.launch.lint.accelerate import accelerate_findings
+from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
+from trainer_plugins.launch.lint.memory import memory_findings
+from trainer_plugins.launch.lint.names import name_findings
+from trainer_plugins.launch.lint.schema import schema_findings
+from trainer_plugins.launch.lint.training import training_arguments, training_findings
+from trainer_plugins.launch.lint.zero import zero_findings
+
+__all__ = ["ConfigError", "Document", "check", "judge", "read_document", "training_arguments"]
+
+
+def check(
+    path: Path,
+    *,
+    training: Mapping[str, object] | None = None,
+    num_params: float | None = None,
+    host_bytes: int | None = None,
+) -> tuple[Finding, ...]:
+    """Judge one launch file.
+
+    Args:
+        path: an accelerate YAML or a DeepSpeed JSON.
+        training: TrainingArguments by name, as `training_arguments` reads them from a command line.
+        num_params: parameters of the model, all of them trained; without it main memory is not judged.
+        host_bytes: main memory of the machine, or of its container.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a mapping.
+    """
+    return judge(read_document(path), training=training, num_params=num_params, host_bytes=host_bytes)
+
+
+def judge(
+    document: Document,
+    *,
+    training: Mapping[str, object] | None = None,
+    num_params: float | None = None,
+    host_bytes: int | None = None,
+) -> tuple[Finding, ...]:
+    """Judge a file that was read; see `check`. The worst comes first."""
+    found = [
+        *schema_findings(document),
+        *accelerate_findings(document),
+        *zero_findings(document),
+        *name_findings(document),
+        *training_findings(document, training),
+        *memory_findings(document, num_params, host_bytes),
+    ]
+    return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))

@@ -1,0 +1,125 @@
+"""A launch file as it was written: its accelerate part, its DeepSpeed part, and keys that were written twice."""
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Mapping = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """A launch file, its name or a wish about it that cannot be served. The text is for the user, on one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One file that `accelerate launch --config_file` or DeepSpeed reads. At least one of its two parts is there."""
+
+    name: str
+    """The file's name without its suffix."""
+
+    accelerate: Mapping | None = None
+    deepspeed: Mapping | None = None
+    duplicates: tuple[str, ...] = ()
+    """Keys that were written twice in one mapping; readers keep the last, and say nothing."""
+
+    json_path: str | None = None
+    """`deepspeed_config_file`, where it names a file."""
+
+    json_problem: str | None = None
+    """Why the DeepSpeed part could not be read, where one is named."""
+
+
+def read_document(path: Path) -> Document:
+    """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Give an accelerate YAML or a DeepSpeed JSON") from None
+    loaded, duplicates = _json(text, str(path)) if path.suffix == ".json" else _yaml(text, str(path))
+    if not isinstance(loaded, dict):
+        kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
+        raise ConfigError(f"{path} holds {kind}, not a mapping: write `key: value` lines, or a JSON object")
+    accelerate = "distributed_type" in loaded or "compute_environment" in loaded or "deepspeed_config" in loaded
+    if not accelerate and path.suffix == ".json":
+        return Document(name=path.stem, deepspeed=loaded, duplicates=duplicates)
+    section = loaded.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if named is None:
+        return Document(name=path.stem, accelerate=loaded, duplicates=duplicates)
+    deepspeed, more, json_path, problem = _named_json(named)
+    return Document(
+        name=path.stem,
+        accelerate=loaded,
+        deepspeed=deepspeed,
+        duplicates=duplicates + more,
+        json_path=json_path,
+        json_problem=problem,
+    )
+
+
+def _named_json(named: object) -> tuple[Mapping | None, tuple[str, ...], str | None, str | None]:
+    """Read `deepspeed_config_file` as accelerate does: a path from here, else JSON as text, else base64 of JSON.
+
+    Source: accelerate/utils/deepspeed.py, HfDeepSpeedConfig.__init__ (1.10 to 1.15).
+    """
+    if not isinstance(named, str):
+        return None, (), None, f"it is a {type(named).__name__}, and accelerate reads text"
+    if "{" in named:
+        text, json_path = named, None
+    elif (path := Path(named).expanduser()).is_file():
+        text, json_path = path.read_text(encoding="utf-8"), named
+    else:
+        try:
+            text, json_path = base64.urlsafe_b64decode(named).decode("utf-8"), None
+        except (binascii.Error, ValueError):
+            return None, (), named, "no file of this name is here, and it is neither JSON nor base64"
+    try:
+        loaded, duplicates = _json(text, "deepspeed_config_file")
+    except ConfigError as error:
+        # A path may happen to be base64 too; nobody means that.
+        return None, (), None if "{" in named or json_path else named, str(error)
+    if not isinstance(loaded, dict):
+        return None, (), json_path, f"it holds a {type(loaded).__name__}, not a mapping"
+    return loaded, duplicates, json_path, None
+
+
+def _json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
+    duplicates: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> Mapping:
+        names = [key for key, _ in items]
+        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+        return dict(items)
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs), tuple(duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from None
+
+
+def _yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
+    try:
+        duplicates = tuple(_twice(yaml.compose(text, yaml.SafeLoader)))
+        return yaml.safe_load(text), duplicates
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _twice(node: yaml.Node | None) -> list[str]:
+    found: list[str] = []
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        found += sorted({str(name) for name in names if names.count(name) > 1})
+        for _, value in node.value:
+            found += _twice(value)
+    return found

@@ -1,0 +1,124 @@
+"""A launch file against the TrainingArguments it will meet.
+
+Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_finalize of transformers 5.23, which raise
+for each value that is neither "auto" nor equal.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import yaml
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.launch.lint.document import ConfigError, Document
+from trainer_plugins.launch.lint.schema import part
+
+# DeepSpeed's name, TrainingArguments' name, its default.
+_PAIRS: tuple[tuple[str, str, object], ...] = (
+    ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", 8),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps", 1),
+    ("gradient_clipping", "max_grad_norm", 1.0),
+    ("bf16.enabled", "bf16", False),
+    ("fp16.enabled", "fp16", False),
+    ("optimizer.params.lr", "learning_rate", 5e-5),
+    ("optimizer.params.eps", "adam_epsilon", 1e-8),
+    ("optimizer.params.weight_decay", "weight_decay", 0.0),
+    ("scheduler.params.warmup_max_lr", "learning_rate", 5e-5),
+)
+_ON_THE_CARD = ("bf16.enabled", "fp16.enabled")
+
+
+def training_arguments(words: Sequence[str]) -> dict[str, object]:
+    """Read TrainingArguments as a command line has them, or as `key=value`.
+
+    >>> training_arguments(["--bf16", "--max-grad-norm", "0.3", "learning_rate=2e-5"])
+    {'bf16': True, 'max_grad_norm': 0.3, 'learning_rate': 2e-05}
+
+    Raises:
+        ConfigError: a value stands without a name.
+    """
+    found: dict[str, object] = {}
+    waiting: str | None = None
+    for word in words:
+        if word.startswith("--") or (waiting is None and "=" in word):
+            name, equals, value = word.removeprefix("--").partition("=")
+            waiting = name.replace("-", "_")
+            found[waiting] = _value(value) if equals else True
+            waiting = None if equals else waiting
+        elif waiting is not None:
+            found[waiting] = _value(word)
+            waiting = None
+        else:
+            raise ConfigError(f"training arguments are --name value or name=value, got {word!r} without a name")
+    return found
+
+
+def _value(text: str) -> object:
+    try:
+        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return yaml.safe_load(text) if text.lower() in ("true", "false") else text
+
+
+def training_findings(document: Document, training: Mapping[str, object] | None) -> Iterator[Finding]:
+    """Judge a file against TrainingArguments; where none are given, only what clashes with nearly all of them."""
+    config = document.deepspeed
+    if config is None and document.accelerate is not None:
+        section = part(document.accelerate, "deepspeed_config")
+        names = ("gradient_accumulation_steps", "gradient_clipping")
+        config = {key: section[key] for key in names if key in section} if isinstance(section, dict) else {}
+    elif config is not None and "gradient_accumulation_steps" not in config:
+        config = {**config, "gradient_accumulation_steps": 1}
+    for key, name, default in _PAIRS:
+        value = part(config or {}, key)
+        if value is None or value == "auto" or isinstance(value, dict):
+            continue
+        written = part(document.deepspeed or config or {}, key) is not None
+        source = "written" if written else "put in by accelerate where it is missing"
+        if training is None:
+            if key.startswith("gradient_") or key in ("train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"):
+                if key in _ON_THE_CARD and value is False:
+                    continue
+                yield _fixed(key, value, name, source)
+            continue
+        asked = training.get(name, default)
+        if name in ("bf16", "fp16"):
+            asked = bool(asked) or bool(training.get(f"{name}_full_eval", False))
+        if value != asked:
+            yield Finding(
+                code="config-training-mismatch",
+                severity=Severity.ERROR,
+                summary=f"{key} is {value}, and {name} is {asked}",
+                evidence=f"{key} is {source}, {name} is {'given' if name in training else 'the default'}; "
+                "transformers stops the training: values that mismatch TrainingArguments",
+                remedy=f'Write "{key}": "auto", and say it once, in TrainingArguments',
+            )
+    if training is None and isinstance(part(config or {}, "train_batch_size"), int):
+        yield _fixed("train_batch_size", part(config or {}, "train_batch_size"), "the effective batch", "written")
+    yield from _saves(document, training or {})
+
+
+def _fixed(key: str, value: object, name: str, source: str) -> Finding:
+    return Finding(
+        code="config-not-auto",
+        severity=Severity.WARNING,
+        summary=f"{key} is fixed at {value}: training stops where {name} differs",
+        evidence=f"the value is {source}; transformers raises for each that mismatches TrainingArguments",
+        remedy=f'Write "{key}": "auto" (in a YAML without JSON: leave it out)',
+    )
+
+
+def _saves(document: Document, training: Mapping[str, object]) -> Iterator[Finding]:
+    fsdp = part(document.accelerate or {}, "fsdp_config")
+    if not isinstance(fsdp, dict) or not training.get("save_only_model"):
+        return
+    kind = fsdp.get("fsdp_state_dict_type", fsdp.get("state_dict_type"))
+    version = fsdp.get("fsdp_version", fsdp.get("version", 1))
+    if str(kind or ("SHARDED_STATE_DICT" if version == 2 else "")).upper() == "SHARDED_STATE_DICT":
+        yield Finding(
+            code="config-training-mismatch",
+            severity=Severity.ERROR,
+            summary="save_only_model does not go with SHARDED_STATE_DICT",
+            evidence="the Trainer raises at its start"
+            + ("" if kind else "; it is the default where fsdp_state_dict_type is missing under version 2"),
+            remedy="Write fsdp_state_dict_type: FULL_STATE_DICT",
+        )
