@@ -80,7 +80,7 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 def _others(facts: LaunchFacts) -> list[Export]:
     """What is not the allocator's. TORCH_NCCL_ASYNC_ERROR_HANDLING is missing since its default is what one wants."""
     threads = max(1, facts.num_cpus // max(1, facts.num_cards))
-    others = [
+    return [
         Export(
             "OMP_NUM_THREADS",
             str(threads),
@@ -97,10 +97,3 @@ def _others(facts: LaunchFacts) -> list[Export]:
             "no usage reports to the Hub from the nodes of a cluster. No GPU memory",
         ),
     ]
-    if facts.machine.torch < (2, 8):
-        # The default from 2.8 on, which warns where it is set (torchtitan#1088, vllm#25532).
-        purpose = (
-            "what a collective has used is free again when it is done, not when the allocator next looks. GPU memory"
-        )
-        others.insert(0, Export("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", purpose))
-    return others
