@@ -21,6 +21,7 @@ CAPACITY_BYTES = 256 * MIB
 
 def one_card(tmp_path) -> tuple[SimCard, ScriptedNvml]:
     """A card in a file, which torch trains on and NVML tells of."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CUDA build of torch would believe the scripted driver, and look for it
     card = SimCard.create(tmp_path / "card", CAPACITY_BYTES)
     driver = ScriptedNvml(tmp_path / "driver").card_from_file(tmp_path / "card", reserved_bytes=8 * MIB).write()
     driver.preload()
