@@ -48,8 +48,8 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
     """Wrap one's own preview code: the model generates as in inference, and what that left is dropped.
 
     The model generates in eval mode without gradient checkpointing and is left exactly as it was found, also when the
-    block raises; then what `generate` left behind is dropped, if anything. Cached memory
-    is not released: that is for all ranks to agree on, see `EvalGenerateCleanup`.
+    block raises; then what `generate` left behind is dropped, if anything. Cached memory is not released: that is for
+    all ranks to agree on, see `EvalGenerateCleanup`.
     """
     try:
         with inference_mode_of(model):

@@ -19,6 +19,17 @@ RECENT_STEPS = 50
 _NO, _YES, _HOLD = 0, 1, 2  # what a rank votes; the highest vote counts
 
 
+def checked_fraction(min_reclaimable_fraction: float) -> float:
+    """The share of the card that makes a release worth it, if it is one.
+
+    Raises:
+        ValueError: it is not between 0 and 1.
+    """
+    if not 0 <= min_reclaimable_fraction <= 1:
+        raise ValueError(f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}")
+    return min_reclaimable_fraction
+
+
 class AgreedRelease:
     """Releases the cache of one device when any rank has enough to gain, and no rank has a reason to hold.
 
@@ -32,7 +43,6 @@ class AgreedRelease:
         device: Device,
         timeline: Timeline,
         min_reclaimable_fraction: float = 0.10,
-        agreement: Agreement | None = None,
     ) -> None:
         """Set the conditions of a release.
 
@@ -40,17 +50,14 @@ class AgreedRelease:
             device: whose cache to release.
             timeline: where each release is recorded with its gain and its cost.
             min_reclaimable_fraction: share of the card that some rank must have cached; 0 releases whenever asked.
-            agreement: how the ranks vote.
 
         Raises:
             ValueError: the fraction is not between 0 and 1.
         """
-        if not 0 <= min_reclaimable_fraction <= 1:
-            raise ValueError(f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}")
         self.device = device
         self.timeline = timeline
-        self.min_reclaimable_fraction = min_reclaimable_fraction
-        self.agreement = agreement or Agreement()
+        self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
+        self.agreement = Agreement()
         self._noticed: deque[tuple[int, int]] = deque()  # steps and bytes outside torch, oldest first
 
     def consider(self, step: int, reason: str) -> Flush | None:

@@ -7,7 +7,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.devices import Device
-from trainer_plugins.release import AgreedRelease
+from trainer_plugins.release import AgreedRelease, checked_fraction
 from trainer_plugins.timeline import Timeline
 from trainer_plugins.units import size
 
@@ -37,11 +37,9 @@ class CudaCacheCallback(RunCallback):
     ) -> None:
         if interval < 1:
             raise ValueError(f"interval counts optimizer steps, 1 or more, got {interval}")
-        if not 0 <= min_reclaimable_fraction <= 1:
-            raise ValueError(f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}")
         super().__init__(device, timeline)
         self.interval = interval
-        self.min_reclaimable_fraction = min_reclaimable_fraction
+        self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
         self._release: AgreedRelease | None = None
 
     def on_train_begin(
