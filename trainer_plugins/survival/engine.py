@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.recovery import Recovery, find_layout
@@ -51,9 +51,10 @@ class Engine:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         # A copy for each attempt: trainers take labels out of theirs, and put flags in.
+        run.ranks.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
         if micro.whole.num_cells <= run.memo.limit:
-            loss = attempt(
+            loss = run.ranks.attempt(
                 partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch)
             )
             if not isinstance(loss, DidNotFit):
@@ -77,10 +78,11 @@ class Engine:
                 raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
         else:
             # The caller's frames hold the loss, and with it the graph.
-            failure = attempt(partial(self._attached.backward, loss, **options), release=partial(_cut_off, loss))
+            work = partial(self._attached.backward, loss, **options)
+            failure = self._run.ranks.attempt(work, release=partial(_cut_off, loss))
             if isinstance(failure, DidNotFit):
                 recovery = Recovery(self._run, micro, **options)
-                recovery.failed(micro.whole, micro.start, failure, "backward", _wrong_scale(micro, loss))
+                recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
 
     def _run_of(self, model: nn.Module, inputs: Inputs) -> Run:

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.ladder import climb
@@ -35,7 +36,16 @@ class Recovery:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(micro.whole.inputs) if self._layout else 1
 
-    def failed(self, piece: Piece, start: Start, failure: DidNotFit, phase: str, why_not: str = "") -> None:
+    def failed(
+        self,
+        piece: Piece,
+        start: Start,
+        failure: DidNotFit,
+        phase: str,
+        *,
+        is_last: bool = True,
+        why_not: str = "",
+    ) -> None:
         """Put back what a failed attempt has moved, note which gradients it finished, and see to it that less is tried.
 
         Args:
@@ -43,11 +53,13 @@ class Recovery:
             start: the moment before.
             failure: how it failed.
             phase: in its "forward" or its "backward".
+            is_last: whether no piece would have come after it.
             why_not: what speaks against going on, as seen from outside.
 
         Raises:
             torch.OutOfMemoryError: there is nothing smaller to try.
         """
+        self._run.ranks.failed(phase, is_last)
         self._story.failures.append(failure)
         self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         if not why_not and self._run.has_exchanged_parameters():
@@ -71,9 +83,9 @@ class Recovery:
                 queue.extendleft(reversed(parts))
                 continue
             start = self._run.start()
-            loss = attempt(partial(self._compute, piece))
+            loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
             if isinstance(loss, DidNotFit):
-                self.failed(piece, start, loss, self._phase)
+                self.failed(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
             total = loss if total is None else total + loss
@@ -93,11 +105,11 @@ class Recovery:
         self._run.say(self._story.refused(self._what(self._micro.whole), why))
         raise torch.OutOfMemoryError(f"{self._story.failures[0].words}\nsurvive_oom could not help: {why}")
 
-    def _compute(self, piece: Piece) -> torch.Tensor:
+    def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
         """Forward and backward of a piece, as the Trainer would do them."""
         self._phase = "forward"
-        with frozen(piece.final):
-            loss = self._loss(piece.inputs)
+        with self._run.ranks.piece(is_last) as model, frozen(piece.final):
+            loss = self._loss(piece.inputs, model)
             self._phase = "backward"
             if loss.requires_grad:  # not where every gradient is final
                 self._attached.backward(loss * (piece.factor * self._micro.scale), **self._options)
@@ -105,7 +117,7 @@ class Recovery:
 
     def _cut(self, piece: Piece) -> list[Piece]:
         try:
-            return self._divide(piece, self._run.memo.limit)
+            return self._divide(piece, self._run.ranks.agreed(self._run.memo.limit))
         except IndivisibleError:
             return [piece]  # the limit is that of another micro-batch: what cannot be divided is tried as it is
 
@@ -146,17 +158,17 @@ class Recovery:
                     self._attached.family,
                     layout,
                     self._micro.whole.inputs,
-                    self._loss,
+                    partial(self._loss, model=run.model),
                 )
             finally:
                 before.restore()
         return self._run.weights[layout.name]
 
-    def _loss(self, inputs: Inputs) -> torch.Tensor:
+    def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
         """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""
         with self._attached.trainer.compute_loss_context_manager():
             loss: torch.Tensor = self._attached.compute_loss(
-                self._run.model, dict(inputs), num_items_in_batch=self._micro.num_items
+                model, dict(inputs), num_items_in_batch=self._micro.num_items
             )
         return loss
 

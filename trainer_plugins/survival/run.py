@@ -13,6 +13,7 @@ from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
+from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import not_attached
@@ -35,7 +36,8 @@ class Run:
     """One training."""
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
-        self.attached, self.model = attached, model
+        self.attached, self.ranks = attached, kind_of(attached.trainer, model)
+        self.model = self.ranks.bare
         self.state = attached.trainer.state
         self.card = card_of(attached.trainer.args.device)
         self.weights: dict[str, Weight] = {}

@@ -1,0 +1,11 @@
+"""Which kind a run is."""
+
+from torch import nn
+from transformers import Trainer
+
+from trainer_plugins.survival.ranks.alone import Alone
+
+
+def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
+    """How the ranks of this run share a micro-batch. What is none of them was refused (`refusals.py`)."""
+    return Alone(trainer, model)
