@@ -28,7 +28,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError)
 
 
-def attempt(work: Callable[[], T], release: Callable[[], object] | None = None) -> T | DidNotFit:
+def attempt(
+    work: Callable[[], T], release: Callable[[], object] | None = None, device: torch.device | None = None
+) -> T | DidNotFit:
     """Run work. Where it does not fit, everything that its frames held is free when this returns.
 
     An exception keeps its traceback, that keeps the frames, and those keep the activations. So the words are kept, the
@@ -37,6 +39,7 @@ def attempt(work: Callable[[], T], release: Callable[[], object] | None = None) 
     Args:
         work: what is tried.
         release: called after a failure, to let go of what frames above this one hold.
+        device: where its backward pass runs, if it has one.
     """
     started = perf_counter()
     try:
@@ -52,4 +55,16 @@ def attempt(work: Callable[[], T], release: Callable[[], object] | None = None) 
     if release is not None:
         release()
     gc.collect()  # a graph that holds a cycle (checkpointing's does) is not freed by counting references
+    if device is not None and device.type != "cpu":  # whose backward passes run in the thread that calls
+        _wait_for_backward_thread(device)
     return DidNotFit(words, perf_counter() - started)
+
+
+def _wait_for_backward_thread(device: torch.device) -> None:
+    """See to it that autograd's thread of this device has dropped the graph of a pass that failed.
+
+    The error reaches us first, and in two of three failures the thread still held the last layer's activations. A
+    device has one such thread, which drops what it had before it takes the next: so give it one, over no numbers.
+    """
+    leaf = torch.empty(0, device=device, requires_grad=True)
+    torch.autograd.backward(leaf.neg(), leaf.detach(), inputs=leaf)

@@ -33,7 +33,7 @@ class Alone:
 
     def attempt(self, work: Callable[[], T], release: Callable[[], object] | None = None) -> T | DidNotFit:
         """Run what may not fit, here or on a rank that has to stop with this one."""
-        return attempt(work, release)
+        return attempt(work, release, self.trainer.args.device)
 
     def failed(self, phase: str, is_last: bool) -> None:
         """What was attempted did not fit.
