@@ -58,6 +58,8 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.num = self.num_failed = 0
         self.fail_at: list[int] = []
+        self.error: Exception | None = None
+        """Which error; torch's own where it is None."""
 
     def begin(self, fail_at: list[int]) -> None:
         self.num, self.fail_at = 0, list(fail_at)
@@ -69,7 +71,9 @@ class Allocations(TorchDispatchMode):
             if self.num in self.fail_at:
                 self.fail_at.remove(self.num)
                 self.num_failed += 1
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 MiB for number {self.num}.")
+                raise self.error or torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate 2.00 MiB for number {self.num}."
+                )
         return result
 
 
@@ -91,9 +95,10 @@ class Gradients(TrainerCallback):
 class Run:
     """One training, and what it was made of. `fail_at`: for the n-th micro-batch, the allocations that fail in it."""
 
-    def __init__(self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None, **train) -> None:
+    def __init__(self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None, error=None, **train) -> None:
         self.trainer, self.fail_at = trainer, fail_at or {}
         self.allocations = Allocations()
+        self.allocations.error = error
         self.num_allocations: list[int] = []
         self.gradients: list[list[torch.Tensor | None]] = []
         self._training_step = trainer.training_step

@@ -163,6 +163,54 @@ def test_when_nothing_helps_the_error_keeps_its_words(tmp_path, options, num_row
     assert [why in entry.finding.summary for entry in remarks(tmp_path, "out-of-memory-refused")] == [True]
 
 
+NOT_INITIALIZED = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NOT_INITIALIZED,
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838'),
+        MemoryError(),
+    ],
+    ids=["cuBLAS", "driver", "NVML", "host"],
+)
+def test_a_full_card_has_other_words_too(tmp_path, error: Exception) -> None:
+    whole = Run(small_trainer(tmp_path))
+    trainer = small_trainer(tmp_path)
+    survive_oom(trainer)
+    survived = Run(trainer, {1: [whole.num_allocations[1] // 2]}, error)
+
+    assert survived.allocations.num_failed == 1
+    assert gradients_off_by(survived, whole) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA driver error: out of memory"),  # expandable segments, half mapped
+    ],
+)
+def test_what_the_process_does_not_survive_goes_through(tmp_path, error: Exception) -> None:
+    trainer = small_trainer(tmp_path)
+    survive_oom(trainer)
+
+    with pytest.raises(RuntimeError) as raised:
+        Run(trainer, {0: [100]}, error)
+    assert raised.value is error
+
+
+def test_what_may_be_something_else_stays_what_it_was_when_nothing_helps(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, per_device_train_batch_size=1)
+    survive_oom(trainer, ladder=())
+
+    with pytest.raises(RuntimeError, match=r"^CUDA error: CUBLAS_STATUS_NOT_INITIALIZED") as raised:
+        Run(trainer, {0: [100]}, NOT_INITIALIZED)
+    assert type(raised.value) is RuntimeError
+
+
 def test_other_errors_go_through_as_they_are(tmp_path) -> None:
     def wrong(module, inputs):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x32 and 64x32)")

@@ -8,24 +8,23 @@ from typing import TypeVar
 
 import torch
 
+from trainer_plugins.oom import OutOfMemory, classify
+
 T = TypeVar("T")
 
 
 class DidNotFit:
     """An attempt that ran out of memory: what the error said, and how long the attempt took. Holds no tensor."""
 
-    def __init__(self, words: str, seconds: float) -> None:
-        self.words = words
+    def __init__(self, error: BaseException, found: OutOfMemory, seconds: float) -> None:
+        self.words = str(error)
+        self.is_certain = found.is_certain
+        """Whether it says that it is an out-of-memory error: a full card has cuBLAS, for one, say something else."""
         self.seconds = seconds
 
     @property
     def first_line(self) -> str:
         return self.words.strip().partition("\n")[0][:300]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an out-of-memory error after which this process can go on: torch's own allocator's."""
-    return isinstance(error, torch.OutOfMemoryError)
 
 
 def attempt(
@@ -44,10 +43,11 @@ def attempt(
     started = perf_counter()
     try:
         return work()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:
+        found = classify(error)
+        if found is None or not found.is_survivable:
             raise
-        words = str(error)
+        failure = DidNotFit(error, found, perf_counter() - started)
         link: BaseException | None = error
         while link is not None:
             traceback.clear_frames(link.__traceback__)
@@ -57,7 +57,7 @@ def attempt(
     gc.collect()  # a graph that holds a cycle (checkpointing's does) is not freed by counting references
     if device is not None and device.type != "cpu":  # whose backward passes run in the thread that calls
         _wait_for_backward_thread(device)
-    return DidNotFit(words, perf_counter() - started)
+    return failure
 
 
 def _wait_for_backward_thread(device: torch.device) -> None:

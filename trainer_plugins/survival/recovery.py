@@ -103,7 +103,9 @@ class Recovery:
     def _give_up(self, why: str) -> NoReturn:
         """Say why, and let the error of the first attempt go on."""
         self._run.say(self._story.refused(self._what(self._micro.whole), why))
-        raise torch.OutOfMemoryError(f"{self._story.failures[0].words}\nsurvive_oom could not help: {why}")
+        first = self._story.failures[0]
+        kind = torch.OutOfMemoryError if first.is_certain else RuntimeError
+        raise kind(f"{first.words}\nsurvive_oom could not help: {why}")
 
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
         """Forward and backward of a piece, as the Trainer would do them."""
