@@ -27,10 +27,11 @@ class Survival:
         if engine is not None:
             self._replace(trainer, "compute_loss", engine.compute_loss)
             self._replace(trainer.accelerator, "backward", engine.backward)
+            self._replace(trainer, "prediction_step", engine.evaluation.prediction_step)
             trainer.add_callback(SurvivalMemo())
 
     def detach(self) -> None:
-        """Put back both methods, the callback, and what was switched on, as they were. Again it does nothing."""
+        """Put back the methods, the callback, and what was switched on, as they were. Again it does nothing."""
         if self._engine is None:
             return
         self._engine.is_attached = False
@@ -95,7 +96,7 @@ def survive_oom(
     if not isinstance(family, Family):
         reasons.append(family)
     if isinstance(family, Family) and not reasons:
-        originals = (trainer.compute_loss, trainer.accelerator.backward)
+        originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
         attached = Attached(trainer, family, min_micro_batch, tuple(ladder), on_refusal == "error", *originals)
         return Survival(trainer, Engine(attached))
     if on_refusal == "error":

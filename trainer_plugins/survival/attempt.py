@@ -26,6 +26,11 @@ class DidNotFit:
     def first_line(self) -> str:
         return self.words.strip().partition("\n")[0][:300]
 
+    def as_error(self, why_not: str) -> Exception:
+        """The error once more, with what stood in the way of surviving it."""
+        kind = torch.OutOfMemoryError if self.is_certain else RuntimeError
+        return kind(f"{self.words}\nsurvive_oom could not help: {why_not}")
+
 
 def attempt(
     work: Callable[[], T], release: Callable[[], object] | None = None, device: torch.device | None = None

@@ -34,12 +34,10 @@ def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, 
     Raises:
         IndivisibleError: no weight of this family fits, or there was no room to measure.
     """
-    num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 0)
-    probe = layout.probe(inputs, num)
-    parts = [layout.take(probe, 0, 1), layout.take(probe, 1, num)]
+    probe = _Probe(layout, inputs)
     parameters = _probed(model)
     with _without_dropout(model), frozen(set(model.parameters()) - set(parameters)), _uses(model) as uses:
-        measured = attempt(lambda: [_gradient(loss, some, parameters) for some in (probe, *parts)])
+        measured = attempt(lambda: [_gradient(loss, some, parameters) for some in probe])
     if isinstance(measured, DidNotFit):
         raise IndivisibleError(f"there was no room to measure whether its loss can be divided ({measured.first_line})")
     if shared := _shared_under_reentrant_checkpointing(model, uses):
@@ -47,16 +45,51 @@ def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, 
             f"`{shared}` is used more than once under reentrant checkpointing, which finishes its gradient in parts: "
             'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
         )
-    whole, *gradients = measured
-    errors = {
-        weight: relative_error(whole, gradients, _factors(weight, probe, parts, num)) for weight in family.weights
-    }
-    tolerance = _tolerance(trainer, parameters)
-    for weight, error in errors.items():
-        if error <= tolerance:
-            return weight
-    tried = ", ".join(f"{weight.name}: {error:.1e}" for weight, error in errors.items())
-    raise IndivisibleError(f"its gradient is not the sum of its parts' (off by, if it is {tried})")
+    return probe.weight(family, measured, _tolerance(trainer, parameters))
+
+
+def certify_values(trainer: Trainer, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
+    """The same where no gradient is computed: the weight by which the losses add up. Three small forward passes.
+
+    Raises:
+        IndivisibleError: no weight of this family fits, or there was no room to measure.
+    """
+    probe = _Probe(layout, inputs)
+    measured = attempt(lambda: [loss(some).detach().cpu().double().reshape(1) for some in probe])
+    if isinstance(measured, DidNotFit):
+        raise IndivisibleError(f"there was no room to measure whether its loss can be divided ({measured.first_line})")
+    return probe.weight(family, measured, _tolerance(trainer, list(trainer.model.parameters())), "loss")
+
+
+class _Probe:
+    """A few short examples, then the first of them, then the others. Iterating gives the inputs of the three."""
+
+    def __init__(self, layout: Layout, inputs: Inputs) -> None:
+        self._num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 0)
+        whole = layout.probe(inputs, self._num)
+        self._inputs = (whole, layout.take(whole, 0, 1), layout.take(whole, 1, self._num))
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return iter(self._inputs)
+
+    def weight(self, family: Family, measured: list[torch.Tensor], tolerance: float, what: str = "gradient") -> Weight:
+        """The weight by which what was measured of the parts adds up to that of the whole.
+
+        Raises:
+            IndivisibleError: no weight of this family does.
+        """
+        whole, *parts = measured
+        errors = {weight: relative_error(whole, parts, self._factors(weight)) for weight in family.weights}
+        for weight, error in errors.items():
+            if error <= tolerance:
+                return weight
+        tried = ", ".join(f"{weight.name}: {error:.1e}" for weight, error in errors.items())
+        raise IndivisibleError(f"its {what} is not the sum of its parts' (off by, if it is {tried})")
+
+    def _factors(self, weight: Weight) -> list[float]:
+        whole, first, others = self._inputs
+        total = weight.of(whole, self._num)
+        return [weight.share(weight.of(first, 1), total), weight.share(weight.of(others, self._num - 1), total)]
 
 
 def _gradient(loss: Loss, inputs: Inputs, parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -66,11 +99,6 @@ def _gradient(loss: Loss, inputs: Inputs, parameters: list[nn.Parameter]) -> tor
         torch.zeros(p.numel()) if g is None else g.flatten().cpu() for p, g in zip(parameters, gradients, strict=True)
     ]
     return torch.cat([gradient.double() for gradient in flat])
-
-
-def _factors(weight: Weight, probe: Inputs, parts: list[dict[str, object]], num: int) -> list[float]:
-    whole = weight.of(probe, num)
-    return [weight.share(weight.of(part, size), whole) for part, size in zip(parts, (1, num - 1), strict=True)]
 
 
 def _probed(model: nn.Module) -> list[nn.Parameter]:

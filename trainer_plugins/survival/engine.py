@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt import DidNotFit
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs
+from trainer_plugins.survival.evaluation import Evaluation
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
-from trainer_plugins.survival.recovery import Recovery, find_layout
+from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.run import Attached, Run
 
@@ -35,6 +36,7 @@ class Engine:
         self._attached = attached
         self._run: Run | None = None
         self._current: MicroBatch | None = None
+        self.evaluation = Evaluation(attached)
 
     def compute_loss(
         self,
@@ -44,6 +46,8 @@ class Engine:
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
+        if self.is_attached and not model.training and not torch.is_grad_enabled():
+            return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         run = self._run_of(model, inputs) if is_training and self.is_attached else None
         if run is None or run.is_refused:
@@ -93,7 +97,7 @@ class Engine:
                 self._run.is_refused = True
                 self._run.refuse(reasons)
             try:
-                find_layout(self._run, inputs)
+                find_layout(self._attached.family.layouts, inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
         return self._run

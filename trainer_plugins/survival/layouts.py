@@ -1,6 +1,6 @@
 """Layouts: how the examples lie in a micro-batch, and how to take some of them out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,9 @@ class Layout(Protocol):
     def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
         """Those from `start` to before `stop`."""
 
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """What a model gave for all parts, in order, as it would have given it for the whole."""
+
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         """The first few, short, the first one shortest: a mean over tokens then differs from one over rows."""
 
@@ -60,6 +63,9 @@ class Rows:
     def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
         num_rows = _num_rows(inputs)
         return {name: self._cut(value, num_rows, start, stop) for name, value in inputs.items()}
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts)
 
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         few = self.take(inputs, 0, num)
@@ -95,6 +101,10 @@ class Pairs(Rows):
     name, unit = "pairs", "pairs"
     per_example = 2
 
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[which] for which in (0, 1) for half in halves])
+
     def _lengths(self, num_rows: int) -> tuple[int, ...]:
         return (num_rows, num_rows // 2)
 
@@ -128,6 +138,9 @@ class Packed:
 
     def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
         return self._of_spans(inputs, self._spans(inputs)[start:stop])
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts, dim=1)
 
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         spans = [(begin, min(end, begin + PROBE_TOKENS)) for begin, end in self._spans(inputs)[:num]]
@@ -163,6 +176,18 @@ class Packed:
             else:
                 taken[name] = value[:, columns.to(value.device)] if _dims(value) >= 2 else value
         return taken
+
+
+def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
+    """How the examples lie.
+
+    Raises:
+        IndivisibleError: in none of these ways.
+    """
+    for layout in layouts:
+        if layout.count(inputs) > 0:
+            return layout
+    raise IndivisibleError("it holds no tensor with examples in it")
 
 
 def _dims(value: Any) -> int:

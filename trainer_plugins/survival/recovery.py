@@ -12,7 +12,7 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -31,7 +31,7 @@ class Recovery:
         self._layout: Layout | None = None
         self._why_whole = ""
         try:
-            self._layout = find_layout(run, micro.whole.inputs)
+            self._layout = find_layout(run.attached.family.layouts, micro.whole.inputs)
         except IndivisibleError as error:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(micro.whole.inputs) if self._layout else 1
@@ -103,9 +103,7 @@ class Recovery:
     def _give_up(self, why: str) -> NoReturn:
         """Say why, and let the error of the first attempt go on."""
         self._run.say(self._story.refused(self._what(self._micro.whole), why))
-        first = self._story.failures[0]
-        kind = torch.OutOfMemoryError if first.is_certain else RuntimeError
-        raise kind(f"{first.words}\nsurvive_oom could not help: {why}")
+        raise self._story.failures[0].as_error(why)
 
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
         """Forward and backward of a piece, as the Trainer would do them."""
@@ -197,15 +195,3 @@ class Recovery:
             return "open again"
         num_fit = max(1, int(limit / (whole.num_cells / whole.num) + 1e-6))
         return f"{self._count(num_fit)} of this length at once"
-
-
-def find_layout(run: Run, inputs: Inputs) -> Layout:
-    """How the examples lie.
-
-    Raises:
-        IndivisibleError: they lie in none of the ways that the Trainer's loss is known for.
-    """
-    for layout in run.attached.family.layouts:
-        if layout.count(inputs) > 0:
-            return layout
-    raise IndivisibleError("it holds no tensor with examples in it")

@@ -21,7 +21,7 @@ from trainer_plugins.survival.words import not_attached
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A Trainer, what was found out about it, what the user wants, and the two methods as they were."""
+    """A Trainer, what was found out about it, what the user wants, and the methods as they were."""
 
     trainer: Trainer
     family: Family
@@ -30,6 +30,12 @@ class Attached:
     strict: bool
     compute_loss: Callable[..., Any]
     backward: Callable[..., Any]
+    prediction_step: Callable[..., Any]
+
+
+def memo_of(trainer: Trainer) -> SurvivalMemo:
+    """The memo of a Trainer."""
+    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, SurvivalMemo))
 
 
 class Run:
@@ -58,8 +64,7 @@ class Run:
     @property
     def memo(self) -> SurvivalMemo:
         """The run's own, which transformers may have exchanged at resume."""
-        callbacks = self.attached.trainer.callback_handler.callbacks
-        return next(callback for callback in callbacks if isinstance(callback, SurvivalMemo))
+        return memo_of(self.attached.trainer)
 
     def refuse(self, reasons: list[str]) -> None:
         """Say what speaks against this run, before anything of it is computed.
