@@ -12,7 +12,7 @@ from trainer_plugins.survival.losses import Family, family_of
 from trainer_plugins.survival.marks import holds_here
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.run import Attached
+from trainer_plugins.survival.run import Attached, memo_of
 from trainer_plugins.survival.words import not_attached
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Survival:
             self._replace(trainer, "compute_loss", engine.compute_loss)
             self._replace(trainer.accelerator, "backward", engine.backward)
             self._replace(trainer, "prediction_step", engine.evaluation.prediction_step)
-            trainer.add_callback(SurvivalMemo())
+            memo_of(trainer)
 
     def detach(self) -> None:
         """Put back the methods, the callback, and what was switched on, as they were. Again it does nothing."""
@@ -84,12 +84,10 @@ def survive_oom(
     """
     if min_micro_batch < 1:
         raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
-    if unknown := [rung for rung in ladder if rung not in RUNGS]:
-        raise ValueError(f"ladder holds names of {RUNGS}, got {unknown[0]!r}")
+    if isinstance(ladder, str) or any(rung not in RUNGS for rung in ladder):
+        raise ValueError(f"ladder is a tuple of names out of {RUNGS}, got {ladder!r}")
     if on_refusal not in ("error", "warn"):
         raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")
-    if "compute_loss" in vars(trainer):
-        raise ValueError("trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you")
     reasons, family = refusals(trainer), family_of(trainer)
     if not holds_here():
         reasons.append("this version of torch does not finish gradients one by one, tried just now: please report it")

@@ -12,6 +12,8 @@ from trainer_plugins.oom import OutOfMemory, classify
 
 T = TypeVar("T")
 
+_NUM_FRAMES = 8
+
 
 class DidNotFit:
     """An attempt that ran out of memory: what the error said, and how long the attempt took. Holds no tensor."""
@@ -20,6 +22,8 @@ class DidNotFit:
         self.words = str(error)
         self.is_certain = found.is_certain
         """Whether it says that it is an out-of-memory error: a full card has cuBLAS, for one, say something else."""
+        self.where = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
+        """The last frames, in words."""
         self.seconds = seconds
 
     @property
@@ -29,7 +33,7 @@ class DidNotFit:
     def as_error(self, why_not: str) -> Exception:
         """The error once more, with what stood in the way of surviving it."""
         kind = torch.OutOfMemoryError if self.is_certain else RuntimeError
-        return kind(f"{self.words}\nsurvive_oom could not help: {why_not}")
+        return kind(f"{self.words}\nsurvive_oom could not help: {why_not}\nIt failed first in:\n{self.where}")
 
 
 def attempt(

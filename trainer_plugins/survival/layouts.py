@@ -56,6 +56,8 @@ class Rows:
         num_rows = _num_rows(inputs)
         for name, value in inputs.items():
             length = _length(value)
+            if name == "position_ids" and _dims(value) > 2:
+                raise IndivisibleError("`position_ids` has one plane a kind of position, so it is not cut by rows")
             if length is not None and length not in self._lengths(num_rows):
                 raise IndivisibleError(f"`{name}` has {length} rows where the others have {num_rows}")
         return num_rows // self.per_example
@@ -69,6 +71,9 @@ class Rows:
 
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         few = self.take(inputs, 0, num)
+        labels: Any = few.get("labels")
+        if num > 2 and _dims(labels) == 1 and not labels.is_floating_point():  # classes: one of them does not count
+            few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)}
         if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
             return few  # a mask of four dimensions, features of three: what belongs to which column is not known

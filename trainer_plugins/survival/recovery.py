@@ -2,6 +2,8 @@
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,6 +13,7 @@ from torch import nn
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
+from trainer_plugins.survival.finality import what_is_never_final
 from trainer_plugins.survival.ladder import climb
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.limit import lower, sizes
@@ -66,10 +69,12 @@ class Recovery:
             why_not = "the model has other parameters than when training began, and their gradients were not watched"
         if why_not:
             self._give_up(why_not)
-        piece.final |= start.mark.changed()
         start.snapshot.restore()
         self._look_for_leftover(start)
         self._make_room(piece)
+        if changed := start.mark.changed():
+            self._check_finality()
+            piece.final |= changed
 
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
@@ -147,22 +152,37 @@ class Recovery:
                 return
         self._give_up(why or f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on")
 
+    def _check_finality(self) -> None:
+        """Measured once a run: whether the gradients that have changed are those of the whole pass."""
+        run, inputs = self._run, self._micro.whole.inputs
+        if run.is_final:
+            return
+        probe = self._layout.probe(inputs, 1) if self._layout else inputs
+        with self._measuring():
+            why = what_is_never_final(run.model, partial(self._loss, probe, run.model))
+        if why:
+            self._give_up(why)
+        run.is_final = True
+
     def _weight(self, layout: Layout) -> Weight:
         """By which pieces add up; measured once a run."""
-        if layout.name not in self._run.weights:
-            run, before = self._run, self._run.start().snapshot
-            try:
-                self._run.weights[layout.name] = certify(
-                    self._attached.trainer,
-                    run.model,
-                    self._attached.family,
-                    layout,
-                    self._micro.whole.inputs,
-                    partial(self._loss, model=run.model),
+        run, attached = self._run, self._attached
+        if layout.name not in run.weights:
+            loss = partial(self._loss, model=run.model)
+            with self._measuring():
+                run.weights[layout.name] = certify(
+                    attached.trainer, run.model, attached.family, layout, self._micro.whole.inputs, loss
                 )
-            finally:
-                before.restore()
-        return self._run.weights[layout.name]
+        return run.weights[layout.name]
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """What a measurement draws and counts is put back."""
+        before = self._run.start().snapshot
+        try:
+            yield
+        finally:
+            before.restore()
 
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
         """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""
@@ -175,11 +195,12 @@ class Recovery:
     def _look_for_leftover(self, start: Start) -> None:
         if self._run.card is None or self._run.leftover_is_said:
             return
-        expected_bytes = start.allocated_bytes + start.mark.new_bytes()
-        finding = leftover(self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer)
-        if finding is not None:
-            self._run.leftover_is_said = True
-            self._run.say(finding)
+        with self._run.memo.harmless():
+            expected_bytes = start.allocated_bytes + start.mark.new_bytes()
+            finding = leftover(self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer)
+            if finding is not None:
+                self._run.leftover_is_said = True
+                self._run.say(finding)
 
     def _count(self, num: int) -> str:
         unit = self._layout.unit if self._layout else "examples"

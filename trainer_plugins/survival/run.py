@@ -34,8 +34,14 @@ class Attached:
 
 
 def memo_of(trainer: Trainer) -> SurvivalMemo:
-    """The memo of a Trainer."""
-    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, SurvivalMemo))
+    """The memo of a Trainer, which gets one where it has none, or none any more."""
+    callbacks = trainer.callback_handler.callbacks
+    if (memo := next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)) is None:
+        memo = SurvivalMemo()
+        trainer.add_callback(memo)
+        # The Trainer fills this in when it begins, and does not save a callback's state without it.
+        trainer.state.stateful_callbacks.setdefault(SurvivalMemo.__name__, memo.state())
+    return memo
 
 
 class Run:
@@ -49,6 +55,8 @@ class Run:
         self.weights: dict[str, Weight] = {}
         """Those that have their certificate, by the name of the layout."""
         self.is_refused = self.leftover_is_said = False
+        self.is_final = False
+        """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
         self._parameters = tuple(model.parameters())
 
