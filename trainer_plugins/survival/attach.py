@@ -82,12 +82,7 @@ def survive_oom(
     Raises:
         ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing is changed then.
     """
-    if min_micro_batch < 1:
-        raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
-    if isinstance(ladder, str) or any(rung not in RUNGS for rung in ladder):
-        raise ValueError(f"ladder is a tuple of names out of {RUNGS}, got {ladder!r}")
-    if on_refusal not in ("error", "warn"):
-        raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")
+    check_options(min_micro_batch, ladder, on_refusal)
     reasons, family = refusals(trainer), family_of(trainer)
     if not holds_here():
         reasons.append("this version of torch does not finish gradients one by one, tried just now: please report it")
@@ -101,3 +96,17 @@ def survive_oom(
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
     SurvivalMemo().remark(trainer.args, 0, not_attached(reasons))
     return Survival(trainer, None)
+
+
+def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) -> None:
+    """Look at what the user chose.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+    if min_micro_batch < 1:
+        raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
+    if isinstance(ladder, str) or any(rung not in RUNGS for rung in ladder):
+        raise ValueError(f"ladder is a tuple of names out of {RUNGS}, got {ladder!r}")
+    if on_refusal not in ("error", "warn"):
+        raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")

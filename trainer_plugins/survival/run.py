@@ -38,7 +38,7 @@ def memo_of(trainer: Trainer) -> SurvivalMemo:
     callbacks = trainer.callback_handler.callbacks
     if (memo := next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)) is None:
         memo = SurvivalMemo()
-        trainer.add_callback(memo)
+        trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
         # The Trainer fills this in when it begins, and does not save a callback's state without it.
         trainer.state.stateful_callbacks.setdefault(SurvivalMemo.__name__, memo.state())
     return memo
