@@ -24,6 +24,7 @@ from trainer_plugins.survival.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.recovery import Recovery, find_layout
 from trainer_plugins.survival.refusals import refusals
+from trainer_plugins.survival.rehearsal import rehearse
 from trainer_plugins.survival.run import Attached, Run
 
 
@@ -45,7 +46,7 @@ class Engine:
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
-        run = self._run_of(model, inputs) if is_training and self.is_attached else None
+        run = self._run_of(model, inputs, num_items_in_batch) if is_training and self.is_attached else None
         if run is None or run.is_refused:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -85,7 +86,7 @@ class Engine:
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
 
-    def _run_of(self, model: nn.Module, inputs: Inputs) -> Run:
+    def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         if self._run is None or self._run.state is not self._attached.trainer.state:
             self._run = Run(self._attached, model)
@@ -96,6 +97,8 @@ class Engine:
                 find_layout(self._run, inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
+            if self._attached.plan_first and not self._run.is_refused:
+                rehearse(self._run, num_items, self._scale(num_items))
         return self._run
 
     def _scale(self, num_items: torch.Tensor | int | None) -> float:

@@ -59,7 +59,7 @@ class Recovery:
         Raises:
             torch.OutOfMemoryError: there is nothing smaller to try.
         """
-        self._run.ranks.failed(phase, is_last)
+        why_not = self._run.ranks.failed(phase, is_last) or why_not
         self._story.failures.append(failure)
         self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         if not why_not and self._run.has_exchanged_parameters():
