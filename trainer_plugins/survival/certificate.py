@@ -62,9 +62,8 @@ def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, 
 def _gradient(loss: Loss, inputs: Inputs, parameters: list[nn.Parameter]) -> torch.Tensor:
     with torch.enable_grad():
         gradients = torch.autograd.grad(loss(inputs), parameters, allow_unused=True)
-    flat = [
-        torch.zeros(p.numel()) if g is None else g.flatten().cpu() for p, g in zip(parameters, gradients, strict=True)
-    ]
+    pairs = zip(parameters, gradients, strict=True)
+    flat = [torch.zeros(_num_numbers(p)) if g is None else g.flatten().cpu() for p, g in pairs]
     return torch.cat([gradient.double() for gradient in flat])
 
 
@@ -77,12 +76,17 @@ def _probed(model: nn.Module) -> list[nn.Parameter]:
     """Small parameters of every depth (norms, biases, adapters): they see every coupling, and cost little."""
     chosen: list[nn.Parameter] = []
     room = _PROBED_NUMBERS
-    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=nn.Parameter.numel):
-        room -= parameter.numel()
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=_num_numbers):
+        room -= _num_numbers(parameter)
         if room < 0 and chosen:
             break
         chosen.append(parameter)
     return chosen
+
+
+def _num_numbers(parameter: nn.Parameter) -> int:
+    """Of the whole, where ZeRO-3 keeps a part of it here."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _tolerance(trainer: Trainer, parameters: list[nn.Parameter]) -> float:

@@ -13,6 +13,7 @@ not a callback: none is called inside a micro-batch.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainer_plugins.survival.recovery import Recovery, find_layout
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.rehearsal import rehearse
 from trainer_plugins.survival.run import Attached, Run
+from trainer_plugins.survival.words import not_attached
 
 
 class Engine:
@@ -54,7 +56,8 @@ class Engine:
         # A copy for each attempt: trainers take labels out of theirs, and put flags in.
         run.ranks.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
-        if micro.whole.num_cells <= run.memo.limit:
+        recovery = self._planned(run, micro)
+        if recovery is None:
             loss = run.ranks.attempt(
                 partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch)
             )
@@ -63,8 +66,6 @@ class Engine:
                 return loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
             recovery = Recovery(run, micro)
             recovery.failed(micro.whole, micro.start, loss, "forward")
-        else:
-            recovery = Recovery(run, micro)
         micro.value = recovery.finish()
         micro.is_finished, self._current = True, micro
         return micro.value.clone().requires_grad_().clone()
@@ -75,7 +76,7 @@ class Engine:
         if micro is None or self._run is None:
             self._attached.backward(loss, **options)
         elif micro.is_finished:
-            if wrong := _wrong_scale(micro, loss):
+            if wrong := _wrong_scale(micro, loss) or _wrong_options(options, self._run.ranks.options):
                 raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
         else:
             # The caller's frames hold the loss, and with it the graph.
@@ -85,6 +86,13 @@ class Engine:
                 recovery = Recovery(self._run, micro, **options)
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
+
+    def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
+        """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this one."""
+        if math.isinf(run.memo.limit) or not (run.ranks.in_step or micro.whole.num_cells > run.memo.limit):
+            return None
+        recovery = Recovery(run, micro)
+        return recovery if recovery.plan() > 1 else None
 
     def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
@@ -99,7 +107,23 @@ class Engine:
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
             if self._attached.plan_first and not self._run.is_refused:
                 rehearse(self._run, num_items, self._scale(num_items))
+            if self._run.ranks.in_step and not self._run.is_refused:
+                self._agree(self._run, inputs, num_items)
         return self._run
+
+    def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+        """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""
+        run.memo.limit = run.ranks.agreed(run.memo.limit)
+        if math.isinf(run.memo.limit):
+            return
+        recovery, why = Recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())), ""
+        try:
+            recovery.measure()
+        except IndivisibleError as error:
+            why = str(error)
+        if run.ranks.highest(int(bool(why))):
+            run.memo.limit = math.inf
+            run.say(not_attached([f"micro-batches cannot be divided: {why or 'those of another rank cannot'}"]))
 
     def _scale(self, num_items: torch.Tensor | int | None) -> float:
         """What `Trainer.training_step` multiplies the loss by: 1 where the loss is over the whole window already."""
@@ -114,6 +138,11 @@ def _cut_off(loss: torch.Tensor) -> None:
     """Free the graph behind a loss that somebody else holds."""
     if not loss._is_view():  # torch refuses it; what stays is found by `baseline.py`
         loss.detach_()
+
+
+def _wrong_options(options: dict[str, Any], expected: Mapping[str, Any]) -> str:
+    """Whether `backward` got other options than the pieces had."""
+    return "" if options == expected else f"backward got the options {options}, and the pieces had {dict(expected)}"
 
 
 def _wrong_scale(micro: MicroBatch, loss: torch.Tensor) -> str:

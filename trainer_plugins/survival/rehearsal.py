@@ -46,7 +46,7 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         if run.card is not None and not run.memo.is_rehearsed:
             with run.memo.harmless():  # it asks the user's data set and collator
                 rehearsal = _Rehearsal(run, num_items, scale)
-        if not run.ranks.every(rehearsal is not None and rehearsal.num > 0) or rehearsal is None:
+        if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
         num_fit, climbed = rehearsal.most(), []
         for rung in run.attached.ladder:

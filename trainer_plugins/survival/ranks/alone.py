@@ -23,6 +23,9 @@ class Alone:
         model: as the Trainer calls it, in its wrapper.
     """
 
+    in_step = False
+    """Whether every rank has to compute as many pieces of a micro-batch as the others."""
+
     options: Mapping[str, Any] = {}
     """What the Trainer passes to `accelerator.backward` besides the loss."""
 
@@ -59,9 +62,12 @@ class Alone:
         """The limit that holds for this rank, where it is this."""
         return limit
 
-    def every(self, is_so: bool) -> bool:
-        """Whether this is so on every rank that has to compute in step with this one. All of them ask."""
-        return is_so
+    def highest(self, value: int) -> int:
+        """The highest value of all ranks that have to compute in step with this one. All of them ask."""
+        return value
+
+    def forget(self) -> None:
+        """A measurement has computed gradients that nobody wants."""
 
     @contextmanager
     def apart(self) -> Iterator[nn.Module]:
