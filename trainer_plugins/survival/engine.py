@@ -88,7 +88,7 @@ class Engine:
                 recovery.finish()
 
     def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
-        """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this one."""
+        """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this."""
         if math.isinf(run.memo.limit) or not (run.ranks.in_step or micro.whole.num_cells > run.memo.limit):
             return None
         recovery = Recovery(run, micro)

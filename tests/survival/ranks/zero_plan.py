@@ -1,9 +1,10 @@
-"""ZeRO on two ranks, with micro-batches whole and divided by the plan. Launched by test_zero.py."""
+"""ZeRO on two ranks: micro-batches whole and divided by the plan, and at the end one that fails. For test_zero.py."""
 
 import gc
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -14,117 +15,153 @@ from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.models import tiny_llama
-from tests.survival.failing import off_by, off_by_steps, padded, ragged_rows, small_trainer
+from tests.survival.failing import Run, off_by, off_by_steps, padded, ragged_rows, small_trainer
 from trainer_plugins import survive_oom
 
 FOLDER = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
-STORIES = {
+WHOLE = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+STORIES: dict[str, dict] = {
     "zero1": {"stage": 1},
-    "zero1 overlapped": {"stage": 1, "overlap_comm": True},
-    "zero2": {"stage": 2},
-    "zero2 offloaded": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "zero3 offloaded": {
-        "stage": 3, "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
-    },
-}  # fmt: skip
+    "zero2": {"stage": 2, "overlap_comm": True},
+    "zero3": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+NVME = {"device": "nvme", "nvme_path": str(FOLDER)}
+REFUSED: dict[str, dict] = {
+    "no ZeRO": {"stage": 0},
+    "NVMe": {"stage": 3, "offload_param": NVME},
+    "ZeRO++": {"stage": 3, "zero_hpz_partition_size": 2},
+}
+
+
+def uneven(rows):
+    """Now and then rank 1 has two rows where rank 0 has four: fewer than there are pieces."""
+    return padded(rows[:2] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows)
 
 
 class BeforeTheStep(TrainerCallback):
-    """The gradients that each step is made of, and how often the model was called for it."""
+    """The gradients that each step is made of, and the micro-batches and pieces of it: rows and padded length."""
 
-    def __init__(self) -> None:
-        self.gradients, self.calls = [], []
+    def __init__(self, trainer) -> None:
+        self.trainer, self.gradients = trainer, []
+        self.micro_batches, self.pieces = [], []
+        step = trainer.training_step
+        trainer.training_step = lambda model, inputs, *rest: (self.note(inputs), step(model, inputs, *rest))[1]
+
+    def note(self, inputs):
+        self.micro_batches.append(list(inputs["input_ids"].shape))
+        self.pieces.append([])
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.engine = self.trainer.model_wrapped
-        step, self.num_calls = self.engine.step, 0
+        step = self.engine.step
 
         def noted(*positional, **named):
             self.gradients.append([safe_get_full_grad(p).clone() for p in self.engine.module.parameters()])
-            self.calls.append(self.num_calls)
-            self.num_calls = 0
             return step(*positional, **named)
 
         self.engine.step = noted
-        self.engine.module.register_forward_pre_hook(self.count)
+        self.engine.module.register_forward_pre_hook(self.count, with_kwargs=True)
 
-    def count(self, *_):
-        self.num_calls += self.engine.module.training
+    def count(self, module, args, kwargs):
+        if module.model.training:  # not where it is measured whether pieces add up
+            self.pieces[-1].append(list(kwargs["input_ids"].shape))
 
 
-def trained(folder: Path, zero: dict, attach: bool, resume: str | None = None, **kwargs):
+def make(folder: Path, zero: dict, attach: bool = True):
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
     gc.collect()
-    config = {
-        "zero_optimization": {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, **zero},
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
-        "gradient_clipping": "auto", "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    config = {"zero_optimization": {**WHOLE, **zero}, **dict.fromkeys(names, "auto")}
     trainer = small_trainer(
-        folder, tiny_llama(), steps=4, deepspeed=config, save_strategy="steps", save_steps=2, max_grad_norm=0.5,
-        train_dataset=ragged_rows(48), **kwargs,
+        folder, tiny_llama(), steps=4, deepspeed={**config, "zero_force_ds_cpu_optimizer": False},
+        save_strategy="steps", save_steps=2, max_grad_norm=0.5, train_dataset=ragged_rows(48), data_collator=uneven,
     )  # fmt: skip
     if attach:
         survive_oom(trainer)
-    seen = BeforeTheStep()
-    seen.trainer = trainer
+    return trainer
+
+
+def trained(folder: Path, zero: dict, attach: bool = True, resume: str | None = None):
+    trainer = make(folder, zero, attach)
+    seen = BeforeTheStep(trainer)
     trainer.add_callback(seen)
     trainer.train(resume_from_checkpoint=resume)
+    dist.barrier()
     return trainer, seen
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    return list(get_fp32_state_dict_from_zero_checkpoint(str(folder / "checkpoint-4")).values())
+    kept = get_fp32_state_dict_from_zero_checkpoint(str(folder / "checkpoint-4"))
+    return [weight.detach() for weight in kept.values()]
 
 
 def know_a_limit(checkpoint: Path, limit: int) -> None:
     """As a run that could count its memory would have left it."""
-    file = checkpoint / "trainer_state.json"
-    kept = json.loads(file.read_text())
-    kept["stateful_callbacks"]["SurvivalMemo"]["attributes"]["limit"] = limit
-    file.write_text(json.dumps(kept))
+    if RANK == 0:
+        file = checkpoint / "trainer_state.json"
+        kept = json.loads(file.read_text())
+        kept["stateful_callbacks"]["SurvivalMemo"]["attributes"]["limit"] = limit
+        file.write_text(json.dumps(kept))
+    dist.barrier()
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [logs[name] for logs in trainer.state.log_history if name in logs]
 
 
 def told(name: str, zero: dict) -> dict:
     folder = FOLDER / name.replace(" ", "_")
-    whole, whole_seen = trained(folder / "whole", zero, attach=True)
-    plain, plain_seen = trained(folder / "plain", zero, attach=False)
-    checkpoint = folder / "whole" / "checkpoint-2"
-    dist.barrier()
+    _, plain_seen = trained(folder / "plain", zero, attach=False)
+    whole, whole_seen = trained(folder / "whole", zero)
     expected = weights(folder / "whole")
-    without_us = off_by(expected, weights(folder / "plain"))
-    if RANK == 0:
-        know_a_limit(checkpoint, 30)
+    attached = [off_by(expected, weights(folder / "plain")), off_by_steps(whole_seen.gradients, plain_seen.gradients)]
     dist.barrier()
-    divided, seen = trained(folder / "whole", zero, attach=True, resume=str(checkpoint))
-    dist.barrier()
-    engines = [one.engine for one in (seen, whole_seen)]
+    know_a_limit(folder / "whole" / "checkpoint-2", 30)
+    divided, seen = trained(folder / "whole", zero, resume=str(folder / "whole" / "checkpoint-2"))
+    engine = seen.engine
     return {
         "world_size": dist.get_world_size(), "backend": dist.get_backend(),
-        "wrapped": type(divided.model_wrapped).__name__, "stage": seen.engine.zero_optimization_stage(),
-        "optimizer": type(seen.engine.optimizer).__name__,
-        "offload": [str(seen.engine.zero_offload_optimizer() is not None), str(seen.engine.zero_offload_param() is not None)],
-        "partitioned": sum(getattr(p, "ds_numel", 0) - p.numel() for p in seen.engine.module.parameters()),
+        "wrapped": type(divided.model_wrapped).__name__, "stage": int(engine.zero_optimization_stage()),
+        "offloaded": engine.zero_offload_param() is not None,
+        "num_elsewhere": sum(getattr(p, "ds_numel", p.numel()) - p.numel() for p in engine.module.parameters()),
+        "attached": attached,
         "gradients": off_by_steps(seen.gradients, whole_seen.gradients[2:]),
         "weights": off_by(weights(folder / "whole"), expected),
-        "attached_weights": without_us, "attached_gradients": off_by_steps(whole_seen.gradients, plain_seen.gradients),
-        "calls": seen.calls, "whole_calls": whole_seen.calls,
-        "counters": [[e.global_steps, e.micro_steps, e.global_samples] for e in engines],
-        "norms": [[logs["grad_norm"] for logs in one.state.log_history if "grad_norm" in logs] for one in (divided, whole)],
-        "losses": [[logs["loss"] for logs in one.state.log_history if "loss" in logs] for one in (divided, whole)],
+        "micro_batches": seen.micro_batches, "pieces": seen.pieces,
+        "whole_pieces": [whole_seen.micro_batches, whole_seen.pieces],
+        "counters": [[e.global_steps, e.micro_steps + before, e.global_samples]
+                     for e, before in ((engine, 2), (whole_seen.engine, 0))],
+        "norms": [logged(divided, "grad_norm"), logged(whole, "grad_norm")],
+        "losses": [logged(divided, "loss"), logged(whole, "loss")],
     }  # fmt: skip
 
 
+def refused(zero: dict) -> str:
+    try:
+        make(FOLDER / "refused", zero)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def fail() -> None:
+    """In the third step, on rank 1 alone, whose script then goes on for as long as it likes."""
+    trainer = make(FOLDER / "failing", {"stage": 3})
+    try:
+        Run(trainer, {4: [300]} if RANK == 1 else {})
+    except torch.OutOfMemoryError as error:
+        (FOLDER / "said.txt").write_text(str(error))
+        threading.Event().wait(300)
+
+
 if __name__ == "__main__":
-    facts = {}
-    for name in sys.argv[2:] or STORIES:
-        facts[name] = told(name, STORIES[name])
+    facts = {"refused": {name: refused(zero) for name, zero in REFUSED.items()}}
+    facts |= {name: told(name, zero) for name, zero in STORIES.items()}
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(facts))
-    sys.stdout.flush()
-    os._exit(0)  # gloo now and then aborts a process that ends in the usual way
+    fail()

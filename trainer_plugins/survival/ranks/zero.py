@@ -28,7 +28,7 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
 from trainer_plugins.survival.ranks.alone import Alone
-from trainer_plugins.survival.ranks.brake import Brake
+from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
 
 _OPEN = 1 << 60
 """In a vote, the limit of a rank that has none."""
@@ -48,7 +48,9 @@ class Zero(Alone):
         self._engine: Any = model
         self._stage = int(self._engine.zero_optimization_stage())
         self._agreement = Agreement(timeout_seconds=trainer.args.ddp_timeout)
-        self._brake = Brake() if dist.get_world_size() > 1 else None
+        self._has_peers = dist.get_world_size() > 1
+        if self._has_peers:
+            watch_brake()
 
     def highest(self, value: int) -> int:
         answer = self._agreement.highest(value)
@@ -124,8 +126,8 @@ class Zero(Alone):
             why = "it came in the optimizer step, and weights may have moved"
         kept = f"The last checkpoint is {last}" if last else f"There is no checkpoint in {folder}"
         said = f"{why}, so all ranks stop, after step {step}. {kept}"
-        if self._brake is not None:
-            self._brake.pull(said)
+        if self._has_peers:
+            pull_brake(said)
         return said
 
 
