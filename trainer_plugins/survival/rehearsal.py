@@ -41,11 +41,12 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         num_items: what the losses of this window are divided by.
         scale: what the Trainer multiplies losses by.
     """
+    if run.ranks.highest(int(run.card is None or run.memo.is_rehearsed)):
+        return
     with _without_trace(run):
         rehearsal = None
-        if run.card is not None and not run.memo.is_rehearsed:
-            with run.memo.harmless():  # it asks the user's data set and collator
-                rehearsal = _Rehearsal(run, num_items, scale)
+        with run.memo.harmless():  # it asks the user's data set and collator
+            rehearsal = _Rehearsal(run, num_items, scale)
         if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
         num_fit, climbed = rehearsal.most(), []

@@ -45,8 +45,10 @@ class BeforeTheStep(TrainerCallback):
     """The gradients that each step is made of, and the micro-batches and pieces of it: rows and padded length."""
 
     def __init__(self, trainer) -> None:
-        self.trainer, self.gradients = trainer, []
-        self.micro_batches, self.pieces = [], []
+        self.trainer = trainer
+        self.gradients: list[list[torch.Tensor]] = []
+        self.micro_batches: list[list[int]] = []
+        self.pieces: list[list[list[int]]] = []
         step = trainer.training_step
         trainer.training_step = lambda model, inputs, *rest: (self.note(inputs), step(model, inputs, *rest))[1]
 

@@ -45,8 +45,8 @@ class Zero(Alone):
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
-        self._engine: Any = model
-        self._stage = int(self._engine.zero_optimization_stage())
+        engine: Any = model
+        self._engine, self._stage = engine, int(engine.zero_optimization_stage())
         self._agreement = Agreement(timeout_seconds=trainer.args.ddp_timeout)
         self._has_peers = dist.get_world_size() > 1
         if self._has_peers:
