@@ -71,6 +71,19 @@ def test_it_changes_nothing_where_everything_fits(ranks, name: str) -> None:
         assert pieces == [[micro_batch] for micro_batch in micro_batches]
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_it_is_rehearsed_together_and_leaves_no_trace(ranks, name: str) -> None:
+    """On cards of 70 and of 50 tokens, 10 of them taken: of the longest batch, 4 x 16 tokens, 2 rows will fit."""
+    *_, (first, second) = ranks
+    for facts in (first[name], second[name]):
+        assert facts["limit"] == 2 * 16
+        assert max(facts["rehearsed"]) <= 1e-5, "float32, of four steps: Adam's first one divides by the gradient"
+    assert [len(one) for one in first[name]["rehearsed_pieces"]] == [
+        len(one) for one in second[name]["rehearsed_pieces"]
+    ]
+    assert max(rows * length for pieces in first[name]["rehearsed_pieces"] for rows, length in pieces) <= 32
+
+
 def test_both_ranks_divide_alike(ranks) -> None:
     *_, both = ranks
     for name in STAGES:

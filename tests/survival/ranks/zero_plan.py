@@ -17,6 +17,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from tests.models import tiny_llama
 from tests.survival.failing import Run, off_by, off_by_steps, padded, ragged_rows, small_trainer
 from trainer_plugins import survive_oom
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.survival import run
+from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.ranks import zero
 
 FOLDER = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
@@ -34,6 +38,11 @@ REFUSED: dict[str, dict] = {
     "NVMe": {"stage": 3, "offload_param": NVME},
     "ZeRO++": {"stage": 3, "zero_hpz_partition_size": 2},
 }
+
+
+CARDS: list["Card"] = []
+for module in (run, zero):
+    module.card_of = lambda _: CARDS[0] if CARDS else None  # type: ignore[attr-defined]
 
 
 def uneven(rows):
@@ -68,16 +77,42 @@ class BeforeTheStep(TrainerCallback):
         self.engine.module.register_forward_pre_hook(self.count, with_kwargs=True)
 
     def count(self, module, args, kwargs):
-        if module.model.training:  # not where it is measured whether pieces add up
+        if not module.model.training:  # where it is measured whether pieces add up, on a few short examples
+            return
+        if CARDS:
+            CARDS[0].holds(kwargs["input_ids"].numel())
+            assert CARDS[0].peak_bytes <= CARDS[0].total_bytes, "no try may fail"
+        if self.pieces:
             self.pieces[-1].append(list(kwargs["input_ids"].shape))
 
 
-def make(folder: Path, zero: dict, attach: bool = True):
+class Card:
+    """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU. That of rank 1 is the smaller one."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.total_bytes = (70 if RANK == 0 else 50) * 10**6
+
+    def holds(self, num_tokens: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, 10**7 + num_tokens * 10**6)
+
+    def read(self) -> MemoryReading:
+        held = {"free_bytes": self.total_bytes - 10**7, "reserved_bytes": 10**7, "allocated_bytes": 10**7}
+        return MemoryReading(device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = 0
+
+    def release_cached(self) -> int:
+        return 0
+
+
+def make(folder: Path, stage: dict, attach: bool = True):
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
     gc.collect()
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-    config = {"zero_optimization": {**WHOLE, **zero}, **dict.fromkeys(names, "auto")}
+    config = {"zero_optimization": {**WHOLE, **stage}, **dict.fromkeys(names, "auto")}
     trainer = small_trainer(
         folder, tiny_llama(), steps=4, deepspeed={**config, "zero_force_ds_cpu_optimizer": False},
         save_strategy="steps", save_steps=2, max_grad_norm=0.5, train_dataset=ragged_rows(48), data_collator=uneven,
@@ -87,8 +122,8 @@ def make(folder: Path, zero: dict, attach: bool = True):
     return trainer
 
 
-def trained(folder: Path, zero: dict, attach: bool = True, resume: str | None = None):
-    trainer = make(folder, zero, attach)
+def trained(folder: Path, stage: dict, attach: bool = True, resume: str | None = None):
+    trainer = make(folder, stage, attach)
     seen = BeforeTheStep(trainer)
     trainer.add_callback(seen)
     trainer.train(resume_from_checkpoint=resume)
@@ -117,15 +152,20 @@ def logged(trainer, name: str) -> list[float]:
     return [logs[name] for logs in trainer.state.log_history if name in logs]
 
 
-def told(name: str, zero: dict) -> dict:
+def told(name: str, config: dict) -> dict:
     folder = FOLDER / name.replace(" ", "_")
-    _, plain_seen = trained(folder / "plain", zero, attach=False)
-    whole, whole_seen = trained(folder / "whole", zero)
+    _, plain_seen = trained(folder / "plain", config, attach=False)
+    whole, whole_seen = trained(folder / "whole", config)
     expected = weights(folder / "whole")
     attached = [off_by(expected, weights(folder / "plain")), off_by_steps(whole_seen.gradients, plain_seen.gradients)]
     dist.barrier()
     know_a_limit(folder / "whole" / "checkpoint-2", 30)
-    divided, seen = trained(folder / "whole", zero, resume=str(folder / "whole" / "checkpoint-2"))
+    divided, seen = trained(folder / "whole", config, resume=str(folder / "whole" / "checkpoint-2"))
+    divided_weights = weights(folder / "whole")
+    dist.barrier()
+    CARDS.append(Card())
+    rehearsed, rehearsed_seen = trained(folder / "rehearsed", config)
+    CARDS.clear()
     engine = seen.engine
     return {
         "world_size": dist.get_world_size(), "backend": dist.get_backend(),
@@ -134,7 +174,11 @@ def told(name: str, zero: dict) -> dict:
         "num_elsewhere": sum(getattr(p, "ds_numel", p.numel()) - p.numel() for p in engine.module.parameters()),
         "attached": attached,
         "gradients": off_by_steps(seen.gradients, whole_seen.gradients[2:]),
-        "weights": off_by(weights(folder / "whole"), expected),
+        "weights": off_by(divided_weights, expected),
+        "rehearsed": [off_by_steps(rehearsed_seen.gradients, whole_seen.gradients),
+                      off_by(weights(folder / "rehearsed"), expected)],
+        "limit": next(c.limit for c in rehearsed.callback_handler.callbacks if isinstance(c, SurvivalMemo)),
+        "rehearsed_pieces": rehearsed_seen.pieces,
         "micro_batches": seen.micro_batches, "pieces": seen.pieces,
         "whole_pieces": [whole_seen.micro_batches, whole_seen.pieces],
         "counters": [[e.global_steps, e.micro_steps + before, e.global_samples]
@@ -144,9 +188,9 @@ def told(name: str, zero: dict) -> dict:
     }  # fmt: skip
 
 
-def refused(zero: dict) -> str:
+def refused(stage: dict) -> str:
     try:
-        make(FOLDER / "refused", zero)
+        make(FOLDER / "refused", stage)
     except ValueError as error:
         return str(error)
     return ""
@@ -163,7 +207,7 @@ def fail() -> None:
 
 
 if __name__ == "__main__":
-    facts = {"refused": {name: refused(zero) for name, zero in REFUSED.items()}}
-    facts |= {name: told(name, zero) for name, zero in STORIES.items()}
+    facts = {"refused": {name: refused(stage) for name, stage in REFUSED.items()}}
+    facts |= {name: told(name, stage) for name, stage in STORIES.items()}
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(facts))
     fail()
