@@ -61,7 +61,9 @@ def test_a_micro_batch_eight_times_too_large_is_survived(tmp_path: Path) -> None
 
     assert "out-of-memory errors survived: 1" in out
     words = " ".join(out.split())
-    assert "64 rows (8192 tokens, padding included) did not fit in the forward pass; the micro-batch of 64 rows" in words
+    assert (
+        "64 rows (8192 tokens, padding included) did not fit in the forward pass; the micro-batch of 64 rows" in words
+    )
     assert "was finished in 4 pieces of at most 16 rows" in words
 
 

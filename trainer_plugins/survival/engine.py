@@ -13,6 +13,7 @@ not a callback: none is called inside a micro-batch.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,9 @@ from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layo
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
+from trainer_plugins.survival.rehearsal import rehearse
 from trainer_plugins.survival.run import Attached, Run, memo_of
+from trainer_plugins.survival.words import not_attached
 
 
 class Engine:
@@ -50,7 +53,7 @@ class Engine:
             return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
-        run = self._run_of(model, inputs) if is_ours else None
+        run = self._run_of(model, inputs, num_items_in_batch) if is_ours else None
         if run is None or run.is_refused:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -58,7 +61,8 @@ class Engine:
         # A copy for each attempt: trainers take labels out of theirs, and put flags in.
         run.ranks.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
-        if micro.whole.num_cells <= run.memo.limit:
+        recovery = self._planned(run, micro)
+        if recovery is None:
             loss = run.ranks.attempt(
                 partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch)
             )
@@ -68,8 +72,6 @@ class Engine:
                 return loss
             recovery = Recovery(run, micro)
             recovery.failed(micro.whole, micro.start, loss, "forward")
-        else:
-            recovery = Recovery(run, micro)
         micro.value = recovery.finish()
         micro.is_finished, self._current = True, micro
         loss = _stand_in(micro.value)
@@ -86,7 +88,7 @@ class Engine:
             self._run.is_refused = True
         micro.end = None
         if micro.is_finished:
-            if wrong := foreign or _wrong_scale(micro, loss):
+            if wrong := foreign or _wrong_scale(micro, loss) or _wrong_options(options, self._run.ranks.options):
                 raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
         elif foreign:
             self._run.refuse([foreign])
@@ -100,7 +102,14 @@ class Engine:
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
 
-    def _run_of(self, model: nn.Module, inputs: Inputs) -> Run:
+    def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
+        """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this."""
+        if math.isinf(run.memo.limit) or not (run.ranks.in_step or micro.whole.num_cells > run.memo.limit):
+            return None
+        recovery = Recovery(run, micro)
+        return recovery if recovery.plan() > 1 else None
+
+    def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         if self._run is None or self._run.state is not self._attached.trainer.state:
             self._run, self._current = Run(self._attached, model), None
@@ -111,10 +120,28 @@ class Engine:
                 find_layout(self._attached.family.layouts, inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
+            if self._attached.plan_first and not self._run.is_refused:
+                rehearse(self._run, num_items, self._scale(num_items))
+            if self._run.ranks.in_step and not self._run.is_refused:
+                self._agree(self._run, inputs, num_items)
         if self._current is not None and not self._run.is_refused:
             self._current, self._run.is_refused = None, True
             self._run.refuse(["training_step does not call accelerator.backward once for each compute_loss"])
         return self._run
+
+    def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+        """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""
+        run.memo.limit = run.ranks.agreed(run.memo.limit)
+        if math.isinf(run.memo.limit):
+            return
+        recovery, why = Recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())), ""
+        try:
+            recovery.measure()
+        except IndivisibleError as error:
+            why = str(error)
+        if run.ranks.highest(int(bool(why))):
+            run.memo.limit = math.inf
+            run.say(not_attached([f"micro-batches cannot be divided: {why or 'those of another rank cannot'}"]))
 
     def _scale(self, num_items: torch.Tensor | int | None) -> float:
         """What `Trainer.training_step` multiplies the loss by: 1 where the loss is over the whole window already."""
@@ -156,6 +183,11 @@ def _cut_off(loss: torch.Tensor) -> None:
     """Free the graph behind a loss that somebody else holds."""
     if not loss._is_view():  # torch refuses it; what stays is found by `baseline.py`
         loss.detach_()
+
+
+def _wrong_options(options: dict[str, Any], expected: Mapping[str, Any]) -> str:
+    """Whether `backward` got other options than the pieces had."""
+    return "" if options == expected else f"backward got the options {options}, and the pieces had {dict(expected)}"
 
 
 def _wrong_scale(micro: MicroBatch, loss: torch.Tensor) -> str:

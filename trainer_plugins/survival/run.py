@@ -27,6 +27,7 @@ class Attached:
     family: Family
     min_micro_batch: int
     ladder: tuple[str, ...]
+    plan_first: bool
     strict: bool
     compute_loss: Callable[..., Any]
     backward: Callable[..., Any]

@@ -1,13 +1,16 @@
 """Alone: one process, which owes nobody anything. What the other kinds begin from."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.limit import most
 
 T = TypeVar("T")
 
@@ -19,6 +22,12 @@ class Alone:
         trainer: whose run it is.
         model: as the Trainer calls it, in its wrapper.
     """
+
+    in_step = False
+    """Whether every rank has to compute as many pieces of a micro-batch as the others."""
+
+    options: Mapping[str, Any] = {}
+    """What the Trainer passes to `accelerator.backward` besides the loss."""
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         self.trainer, self.model = trainer, model
@@ -35,13 +44,14 @@ class Alone:
         """Run what may not fit, here or on a rank that has to stop with this one."""
         return attempt(work, release, self.trainer.args.device)
 
-    def failed(self, phase: str, is_last: bool) -> None:
-        """What was attempted did not fit.
+    def failed(self, phase: str, is_last: bool) -> str | None:
+        """What was attempted did not fit. Returns why this run cannot go on from there, if it cannot.
 
         Args:
             phase: the "forward" or the "backward" pass.
             is_last: whether no other piece of the micro-batch would have come after it.
         """
+        return None
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
@@ -51,3 +61,41 @@ class Alone:
     def agreed(self, limit: float) -> float:
         """The limit that holds for this rank, where it is this."""
         return limit
+
+    def highest(self, value: int) -> int:
+        """The highest value of all ranks that have to compute in step with this one. All of them ask."""
+        return value
+
+    def forget(self) -> None:
+        """A measurement has computed gradients that nobody wants."""
+
+    @contextmanager
+    def apart(self) -> Iterator[nn.Module]:
+        """What a rehearsal computes in, and on which model: it reaches no other rank, as each rehearses by itself."""
+        yield self.bare
+
+    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
+        """How many examples fit at once, found by computing them, on top of all gradients. Those are dropped again.
+
+        Args:
+            compute: forward and backward of so many, on a model.
+            num: of how many.
+            least: fewer are never computed at once.
+        """
+        missing = [p for p in self.bare.parameters() if p.requires_grad and p.grad is None]
+        try:
+            with self.apart() as model:
+                if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
+                    return 0
+                return most(
+                    lambda size: not isinstance(self.attempt(partial(compute, model, size)), DidNotFit),
+                    *(num, least, (num,)),
+                )
+        finally:
+            for parameter in missing:
+                parameter.grad = None
+
+
+def _add_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)

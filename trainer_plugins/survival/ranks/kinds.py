@@ -8,4 +8,8 @@ from trainer_plugins.survival.ranks.alone import Alone
 
 def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
     """How the ranks of this run share a micro-batch. What is none of them was refused (`refusals.py`)."""
+    if trainer.is_deepspeed_enabled:
+        from trainer_plugins.survival.ranks.zero import Zero
+
+        return Zero(trainer, model)
     return Alone(trainer, model)
