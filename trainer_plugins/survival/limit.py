@@ -43,12 +43,15 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
     Args:
         fits: whether so many fit.
         num: all of them.
-        least: the fewest to ask for.
+        least: the fewest to ask for, or all of them where there are fewer.
         first: what to ask before halving what is left between.
 
-    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64)), most(lambda n: False, 8, 2, ())
-    (11, 64, 0)
+    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64)), most(lambda n: n < 8, 8, 2, ())
+    (11, 64, 7)
+    >>> most(lambda n: False, 8, 2, (8,)), most(lambda n: True, 4, 8, (4,))
+    (0, 4)
     """
+    least = min(least, num)
     low, high = least - 1, num + 1
     guesses = iter(first)
     while high - low > 1 and (low < least or math.ceil(num / low) > math.ceil(num / (high - 1))):

@@ -10,9 +10,14 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
+from trainer_plugins.units import MIB
 
 T = TypeVar("T")
+
+SLACK = 0.05
+"""Of the card, left free by a limit that a rehearsal found: fragmentation differs from one micro-batch to the next."""
 
 
 class Alone:
@@ -77,6 +82,8 @@ class Alone:
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
         """How many examples fit at once, found by computing them, on top of all gradients. Those are dropped again.
 
+        All of them may take the last byte, as without us, and so may the least; what is between leaves `SLACK`.
+
         Args:
             compute: forward and backward of so many, on a model.
             num: of how many.
@@ -87,13 +94,29 @@ class Alone:
             with self.apart() as model:
                 if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
                     return 0
-                return most(
-                    lambda size: not isinstance(self.attempt(partial(compute, model, size)), DidNotFit),
-                    *(num, least, (num,)),
-                )
+                held = {num: 0, least: 0}
+
+                def fits(size: int) -> bool:
+                    work = partial(self._compute, compute, model, size, held.get(size, self._slack_bytes()))
+                    return not isinstance(self.attempt(work), DidNotFit)
+
+                return most(fits, num, least, (num,))
         finally:
             for parameter in missing:
                 parameter.grad = None
+
+    def _slack_bytes(self) -> int:
+        """No less than a segment of torch's allocator."""
+        card = card_of(self.trainer.args.device)
+        return max(2 * MIB, int(SLACK * card.read().total_bytes)) if card else 0
+
+    def _compute(
+        self, compute: Callable[[nn.Module, int], object], model: nn.Module, size: int, held_bytes: int
+    ) -> None:
+        """Compute it while so much of the card is taken."""
+        held = torch.empty(held_bytes, dtype=torch.uint8, device=self.trainer.args.device)
+        compute(model, size)
+        del held
 
 
 def _add_gradients(parameters: list[nn.Parameter]) -> None:
