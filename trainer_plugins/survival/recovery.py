@@ -59,14 +59,15 @@ class Recovery:
         Raises:
             torch.OutOfMemoryError: there is nothing smaller to try.
         """
-        self._run.ranks.failed(phase, is_last)
+        changed = start.mark.changed()
+        why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
         self._story.failures.append(failure)
         self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         if not why_not and self._run.has_exchanged_parameters():
             why_not = "the model has other parameters than when training began, and their gradients were not watched"
         if why_not:
             self._give_up(why_not)
-        piece.final |= start.mark.changed()
+        piece.final |= changed
         start.snapshot.restore()
         self._look_for_leftover(start)
         self._make_room(piece)
@@ -74,7 +75,6 @@ class Recovery:
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
         total: torch.Tensor | None = None
-        shares = []
         queue = deque([self._micro.whole])
         while queue:
             piece = queue.popleft()
@@ -89,9 +89,10 @@ class Recovery:
                 queue.appendleft(piece)
                 continue
             total = loss if total is None else total + loss
-            shares.append(piece.share)
             self._story.pieces.append(piece.num)
-        self._micro.start.snapshot.merge(shares)
+            if queue:
+                self._micro.start.snapshot.restore_metrics()  # those of the last one are those of the whole
+        self._run.ranks.finished()
         if self._story.failures:
             self._run.memo.num_survived += 1
             self._run.say(
@@ -108,7 +109,9 @@ class Recovery:
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
         """Forward and backward of a piece, as the Trainer would do them."""
         self._phase = "forward"
-        with self._run.ranks.piece(is_last) as model, frozen(piece.final):
+        run = self._run
+        # Frozen first: what stands in for the parameters (`ddp.py`) is to be frozen alike.
+        with frozen(piece.final), run.ranks.piece(is_last) as model, run.gathers.piece(piece.share, is_last):
             loss = self._loss(piece.inputs, model)
             self._phase = "backward"
             if loss.requires_grad:  # not where every gradient is final
@@ -152,14 +155,15 @@ class Recovery:
         if layout.name not in self._run.weights:
             run, before = self._run, self._run.start().snapshot
             try:
-                self._run.weights[layout.name] = certify(
-                    self._attached.trainer,
-                    run.model,
-                    self._attached.family,
-                    layout,
-                    self._micro.whole.inputs,
-                    partial(self._loss, model=run.model),
-                )
+                with run.gathers.measuring():
+                    self._run.weights[layout.name] = certify(
+                        self._attached.trainer,
+                        run.model,
+                        self._attached.family,
+                        layout,
+                        self._micro.whole.inputs,
+                        partial(self._loss, model=run.model),
+                    )
             finally:
                 before.restore()
         return self._run.weights[layout.name]
@@ -167,10 +171,7 @@ class Recovery:
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
         """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""
         with self._attached.trainer.compute_loss_context_manager():
-            loss: torch.Tensor = self._attached.compute_loss(
-                model, dict(inputs), num_items_in_batch=self._micro.num_items
-            )
-        return loss
+            return self._run.compute_loss(model, inputs, self._micro.num_items)
 
     def _look_for_leftover(self, start: Start) -> None:
         if self._run.card is None or self._run.leftover_is_said:
