@@ -115,7 +115,7 @@ class Run:
 
     @property
     def logged(self) -> list[dict[str, float]]:
-        untold = ("runtime", "per_second", "out_of_memory")
+        untold = ("runtime", "per_second", "out_of_memory", "_time")
         return [
             {k: v for k, v in logs.items() if not any(u in k for u in untold)}
             for logs in self.trainer.state.log_history

@@ -12,7 +12,7 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -187,7 +187,7 @@ class Recovery:
         return f"{num} {unit}" if num != 1 else f"1 {unit[:-1]}"
 
     def _what(self, piece: Piece) -> str:
-        has_tokens = any(name.endswith("input_ids") for name in piece.inputs)
+        has_tokens = any(name.endswith(TOKEN_IDS) for name in piece.inputs)
         return self._count(piece.num) + (f" ({piece.num_cells} tokens, padding included)" if has_tokens else "")
 
     def _limit(self) -> str:
