@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from trainer_plugins.survival.layouts import Inputs
+from trainer_plugins.survival.layouts import TOKEN_IDS, Inputs
 
 
 def cells(inputs: Inputs) -> int:
@@ -14,7 +14,7 @@ def cells(inputs: Inputs) -> int:
     Memory is not proportional to it, which is why the limit is a guess to start from and every piece may fail again.
     """
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
-    return sum(num for name, num in tensors.items() if name.endswith("input_ids")) or max(tensors.values(), default=1)
+    return sum(num for name, num in tensors.items() if name.endswith(TOKEN_IDS)) or max(tensors.values(), default=1)
 
 
 def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[int]:

@@ -49,19 +49,26 @@ class Alone:
         """Run what may not fit, here or on a rank that has to stop with this one."""
         return attempt(work, release, self.trainer.args.device)
 
-    def failed(self, phase: str, is_last: bool) -> str | None:
-        """What was attempted did not fit. Returns why this run cannot go on from there, if it cannot.
+    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+        """What was attempted did not fit. Returns why this run cannot go on from there; nothing where it can.
 
         Args:
             phase: the "forward" or the "backward" pass.
             is_last: whether no other piece of the micro-batch would have come after it.
+            changed: the parameters that received their gradient before it failed.
+
+        Returns:
+            Why the micro-batch cannot be finished, where it cannot.
         """
-        return None
+        return ""
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
         """What forward and backward of a piece run in, and on which model."""
         yield self.model
+
+    def finished(self) -> None:
+        """Every piece of a micro-batch is computed."""
 
     def agreed(self, limit: float) -> float:
         """The limit that holds for this rank, where it is this."""

@@ -66,7 +66,7 @@ class Zero(Alone):
         least = -self.highest(-int(min(limit, _OPEN)))
         return math.inf if least == _OPEN else float(least)
 
-    def failed(self, phase: str, is_last: bool) -> str | None:
+    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         return self._stop(f"a {phase} pass of ZeRO cannot be repeated")
 
     @contextmanager
