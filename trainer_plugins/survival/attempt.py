@@ -27,6 +27,13 @@ class DidNotFit:
         return self.words.strip().partition("\n")[0][:300]
 
 
+class DidNotFitElsewhere(DidNotFit):
+    """This rank's own attempt fitted; that of another did not."""
+
+    def __init__(self) -> None:
+        self.words, self.is_certain, self.seconds = "another rank ran out of memory", True, 0.0
+
+
 def attempt(
     work: Callable[[], T], release: Callable[[], object] | None = None, device: torch.device | None = None
 ) -> T | DidNotFit:

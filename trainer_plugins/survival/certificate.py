@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.losses import Family, bare_model
 from trainer_plugins.survival.marks import frozen
+from trainer_plugins.survival.ranks import Alone
 from trainer_plugins.survival.weights import Weight, relative_error
 
 # What rounding makes of a right weight, and less than what a wrong one does: 5 % was the least of those tried. A loss
@@ -24,24 +26,29 @@ _EXAMPLES = (4, 3, 2)
 Loss = Callable[[Inputs], torch.Tensor]
 
 
-def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
+def certify(ranks: Alone, model: nn.Module, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
     """The weight by which the gradients of two parts of a probe add up to that of the probe.
 
     Gradients and not losses: a coupled loss can be equal in value and wrong in gradient. Necessary, and no proof: the
     proof is the list in `losses.py`. Takes three small forward and backward passes, once; nothing is left behind but
-    random numbers drawn, and metrics counted, which the caller puts back.
+    random numbers drawn, and metrics counted, which the caller puts back. Ranks that compute together measure together,
+    and one without two examples lends itself to the others.
 
     Raises:
         IndivisibleError: no weight of this family fits, or there was no room to measure.
     """
-    num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 0)
+    num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 1)
     probe = layout.probe(inputs, num)
-    parts = [layout.take(probe, 0, 1), layout.take(probe, 1, num)]
+    parts = [layout.take(probe, 0, 1), layout.take(probe, 1, num)] if num > 1 else [probe, probe]
     parameters = _probed(model)
+    measured: list[torch.Tensor] = []
     with _without_dropout(model), frozen(set(model.parameters()) - set(parameters)), _uses(model) as uses:
-        measured = attempt(lambda: [_gradient(loss, some, parameters) for some in (probe, *parts)])
-    if isinstance(measured, DidNotFit):
-        raise IndivisibleError(f"there was no room to measure whether its loss can be divided ({measured.first_line})")
+        for some in (probe, *parts):
+            gradient = ranks.attempt(partial(ranks.gradient, partial(loss, some), parameters))
+            if isinstance(gradient, DidNotFit):
+                words = gradient.first_line
+                raise IndivisibleError(f"there was no room to measure whether its loss can be divided ({words})")
+            measured.append(gradient)
     if shared := _shared_under_reentrant_checkpointing(model, uses):
         raise IndivisibleError(
             f"`{shared}` is used more than once under reentrant checkpointing, which finishes its gradient in parts: "
@@ -49,9 +56,11 @@ def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, 
         )
     whole, *gradients = measured
     errors = {
-        weight: relative_error(whole, gradients, _factors(weight, probe, parts, num)) for weight in family.weights
+        weight: relative_error(whole, gradients, _factors(weight, probe, parts, num)) if num > 1 else 0.0
+        for weight in family.weights
     }
-    tolerance = _tolerance(trainer, parameters)
+    errors = {weight: _largest(ranks, error) for weight, error in errors.items()}
+    tolerance = _tolerance(ranks.trainer, parameters)
     for weight, error in errors.items():
         if error <= tolerance:
             return weight
@@ -59,13 +68,9 @@ def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, 
     raise IndivisibleError(f"its gradient is not the sum of its parts' (off by, if it is {tried})")
 
 
-def _gradient(loss: Loss, inputs: Inputs, parameters: list[nn.Parameter]) -> torch.Tensor:
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(loss(inputs), parameters, allow_unused=True)
-    flat = [
-        torch.zeros(p.numel()) if g is None else g.flatten().cpu() for p, g in zip(parameters, gradients, strict=True)
-    ]
-    return torch.cat([gradient.double() for gradient in flat])
+def _largest(ranks: Alone, error: float) -> float:
+    """Over the ranks, in steps of 1e-9; what is above 1, or no number, is 1."""
+    return ranks.most(round(1e9 * error) if error < 1 else 10**9) / 1e9
 
 
 def _factors(weight: Weight, probe: Inputs, parts: list[dict[str, object]], num: int) -> list[float]:

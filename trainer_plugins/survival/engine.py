@@ -22,8 +22,9 @@ from torch import nn
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
-from trainer_plugins.survival.recovery import Recovery, find_layout
+from trainer_plugins.survival.recovery import Recovery, find_layout, tiny_pass
 from trainer_plugins.survival.refusals import refusals
+from trainer_plugins.survival.replay import Replay
 from trainer_plugins.survival.run import Attached, Run
 
 
@@ -51,19 +52,21 @@ class Engine:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         # A copy for each attempt: trainers take labels out of theirs, and put flags in.
-        run.ranks.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
-        if micro.whole.num_cells <= run.memo.limit:
+        run.ranks.begin(micro, partial(tiny_pass, run, micro))
+        # A limit is the same on all ranks that divide together, so all of them ask, or none.
+        if math.isinf(run.memo.limit) or not run.ranks.most(micro.whole.num_cells > run.memo.limit):
             loss = run.ranks.attempt(
-                partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch)
+                partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch),
+                is_end=False,
             )
             if not isinstance(loss, DidNotFit):
                 micro.value, self._current = loss.detach(), micro
                 return loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
-            recovery = Recovery(run, micro)
+            recovery = _recovery(run, micro)
             recovery.failed(micro.whole, micro.start, loss, "forward")
         else:
-            recovery = Recovery(run, micro)
+            recovery = _recovery(run, micro)
         micro.value = recovery.finish()
         micro.is_finished, self._current = True, micro
         return micro.value.clone().requires_grad_().clone()
@@ -81,13 +84,19 @@ class Engine:
             work = partial(self._attached.backward, loss, **options)
             failure = self._run.ranks.attempt(work, release=partial(_cut_off, loss))
             if isinstance(failure, DidNotFit):
-                recovery = Recovery(self._run, micro, **options)
+                recovery = _recovery(self._run, micro, **options)
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
+
+    def end_run(self) -> None:
+        """Put back what a run has changed on its model."""
+        if self._run is not None:
+            self._run.ranks.end()
 
     def _run_of(self, model: nn.Module, inputs: Inputs) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         if self._run is None or self._run.state is not self._attached.trainer.state:
+            self.end_run()
             self._run = Run(self._attached, model)
             if reasons := refusals(self._attached.trainer):
                 self._run.is_refused = True
@@ -105,6 +114,10 @@ class Engine:
         if is_scaled is None:
             is_scaled = trainer.model_accepts_loss_kwargs and num_items is not None
         return 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
+
+
+def _recovery(run: Run, micro: MicroBatch, **options: Any) -> Recovery:
+    return (Recovery if run.ranks.window is None else Replay)(run, micro, **options)
 
 
 def _cut_off(loss: torch.Tensor) -> None:

@@ -152,19 +152,16 @@ class Recovery:
     def _weight(self, layout: Layout) -> Weight:
         """By which pieces add up; measured once a run."""
         if layout.name not in self._run.weights:
-            run, before = self._run, self._run.start().snapshot
-            try:
-                self._run.weights[layout.name] = certify(
-                    self._attached.trainer,
-                    run.model,
-                    self._attached.family,
-                    layout,
-                    self._micro.whole.inputs,
-                    partial(self._loss, model=run.model),
-                )
-            finally:
-                before.restore()
+            self._run.weights[layout.name] = self._measure(layout)
         return self._run.weights[layout.name]
+
+    def _measure(self, layout: Layout) -> Weight:
+        run, before = self._run, self._run.start().snapshot
+        try:
+            inputs, loss = self._micro.whole.inputs, partial(self._loss, model=run.model)
+            return certify(run.ranks, run.model, self._attached.family, layout, inputs, loss)
+        finally:
+            before.restore()
 
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
         """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""
@@ -197,6 +194,18 @@ class Recovery:
             return "open again"
         num_fit = max(1, int(limit / (whole.num_cells / whole.num) + 1e-6))
         return f"{self._count(num_fit)} of this length at once"
+
+
+def tiny_pass(run: Run, micro: MicroBatch) -> None:
+    """Forward and backward of the first tokens of one example.
+
+    Raises:
+        IndivisibleError: one example cannot be taken out.
+    """
+    inputs = find_layout(run, micro.whole.inputs).probe(micro.whole.inputs, 1)
+    with run.attached.trainer.compute_loss_context_manager():
+        loss = run.attached.compute_loss(run.model, inputs, num_items_in_batch=micro.num_items)
+    run.attached.backward(loss)
 
 
 def find_layout(run: Run, inputs: Inputs) -> Layout:

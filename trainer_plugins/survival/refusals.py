@@ -24,7 +24,9 @@ def _parallel(trainer: Trainer) -> Iterator[str]:
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed keeps state across hooks that an exception leaves half done: not supported yet"
     elif trainer.is_fsdp_enabled:
-        yield "FSDP gathers and reduces inside forward and backward, so all ranks must stop together: not supported yet"
+        from trainer_plugins.survival.ranks.fsdp2 import refusals_of_fsdp
+
+        yield from refusals_of_fsdp(trainer)
     elif kind != "NO":
         yield f"several processes ({names.get(kind, kind)}) are not supported yet"
     if args.n_gpu > 1:

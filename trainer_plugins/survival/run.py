@@ -45,11 +45,14 @@ class Run:
         self.is_refused = self.leftover_is_said = False
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
         self._parameters = tuple(model.parameters())
+        self.memo.limit = self.ranks.agreed(self.memo.limit)
 
     def start(self) -> Start:
         """The moment before an attempt."""
         allocated_bytes = self.card.read().allocated_bytes if self.card else 0
-        return Start(Snapshot(self.attached.trainer), GradientMark(self._parameters), allocated_bytes)
+        # Where a failure throws every gradient away, none has to be told from the others.
+        watched = self._parameters if self.ranks.window is None else ()
+        return Start(Snapshot(self.attached.trainer), GradientMark(watched), allocated_bytes)
 
     def has_exchanged_parameters(self) -> bool:
         """Whether the model has other parameters than when the run began."""

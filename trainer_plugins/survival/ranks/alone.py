@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.micro_batch import MicroBatch
 
 T = TypeVar("T")
 
@@ -20,6 +22,9 @@ class Alone:
         model: as the Trainer calls it, in its wrapper.
     """
 
+    window: list[MicroBatch] | None = None
+    """The micro-batches of this optimizer step, where a failure means that all of them are computed again."""
+
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         self.trainer, self.model = trainer, model
 
@@ -28,11 +33,19 @@ class Alone:
         """The model without its wrapper: computing on it reaches no other rank."""
         return self.model
 
-    def begin(self) -> None:
-        """A micro-batch begins."""
+    def begin(self, micro: MicroBatch, tiny: Callable[[], object]) -> None:
+        """A micro-batch begins; `tiny` runs forward and backward over next to nothing of it."""
 
-    def attempt(self, work: Callable[[], T], release: Callable[[], object] | None = None) -> T | DidNotFit:
-        """Run what may not fit, here or on a rank that has to stop with this one."""
+    def attempt(
+        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, is_end: bool = True
+    ) -> T | DidNotFit:
+        """Run what may not fit, here or on a rank that has to stop with this one.
+
+        Args:
+            work: what is tried.
+            release: called after a failure, to let go of what frames above this one hold.
+            is_end: whether a backward pass ends it; a forward pass alone is followed by its backward.
+        """
         return attempt(work, release, self.trainer.args.device)
 
     def failed(self, phase: str, is_last: bool) -> None:
@@ -51,3 +64,26 @@ class Alone:
     def agreed(self, limit: float) -> float:
         """The limit that holds for this rank, where it is this."""
         return limit
+
+    def most(self, here: int) -> int:
+        """The largest of what the ranks bring that have to do the same as this one."""
+        return here
+
+    def gradient(self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
+        """The gradient that this rank's examples give some parameters, in one row of numbers."""
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
+        return torch.cat(
+            [
+                torch.zeros(p.numel(), dtype=torch.float64) if g is None else g.flatten().cpu().double()
+                for p, g in zip(parameters, gradients, strict=True)
+            ]
+        )
+
+    def clear(self) -> None:
+        """Throw away every gradient of this optimizer step."""
+        for parameter in self.bare.parameters():
+            parameter.grad = None
+
+    def end(self) -> None:
+        """Put back what was changed on the model."""

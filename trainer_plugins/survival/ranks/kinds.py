@@ -8,4 +8,8 @@ from trainer_plugins.survival.ranks.alone import Alone
 
 def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
     """How the ranks of this run share a micro-batch. What is none of them was refused (`refusals.py`)."""
+    if trainer.is_fsdp_enabled:
+        from trainer_plugins.survival.ranks.fsdp2 import FSDP2  # a torch without torch.distributed has no FSDP
+
+        return FSDP2(trainer, model)
     return Alone(trainer, model)
