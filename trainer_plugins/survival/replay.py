@@ -78,12 +78,16 @@ class Replay(Recovery):
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
         """From the first on, as if nothing had been computed yet. False where it has to be begun again, with less."""
+        nums = [replay._agreed_num() for replay in todo]
         if may_measure:
-            self._weigh(todo)
-        for replay in todo:
+            try:
+                self._weigh([replay for replay, num in zip(todo, nums, strict=True) if num > 1])
+            except IndivisibleError as error:  # on every rank
+                self._give_up(str(error))
+        for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
             replay._total, replay._story.pieces, shares = None, [], []
-            for piece in replay._plan():
+            for piece in replay._plan(num):
                 loss = self._ranks.attempt(partial(replay._compute, piece, True))
                 if isinstance(loss, DidNotFit):
                     self.failed(piece, replay._micro.start, loss, replay._phase)
@@ -94,10 +98,15 @@ class Replay(Recovery):
             replay._micro.start.snapshot.merge(shares)
         return True
 
-    def _plan(self) -> list[Piece]:
-        """As many pieces as the rank needs that needs most; who cannot make so many adds some that weigh nothing."""
+    def _agreed_num(self) -> int:
+        """Of pieces: as many as the rank makes that has to make most."""
+        whole = self._micro.whole
+        here = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
+        return self._ranks.most(len(here))
+
+    def _plan(self, num: int) -> list[Piece]:
+        """So many pieces. A rank that cannot make so many adds some that weigh nothing."""
         whole, smallest = self._micro.whole, self._attached.min_micro_batch
-        num = self._ranks.most(len(sizes(whole.num, whole.num_cells, self._run.memo.limit, smallest)))
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
         parts = [whole]
         if len(cuts) > 1 and self._layout is not None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
@@ -25,6 +26,7 @@ from trainer_plugins.agreement import Agreement
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -54,6 +56,8 @@ class Ledger:
     def __init__(self) -> None:
         self._sent: list[object] = []
         self._next = 0
+        self.fail_at: int | None = None
+        """So many go out, and the next fails: to try what that leaves."""
         self.reduced: list[torch.Tensor] | None = None
         """Where it is a list: what this rank brought to each reduction."""
 
@@ -75,6 +79,8 @@ class Ledger:
                 "order than those of the one that failed, so training stops here. Detach survive_oom for this model"
             )
         if not is_sent:
+            if len(self._sent) == self.fail_at:
+                raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
             self._sent.append(collective)
         self._next += 1
         return is_sent
@@ -107,7 +113,7 @@ class FSDP2(Alone):
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self.window: list[MicroBatch] = []
-        self._step = -1
+        self._step, self._is_tried = -1, False
         self._tiny: Callable[[], object] = list
         self._votes = Agreement(trainer.args.ddp_timeout)
         self._ledger = Ledger()
@@ -144,6 +150,8 @@ class FSDP2(Alone):
             return outcome  # the vote comes after its backward pass
         failed_anywhere = self.most(isinstance(outcome, DidNotFit))
         self._settle()
+        if failed_anywhere:
+            super().clear()  # what was reduced since is worth nothing
         return DidNotFitElsewhere() if failed_anywhere and not isinstance(outcome, DidNotFit) else outcome
 
     def agreed(self, limit: float) -> float:
@@ -170,18 +178,65 @@ class FSDP2(Alone):
         return torch.cat(reduced)
 
     def clear(self) -> None:
-        """Throw away every gradient of this optimizer step, reduced or not.
+        """Throw away every gradient of this optimizer step, reduced or not. Tried, the first time, whether it holds.
 
         What a rank has not reduced yet stays where FSDP keeps it, through `reset_iter_state` too (torch 2.13), and
         would flow into the next reduction. So it is let flow into that of a pass over next to nothing, which is
         dropped. From here to the end of the micro-batch each pass reduces its gradients.
+
+        Raises:
+            torch.OutOfMemoryError: on every rank, where one cannot do even that.
+            RuntimeError: on every rank, where this torch keeps something of a pass that failed.
         """
+        self._flush()
+        if not self._is_tried:
+            self._is_tried = True
+            if self.most(not self._leaves_nothing()):
+                raise RuntimeError(
+                    f"survive_oom could not help: FSDP 2 of torch {torch.__version__} keeps something of a pass that "
+                    "failed, tried just now. Please report it"
+                )
+
+    def _flush(self) -> None:
         self.model.set_requires_gradient_sync(True)
+        self._compute(self._tiny)
+        super().clear()
+
+    def _compute(self, work: Callable[[], T]) -> T:
         for _ in range(_TRIES):
-            outcome = self.attempt(self._tiny)
-            if not isinstance(outcome, DidNotFit):
-                return super().clear()
+            if not isinstance(outcome := self.attempt(work), DidNotFit):
+                return outcome
         raise torch.OutOfMemoryError("survive_oom could not help: not one short example fits on one of the ranks")
+
+    def _leaves_nothing(self) -> bool:
+        """Whether a pass has the gradients that it had before another failed half way, unreduced, on the last rank."""
+        before = Snapshot(self.trainer)
+        first = self._compute(self._norms)
+        super().clear()
+        self.model.set_requires_gradient_sync(False)
+        self.attempt(self._fail_half_way)
+        self._flush()
+        before.restore()
+        second = self._compute(self._norms)
+        super().clear()
+        before.restore()
+        return torch.allclose(first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True)
+
+    def _norms(self) -> torch.Tensor:
+        self._tiny()
+        local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters() if p.grad is not None]
+        return torch.stack([gradient.float().norm().cpu() for gradient in local])
+
+    def _fail_half_way(self) -> None:
+        is_here = dist.get_rank() == dist.get_world_size() - 1
+        # Where weights stay gathered after the forward pass, no collective follows them.
+        self._ledger.fail_at = len(list(self._groups())) + 1 if is_here else None
+        try:
+            self._tiny()
+        finally:
+            self._ledger.fail_at = None
+        if is_here:
+            raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
 
     def _pay(self, failure: DidNotFit) -> None:
         """Take part in the collectives that peers still wait in.
