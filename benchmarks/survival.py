@@ -50,6 +50,7 @@ def microseconds_a_micro_batch(num_parameters: int, folder: str) -> float:
     for turn in range(2 * ROUNDS):
         survival = survive_oom(trainer) if turn % 2 else None
         inputs = {"labels": torch.ones(8, dtype=torch.long)}
+        trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         trainer.training_step(trainer.model, inputs)
         started = process_time()
         for _ in range(500):

@@ -23,7 +23,7 @@ from transformers import (
     default_data_collator,
 )
 
-from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
+from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog, SurviveOOM
 
 PROMPT = "The statement "
 
@@ -81,11 +81,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, help="default: 500, or 30 with --too-large")
     parser.add_argument("--length", type=int, default=128, help="tokens a sample")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--careless", action="store_true", help="without gradient checkpointing, to see it run out")
+    parser.add_argument("--too-large", action="store_true", help="a micro-batch 8 times as large, which is survived")
     options = parser.parse_args()
+    options.steps = options.steps or (30 if options.too_large else 500)
+    options.micro_batch *= 8 if options.too_large else 1
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
 
     model, tokenizer = pretrained(options.model) if options.model else byte_level_llama()
@@ -113,6 +116,9 @@ def main() -> None:
         save_only_model=True,
         report_to="none",
     )
+    callbacks = [CudaCacheCallback(interval=10), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()]
+    if options.too_large:
+        callbacks.append(SurviveOOM())
     trainer = GeneratingTrainer(
         model=model,
         args=args,
@@ -120,11 +126,14 @@ def main() -> None:
         eval_dataset=evaluation,
         processing_class=tokenizer,
         data_collator=default_data_collator,  # the blocks are of one length, and not every tokenizer can pad
-        callbacks=[CudaCacheCallback(interval=10), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()],
+        callbacks=callbacks,
     )
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     print(f"trained on {args.device}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    survived = [record for record in trainer.state.log_history if "out_of_memory_survived" in record]
+    if survived:
+        print(f"out-of-memory errors survived: {survived[-1]['out_of_memory_survived']}")
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
         (["--"], "name a command after --"),
         (["--", "no-such-command"], "cannot run no-such-command: No such file or directory"),
         (["--memory-stopp", "--", "true"], "Did you mean --memory-stop?"),
-        (["--preset", "survive", "--", "true"], "'survive' does not exist yet"),
+        (["--preset", "surviv", "--", "true"], "Did you mean survive?"),
         (["--memory-warn-fraction", "0.98", "--", "true"], "0.98 and 0.97"),
     ],
 )

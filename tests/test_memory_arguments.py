@@ -1,6 +1,7 @@
 """MemoryArguments beside TrainingArguments, on a command line and in a YAML file."""
 
 import inspect
+import pkgutil
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -8,7 +9,6 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from trainer_plugins import CudaCacheCallback, MemoryArguments, MemoryWatchdog, callbacks_from_args
 from trainer_plugins.options import _PARAMETERS
-from trainer_plugins.presets import WATCHDOG
 
 
 def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
@@ -64,8 +64,9 @@ def test_the_defaults_are_those_of_the_callbacks() -> None:
     for option in fields(MemoryArguments):
         if option.name in _PARAMETERS:
             dotted, parameter = _PARAMETERS[option.name]
-            cls = MemoryWatchdog if dotted == WATCHDOG else CudaCacheCallback
-            assert inspect.signature(cls).parameters[parameter].default == option.default, option.name
+            assert inspect.signature(pkgutil.resolve_name(dotted)).parameters[parameter].default == option.default, (
+                option.name
+            )
 
 
 @pytest.mark.parametrize(

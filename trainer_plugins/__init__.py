@@ -17,6 +17,7 @@ _HOMES = {
     "MemoryArguments": "options",
     "MemoryWatchdog": "callbacks",
     "StrategyInForce": "callbacks",
+    "SurviveOOM": "survival",
     "attach": "attachment",
     "attached": "attachment",
     "callbacks_from_args": "options",
@@ -33,6 +34,7 @@ __all__ = [
     "MemoryArguments",
     "MemoryWatchdog",
     "StrategyInForce",
+    "SurviveOOM",
     "attach",
     "attached",
     "callbacks_from_args",
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from trainer_plugins.generation import generation_memory
     from trainer_plugins.options import MemoryArguments, callbacks_from_args
     from trainer_plugins.protection import protect
-    from trainer_plugins.survival import survive_oom
+    from trainer_plugins.survival import SurviveOOM, survive_oom
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer_plugins.presets import CUDA_CACHE, WATCHDOG, nearest, preset
+from trainer_plugins.presets import CUDA_CACHE, SURVIVE, WATCHDOG, nearest, preset
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -23,6 +23,7 @@ _PARAMETERS = {
     "memory_prometheus_dir": (WATCHDOG, "prometheus_dir"),
     "memory_release_every_steps": (CUDA_CACHE, "interval"),
     "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
+    "memory_on_refusal": (SURVIVE, "on_refusal"),
 }
 
 
@@ -38,7 +39,9 @@ class MemoryArguments:
 
     memory_preset: str = field(
         default=DEFAULT_PRESET,
-        metadata={"help": "Which callbacks: observe, memory_safe, or a preset that an installed package offers."},
+        metadata={
+            "help": "Which callbacks: observe, memory_safe, survive, or a preset that an installed package offers."
+        },
     )
     memory_every_steps: int = field(
         default=1, metadata={"help": "Read the device every so many optimizer steps. (MemoryWatchdog)"}
@@ -64,6 +67,11 @@ class MemoryArguments:
         metadata={"help": "Release when some rank has cached this share of its card, 0 to 1. (CudaCacheCallback)"},
     )
 
+    memory_on_refusal: str = field(
+        default="warn",
+        metadata={"help": "Where out-of-memory errors of a run cannot be survived: warn, or error. (SurviveOOM)"},
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.memory_prometheus_dir, os.PathLike):
             self.memory_prometheus_dir = os.fspath(self.memory_prometheus_dir)
@@ -85,6 +93,8 @@ class MemoryArguments:
                 "a budget needs 0 < memory_warn_fraction <= memory_act_fraction <= 1, "
                 f"got {self.memory_warn_fraction} and {self.memory_act_fraction}"
             )
+        if self.memory_on_refusal not in ("warn", "error"):
+            raise ValueError(f"memory_on_refusal is warn or error, got {self.memory_on_refusal!r}")
         if not 0 <= self.memory_min_reclaimable_fraction <= 1:
             got = self.memory_min_reclaimable_fraction
             raise ValueError(f"memory_min_reclaimable_fraction is a share of the card, 0 to 1, got {got}")

@@ -12,6 +12,9 @@ EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
 KV_CACHE = "trainer_plugins.callbacks.KVCacheGuard"
 WATCHDOG = "trainer_plugins.callbacks.MemoryWatchdog"
 STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
+SURVIVE = "trainer_plugins.survival.SurviveOOM"
+
+_SAFE = (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class Preset:
 
 PRESETS = (
     Preset("observe", "what runs, the watchdog and its timeline; changes nothing", (STRATEGY, WATCHDOG)),
-    Preset("memory_safe", "observe, and all guards", (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG)),
+    Preset("memory_safe", "observe, and all guards", _SAFE),
+    Preset("survive", "memory_safe, and a micro-batch that does not fit is finished in pieces", (*_SAFE, SURVIVE)),
 )
 
 
@@ -35,11 +39,6 @@ def preset(name: str) -> Preset:
     Raises:
         ValueError: there is none, or what the package offers cannot be loaded or is no `Preset`.
     """
-    if name == "survive":
-        raise ValueError(
-            "the preset 'survive' does not exist yet: this version cannot survive an out-of-memory error. "
-            "Take memory_safe, which keeps away from one"
-        )
     for ours in PRESETS:
         if ours.name == name:
             return ours

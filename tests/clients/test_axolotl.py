@@ -76,7 +76,7 @@ def test_a_preset_in_the_yaml(plugin, make_trainer) -> None:
     ("yaml", "says"),
     [
         ({"memory_warn_fracton": 0.5}, "Did you mean warn_fraction"),
-        ({"memory_preset": "survive"}, "does not exist yet"),
+        ({"memory_preset": "surviv"}, "Did you mean survive"),
         ({"memory_every_steps": 0}, "counts optimizer steps"),
     ],
 )

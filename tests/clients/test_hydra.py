@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from trainer_plugins import MemoryWatchdog, callbacks
+from trainer_plugins import MemoryWatchdog
 from trainer_plugins.integrations.hydra import AttachToJob
 from trainer_plugins.presets import PRESETS
 from trainer_plugins.timeline import Sample, read_timeline
@@ -51,7 +52,7 @@ def ours(job: Path) -> list[str]:
 
 def homes(names: tuple[str, ...] | list[str]) -> list[str]:
     """`trainer_plugins.callbacks.X` -> where X is really defined."""
-    classes = [getattr(callbacks, name.rpartition(".")[2]) for name in names]
+    classes = [pkgutil.resolve_name(name) for name in names]
     return [f"{cls.__module__}.{cls.__qualname__}" for cls in classes]
 
 
@@ -78,7 +79,8 @@ def test_every_preset_reaches_every_shape(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     jobs = [tmp_path / str(number) for number in range(len(presets) * len(SHAPES))]
     for job, (preset, shape) in zip(jobs, [(p, s) for p in presets for s in SHAPES], strict=True):
-        assert ours(job) == homes(presets[preset])
+        memo = ["trainer_plugins.survival.memo.SurvivalMemo"] if preset == "survive" else []
+        assert ours(job) == homes(presets[preset]) + memo
         assert ("trainers.CudaCacheCallback" in facts(job)["callbacks"]) == (shape == "own_callbacks")
         assert ("transformers.trainer_callback.TrainerCallback" in facts(job)["callbacks"]) == (shape == "instantiates")
         # Every evaluation was seen, also that of which no callback hears (and which the Trainer then makes twice).
@@ -98,7 +100,9 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    strategy, cache, watchdog = homes(["StrategyInForce", "CudaCacheCallback", "MemoryWatchdog"])
+    strategy, cache, watchdog = homes(
+        [f"{CALLBACKS}.{name}" for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog")]
+    )
     assert ours(tmp_path) == [strategy, cache, watchdog]
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
@@ -109,7 +113,7 @@ def test_an_app_that_instantiates_callbacks_takes_ours_among_its_own(tmp_path: P
     done = run(tmp_path, "trainer=instantiates", "+trainer_plugins/callback@callbacks.watchdog=memory_watchdog")
 
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ours(tmp_path) == homes(["MemoryWatchdog"])  # and nothing was attached besides
+    assert ours(tmp_path) == homes([f"{CALLBACKS}.MemoryWatchdog"])  # and nothing was attached besides
 
 
 def test_an_installation_below_a_name_with_a_space(tmp_path: Path) -> None:
@@ -136,10 +140,8 @@ def test_help_names_the_group(tmp_path: Path) -> None:
 
     assert f"trainer_plugins: {', '.join(sorted(preset.name for preset in PRESETS))}\n" in shown
     assert "trainer_plugins/attach: method_args, process\n" in shown
-    assert (
-        "trainer_plugins/callback: cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, strategy_in_force\n"
-        in shown
-    )
+    callbacks = "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, strategy_in_force, survive_oom"
+    assert f"trainer_plugins/callback: {callbacks}\n" in shown
 
 
 def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["+trainer_plugins=survive"], "memory_safe"),  # one of those that there are
+        (["+trainer_plugins=surviv"], "memory_safe"),  # one of those that there are
         (["+trainer_plugins=memory_safe", "trainer_plugins.callbacks.cuda_cache.intervall=5"], "intervall"),
     ],
 )

@@ -78,7 +78,10 @@ def compiled():
 CASES: dict[str, tuple] = {
     "own compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss.compute_loss is not known to be a sum"),
     "compute_loss_func": ({"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func is a loss of your own"),
-    "own model": ({"model": OwnModel}, r"the loss of OwnModel \(loss_type=None\) is not known"),
+    "own model": (
+        {"model": OwnModel},
+        "OwnModel.forward is not that of transformers, and whether its loss can be divided is not known",
+    ),
     "own loss_function": ({"model": replaced_loss_function}, "loss_function of LlamaForCausalLM was replaced"),
     "batch normalization": ({"model": normalized}, r"batch normalization \(`norm`\) makes every row"),
     "contrastive": ({"model": clip}, "the loss of CLIPModel compares each example with the others"),
@@ -152,7 +155,7 @@ def test_refused_on_two_ranks(tmp_path) -> None:
     ("wrong", "why"),
     [
         ({"min_micro_batch": 0}, "min_micro_batch counts examples, 1 or more, got 0"),
-        ({"ladder": ("offload",)}, r"ladder holds names of \('checkpointing',\), got 'offload'"),
+        ({"ladder": ("offload",)}, r"ladder is a tuple of names out of \('checkpointing',\), got \('offload',\)"),
         ({"on_refusal": "ignore"}, "on_refusal is 'error' or 'warn', got 'ignore'"),
     ],
 )
@@ -230,6 +233,8 @@ def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:
         survive_oom(trainer)
         return trainer
 
-    Run(make(reentrant=False), {0: [100]})
+    in_backward = {0: [300]}
+    Run(make(reentrant=False), in_backward)
+    Run(make(reentrant=True), {0: [100]})
     with pytest.raises(torch.OutOfMemoryError, match="is used more than once under reentrant checkpointing"):
-        Run(make(reentrant=True), {0: [100]})
+        Run(make(reentrant=True), in_backward)

@@ -1,12 +1,14 @@
 """What the callbacks of one run share: its device, the timeline of its rank, and when an evaluation ended."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from weakref import ref
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from trainer_plugins.devices import Device, open_device
@@ -146,3 +148,14 @@ class EvaluationCallback(RunCallback):
         if self._evaluating:
             self._evaluating = False
             self.after_evaluation(args, state, "eval", **kwargs)
+
+
+def calling_trainer() -> Trainer | None:
+    """The Trainer whose event this is. Callbacks are handed the model without its wrapper, and no Trainer."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Only frames of methods, and none above the Trainer's: to read the variables of a frame keeps them alive.
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals["self"], Trainer):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

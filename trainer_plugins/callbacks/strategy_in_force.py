@@ -2,15 +2,13 @@
 
 import logging
 import os
-import sys
-from types import FrameType
 from typing import Any
 
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.allocator import in_force as allocator
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import read_asked
 from trainer_plugins.launch.in_force import read_in_force
@@ -38,7 +36,7 @@ class StrategyInForce(RunCallback):
         if self.is_second(state):
             return
         with self.harmless():
-            trainer = _calling_trainer(sys._getframe())
+            trainer = calling_trainer()
             self._look(args, state, trainer.model_wrapped if trainer else kwargs["model"], kwargs.get("optimizer"))
 
     def _look(self, args: TrainingArguments, state: TrainerState, wrapper: Any, optimizer: Any) -> None:
@@ -60,13 +58,3 @@ class StrategyInForce(RunCallback):
             timeline.add(Remark(step=state.global_step, finding=finding))
             if is_first:
                 logger.log(finding.severity, "%s", finding)
-
-
-def _calling_trainer(frame: FrameType | None) -> Trainer | None:
-    """The Trainer whose event this is. Callbacks are handed the model without its wrapper, and no Trainer."""
-    while frame is not None:
-        # Only frames of methods, and none above the Trainer's: to read the variables of a frame keeps them alive.
-        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals["self"], Trainer):
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None

@@ -1,5 +1,6 @@
 """Survival: a step that runs out of memory is finished in pieces, with exactly the gradient it would have had."""
 
 from trainer_plugins.survival.attach import Survival, survive_oom
+from trainer_plugins.survival.callback import SurviveOOM
 
-__all__ = ["Survival", "survive_oom"]
+__all__ = ["Survival", "SurviveOOM", "survive_oom"]

@@ -12,7 +12,7 @@ from trainer_plugins.survival.losses import Family, family_of
 from trainer_plugins.survival.marks import holds_here
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.run import Attached
+from trainer_plugins.survival.run import Attached, memo_of
 from trainer_plugins.survival.words import not_attached
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,11 @@ class Survival:
         if engine is not None:
             self._replace(trainer, "compute_loss", engine.compute_loss)
             self._replace(trainer.accelerator, "backward", engine.backward)
-            trainer.add_callback(SurvivalMemo())
+            self._replace(trainer, "prediction_step", engine.evaluation.prediction_step)
+            memo_of(trainer)
 
     def detach(self) -> None:
-        """Put back both methods, the callback, and what was switched on, as they were. Again it does nothing."""
+        """Put back the methods, the callback, and what was switched on, as they were. Again it does nothing."""
         if self._engine is None:
             return
         self._engine.is_attached = False
@@ -82,24 +83,31 @@ def survive_oom(
     Raises:
         ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing is changed then.
     """
-    if min_micro_batch < 1:
-        raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
-    if unknown := [rung for rung in ladder if rung not in RUNGS]:
-        raise ValueError(f"ladder holds names of {RUNGS}, got {unknown[0]!r}")
-    if on_refusal not in ("error", "warn"):
-        raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")
-    if "compute_loss" in vars(trainer):
-        raise ValueError("trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you")
+    check_options(min_micro_batch, ladder, on_refusal)
     reasons, family = refusals(trainer), family_of(trainer)
     if not holds_here():
         reasons.append("this version of torch does not finish gradients one by one, tried just now: please report it")
     if not isinstance(family, Family):
         reasons.append(family)
     if isinstance(family, Family) and not reasons:
-        originals = (trainer.compute_loss, trainer.accelerator.backward)
+        originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
         attached = Attached(trainer, family, min_micro_batch, tuple(ladder), on_refusal == "error", *originals)
         return Survival(trainer, Engine(attached))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
     SurvivalMemo().remark(trainer.args, 0, not_attached(reasons))
     return Survival(trainer, None)
+
+
+def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) -> None:
+    """Look at what the user chose.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+    if min_micro_batch < 1:
+        raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
+    if isinstance(ladder, str) or any(rung not in RUNGS for rung in ladder):
+        raise ValueError(f"ladder is a tuple of names out of {RUNGS}, got {ladder!r}")
+    if on_refusal not in ("error", "warn"):
+        raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")

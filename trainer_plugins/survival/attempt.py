@@ -12,6 +12,8 @@ from trainer_plugins.oom import OutOfMemory, classify
 
 T = TypeVar("T")
 
+_NUM_FRAMES = 8
+
 
 class DidNotFit:
     """An attempt that ran out of memory: what the error said, and how long the attempt took. Holds no tensor."""
@@ -20,18 +22,25 @@ class DidNotFit:
         self.words = str(error)
         self.is_certain = found.is_certain
         """Whether it says that it is an out-of-memory error: a full card has cuBLAS, for one, say something else."""
+        self.where = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
+        """The last frames, in words."""
         self.seconds = seconds
 
     @property
     def first_line(self) -> str:
         return self.words.strip().partition("\n")[0][:300]
 
+    def as_error(self, why_not: str) -> Exception:
+        """The error once more, with what stood in the way of surviving it."""
+        kind = torch.OutOfMemoryError if self.is_certain else RuntimeError
+        return kind(f"{self.words}\nsurvive_oom could not help: {why_not}\nIt failed first in:\n{self.where}")
+
 
 class DidNotFitElsewhere(DidNotFit):
     """This rank's own attempt fitted; that of another did not."""
 
     def __init__(self) -> None:
-        self.words, self.is_certain, self.seconds = "another rank ran out of memory", True, 0.0
+        self.words, self.is_certain, self.where, self.seconds = "another rank ran out of memory", True, "", 0.0
 
 
 def attempt(

@@ -1,138 +1,170 @@
 """Certificate: before anything is divided, measure on a few short examples of it that gradients add up."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.attempt import DidNotFit
+from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.finality import Watch, gradients_aside, is_reentrant, small_parameters, without_dropout
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
-from trainer_plugins.survival.losses import Family, bare_model
+from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import frozen
-from trainer_plugins.survival.ranks import Alone
 from trainer_plugins.survival.weights import Weight, relative_error
 
-# What rounding makes of a right weight, and less than what a wrong one does: 5 % was the least of those tried. A loss
-# is often taken in float32, whatever the model is in; and in float32 there may be TF32.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-3}
+if TYPE_CHECKING:
+    from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+
+# What rounding makes of a right weight, and less than what a wrong one does. A loss is often taken in float32, whatever
+# the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in bfloat16, at 16 and 28 layers.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+_TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
-_PROBED_NUMBERS = 1 << 20
 _EXAMPLES = (4, 3, 2)
 
+_NO_ROOM = "there was no room to measure whether its loss can be divided ({})"
+
+# Of a parameter that gets a hundredth of what the one with the most gets, rounding is all there may be.
+_LEAST_FRACTION = 1e-2
+
 Loss = Callable[[Inputs], torch.Tensor]
+_Measure = list[torch.Tensor]
+"""One tensor a parameter or a reduction, or the loss alone."""
 
 
-def certify(ranks: Alone, model: nn.Module, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
+def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
     """The weight by which the gradients of two parts of a probe add up to that of the probe.
 
     Gradients and not losses: a coupled loss can be equal in value and wrong in gradient. Necessary, and no proof: the
-    proof is the list in `losses.py`. Takes three small forward and backward passes, once; nothing is left behind but
-    random numbers drawn, and metrics counted, which the caller puts back. Ranks that compute together measure together,
-    and one without two examples lends itself to the others.
+    proof is the list in `losses.py`. Takes up to four small forward and backward passes, once; nothing is left behind
+    but random numbers drawn, and metrics counted, which the caller puts back.
 
     Raises:
-        IndivisibleError: no weight of this family fits, or there was no room to measure.
+        IndivisibleError: no weight of this family fits, a part cannot be computed, or there was no room to measure.
     """
-    num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 1)
-    probe = layout.probe(inputs, num)
-    parts = [layout.take(probe, 0, 1), layout.take(probe, 1, num)] if num > 1 else [probe, probe]
-    parameters = _probed(model)
-    measured: list[torch.Tensor] = []
-    with _without_dropout(model), frozen(set(model.parameters()) - set(parameters)), _uses(model) as uses:
-        for some in (probe, *parts):
-            gradient = ranks.attempt(partial(ranks.gradient, partial(loss, some), parameters))
+    probe = _Probe(layout, inputs)
+    parameters = small_parameters(model)
+    unwatched = set(model.parameters()) - set(parameters)
+    with gradients_aside(model), frozen(unwatched), Watch(model) as watch:
+        measured = _measured(model, lambda some: _gradient(loss, some, parameters), probe)
+    return _chosen(probe.errors(family, measured), _tolerance(trainer, parameters, watch), "gradient")
+
+
+def certify_together(ranks: "FSDP2", family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
+    """The same where each pass is one of all ranks. A rank without two examples lends itself to the others.
+
+    Every rank makes three passes, so all of them without dropout; and they come to the same end. There must be no
+    gradient yet.
+
+    Raises:
+        IndivisibleError: as above, on every rank.
+    """
+    probe = _Probe(layout, inputs) if layout.count(inputs) > 1 else None
+    parameters = small_parameters(ranks.model)
+    unwatched = set(ranks.model.parameters()) - set(parameters)
+    measured: list[_Measure] = []
+    with frozen(unwatched), without_dropout(ranks.model), Watch(ranks.model) as watch:
+        for some in probe or [layout.probe(inputs, 1)] * 3:
+            gradient = ranks.attempt(partial(ranks.gradient, partial(loss, some)))
             if isinstance(gradient, DidNotFit):
-                words = gradient.first_line
-                raise IndivisibleError(f"there was no room to measure whether its loss can be divided ({words})")
+                raise IndivisibleError(_NO_ROOM.format(gradient.first_line))
             measured.append(gradient)
-    if shared := _shared_under_reentrant_checkpointing(model, uses):
-        raise IndivisibleError(
-            f"`{shared}` is used more than once under reentrant checkpointing, which finishes its gradient in parts: "
-            'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
-        )
-    whole, *gradients = measured
-    errors = {
-        weight: relative_error(whole, gradients, _factors(weight, probe, parts, num)) if num > 1 else 0.0
-        for weight in family.weights
+    errors = probe.errors(family, measured) if probe else dict.fromkeys(family.weights, 0.0)
+    together = {
+        weight: ranks.most(round(1e9 * error) if error < 1 else 10**9) / 1e9 for weight, error in errors.items()
     }
-    errors = {weight: _largest(ranks, error) for weight, error in errors.items()}
-    tolerance = _tolerance(ranks.trainer, parameters)
+    return _chosen(together, _tolerance(ranks.trainer, parameters, watch), "gradient")
+
+
+def certify_values(trainer: Trainer, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
+    """The same where no gradient is computed: the weight by which the losses add up. Three small forward passes.
+
+    Raises:
+        IndivisibleError: as above.
+    """
+    probe = _Probe(layout, inputs)
+    with Watch(trainer.model) as watch:
+        measured = _measured(trainer.model, lambda some: [loss(some).detach().cpu().double().reshape(1)], probe)
+    tolerance = _tolerance(trainer, list(trainer.model.parameters()), watch)
+    return _chosen(probe.errors(family, measured), tolerance, "loss")
+
+
+def _measured(model: nn.Module, measure: Callable[[Inputs], list[torch.Tensor]], probe: "_Probe") -> list[_Measure]:
+    """Of each part of a probe. As the model trains, where two passes agree on the same; else without its dropout."""
+
+    def work() -> list[_Measure]:
+        whole, *parts = probe
+        if not is_reentrant(model):  # which torch.autograd.grad does not pass through
+            first = measure(whole)
+            if all(torch.equal(*pair) for pair in zip(first, measure(whole), strict=True)):
+                return [first, *map(measure, parts)]
+        with without_dropout(model):
+            return [measure(some) for some in probe]
+
+    try:
+        measured = attempt(work)
+    except Exception as error:  # the model's own, about a size or a mode that it does not meet in training
+        raise IndivisibleError(f"a part of it cannot be computed: {type(error).__name__}: {error}") from error
+    if isinstance(measured, DidNotFit):
+        raise IndivisibleError(_NO_ROOM.format(measured.first_line))
+    return measured
+
+
+class _Probe:
+    """A few short examples, then the first of them, then the others. Iterating gives the inputs of the three."""
+
+    def __init__(self, layout: Layout, inputs: Inputs) -> None:
+        self._num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 0)
+        whole = layout.probe(inputs, self._num)
+        self._inputs = (whole, layout.take(whole, 0, 1), layout.take(whole, 1, self._num))
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return iter(self._inputs)
+
+    def errors(self, family: Family, measured: list[_Measure]) -> dict[Weight, float]:
+        """By each weight, how far what was measured of the parts is from that of the whole."""
+        return {weight: _worst_error(measured, self._factors(weight)) for weight in family.weights}
+
+    def _factors(self, weight: Weight) -> list[float]:
+        whole, first, others = self._inputs
+        total = weight.of(whole, self._num)
+        return [weight.share(weight.of(first, 1), total), weight.share(weight.of(others, self._num - 1), total)]
+
+
+def _chosen(errors: dict[Weight, float], tolerance: float, what: str) -> Weight:
+    """The first weight by which parts add up.
+
+    Raises:
+        IndivisibleError: there is none.
+    """
     for weight, error in errors.items():
         if error <= tolerance:
             return weight
     tried = ", ".join(f"{weight.name}: {error:.1e}" for weight, error in errors.items())
-    raise IndivisibleError(f"its gradient is not the sum of its parts' (off by, if it is {tried})")
+    raise IndivisibleError(f"its {what} is not the sum of its parts' (off by, if it is {tried})")
 
 
-def _largest(ranks: Alone, error: float) -> float:
-    """Over the ranks, in steps of 1e-9; what is above 1, or no number, is 1."""
-    return ranks.most(round(1e9 * error) if error < 1 else 10**9) / 1e9
+def _worst_error(measured: list[_Measure], factors: list[float]) -> float:
+    """How far the weighted parts are from the whole, relative to it, for the parameter where they are farthest."""
+    whole, *parts = measured
+    least = _LEAST_FRACTION * max(float(one.norm()) for one in whole)
+    pairs = zip(whole, zip(*parts, strict=True), strict=True)
+    return max(relative_error(one, list(some), factors, least) for one, some in pairs)
 
 
-def _factors(weight: Weight, probe: Inputs, parts: list[dict[str, object]], num: int) -> list[float]:
-    whole = weight.of(probe, num)
-    return [weight.share(weight.of(part, size), whole) for part, size in zip(parts, (1, num - 1), strict=True)]
+def _gradient(loss: Loss, inputs: Inputs, parameters: list[nn.Parameter]) -> _Measure:
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss(inputs), parameters, allow_unused=True)
+    pairs = zip(parameters, gradients, strict=True)
+    return [torch.zeros(1).double() if g is None else g.flatten().cpu().double() for p, g in pairs]
 
 
-def _probed(model: nn.Module) -> list[nn.Parameter]:
-    """Small parameters of every depth (norms, biases, adapters): they see every coupling, and cost little."""
-    chosen: list[nn.Parameter] = []
-    room = _PROBED_NUMBERS
-    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=nn.Parameter.numel):
-        room -= parameter.numel()
-        if room < 0 and chosen:
-            break
-        chosen.append(parameter)
-    return chosen
-
-
-def _tolerance(trainer: Trainer, parameters: list[nn.Parameter]) -> float:
-    if trainer.accelerator.mixed_precision != "no":
+def _tolerance(trainer: Trainer, parameters: list[nn.Parameter], watch: Watch) -> float:
+    if trainer.accelerator.mixed_precision != "no" or watch.is_autocast:
         return _TOLERANCE_LOW
-    return max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in parameters)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Children in eval mode, so that all passes compute the same; the model itself stays in training: TRL asks it."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, training in modes:
-        module.training = training and module is model
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def _uses(model: nn.Module) -> Iterator[dict[nn.Parameter, int]]:
-    """Count in how many calls of a module each parameter is used, over all passes inside."""
-    uses: dict[nn.Parameter, int] = {}
-
-    def count(module: nn.Module, _: object) -> None:
-        for parameter in module.parameters(recurse=False):
-            uses[parameter] = uses.get(parameter, 0) + 1
-
-    hooks = [module.register_forward_pre_hook(count) for module in model.modules()]
-    try:
-        yield uses
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _shared_under_reentrant_checkpointing(model: nn.Module, uses: dict[nn.Parameter, int]) -> str | None:
-    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()
-                 if getattr(m, "gradient_checkpointing", False)]  # fmt: skip
-    if not any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions):
-        return None
-    base = bare_model(model)
-    ends = [get() for name in ("get_input_embeddings", "get_output_embeddings") if (get := getattr(base, name, None))]
-    outside = {p for end in ends if end is not None for p in end.parameters()}  # tied, and no checkpoint around them
-    often = [n for n, p in model.named_parameters() if p.requires_grad and p not in outside and uses.get(p, 0) > 3]
-    return often[0] if often else None
+    tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in parameters)
+    return max(tolerance, _TOLERANCE_TF32) if torch.get_float32_matmul_precision() != "highest" else tolerance

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt import DidNotFit
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs
+from trainer_plugins.survival.evaluation import Evaluation
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
-from trainer_plugins.survival.recovery import Recovery, find_layout, tiny_pass
+from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.replay import Replay
-from trainer_plugins.survival.run import Attached, Run
+from trainer_plugins.survival.replay import Replay, tiny_pass
+from trainer_plugins.survival.run import Attached, Run, memo_of
 
 
 class Engine:
@@ -36,6 +37,7 @@ class Engine:
         self._attached = attached
         self._run: Run | None = None
         self._current: MicroBatch | None = None
+        self.evaluation = Evaluation(attached)
 
     def compute_loss(
         self,
@@ -45,8 +47,13 @@ class Engine:
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
+        # Under FSDP a part of a batch would take collectives that the other ranks do not wait for.
+        is_alone = not self._attached.trainer.is_fsdp_enabled
+        if self.is_attached and is_alone and not model.training and not torch.is_grad_enabled():
+            return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
-        run = self._run_of(model, inputs) if is_training and self.is_attached else None
+        is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
+        run = self._run_of(model, inputs) if is_ours else None
         if run is None or run.is_refused:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -54,31 +61,41 @@ class Engine:
         # A copy for each attempt: trainers take labels out of theirs, and put flags in.
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
         run.ranks.begin(micro, partial(tiny_pass, run, micro))
-        # A limit is the same on all ranks that divide together, so all of them ask, or none.
+        # Ranks that divide together have one limit, so all of them ask, or none.
         if math.isinf(run.memo.limit) or not run.ranks.most(micro.whole.num_cells > run.memo.limit):
             loss = run.ranks.attempt(
                 partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch),
                 is_end=False,
             )
             if not isinstance(loss, DidNotFit):
-                micro.value, self._current = loss.detach(), micro
-                return loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
+                loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
+                micro.value, micro.end, self._current = loss.detach(), loss.grad_fn, micro
+                return loss
             recovery = _recovery(run, micro)
             recovery.failed(micro.whole, micro.start, loss, "forward")
         else:
             recovery = _recovery(run, micro)
         micro.value = recovery.finish()
         micro.is_finished, self._current = True, micro
-        return micro.value.clone().requires_grad_().clone()
+        loss = _stand_in(micro.value)
+        micro.end = loss.grad_fn
+        return loss
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """In the place of `trainer.accelerator.backward`."""
         micro, self._current = self._current, None
         if micro is None or self._run is None:
             self._attached.backward(loss, **options)
-        elif micro.is_finished:
-            if wrong := _wrong_scale(micro, loss):
+            return
+        if foreign := _adds_something(loss, micro.end):
+            self._run.is_refused = True
+        micro.end = None
+        if micro.is_finished:
+            if wrong := foreign or _wrong_scale(micro, loss):
                 raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
+        elif foreign:
+            self._run.refuse([foreign])
+            self._attached.backward(loss, **options)
         else:
             # The caller's frames hold the loss, and with it the graph.
             work = partial(self._attached.backward, loss, **options)
@@ -97,14 +114,17 @@ class Engine:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         if self._run is None or self._run.state is not self._attached.trainer.state:
             self.end_run()
-            self._run = Run(self._attached, model)
+            self._run, self._current = Run(self._attached, model), None
             if reasons := refusals(self._attached.trainer):
                 self._run.is_refused = True
                 self._run.refuse(reasons)
             try:
-                find_layout(self._run, inputs)
+                find_layout(self._attached.family.layouts, inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
+        if self._current is not None and not self._run.is_refused:
+            self._current, self._run.is_refused = None, True
+            self._run.refuse(["training_step does not call accelerator.backward once for each compute_loss"])
         return self._run
 
     def _scale(self, num_items: torch.Tensor | int | None) -> float:
@@ -118,6 +138,33 @@ class Engine:
 
 def _recovery(run: Run, micro: MicroBatch, **options: Any) -> Recovery:
     return (Recovery if run.ranks.window is None else Replay)(run, micro, **options)
+
+
+def _stand_in(value: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward has been done."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError(
+            "backward was not called by trainer.accelerator: the gradients of this step are wrong: detach survive_oom"
+        )
+
+    leaf = value.clone().requires_grad_()
+    leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
+    return leaf.clone()
+
+
+def _adds_something(loss: torch.Tensor, end: Any) -> str:
+    """Whether `training_step` made the loss of more than what `compute_loss` gave it. Goes through what it added."""
+    seen, nodes = {end}, [loss.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if hasattr(node, "variable"):
+            return "training_step adds a term to the loss, whose gradient pieces would lack"
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return ""
 
 
 def _cut_off(loss: torch.Tensor) -> None:

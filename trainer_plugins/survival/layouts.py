@@ -1,6 +1,6 @@
 """Layouts: how the examples lie in a micro-batch, and how to take some of them out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,9 @@ class Layout(Protocol):
     def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
         """Those from `start` to before `stop`."""
 
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """What a model gave for all parts, in order, as it would have given it for the whole."""
+
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         """The first few, short, the first one shortest: a mean over tokens then differs from one over rows."""
 
@@ -53,6 +56,8 @@ class Rows:
         num_rows = _num_rows(inputs)
         for name, value in inputs.items():
             length = _length(value)
+            if name == "position_ids" and _dims(value) > 2:
+                raise IndivisibleError("`position_ids` has one plane a kind of position, so it is not cut by rows")
             if length is not None and length not in self._lengths(num_rows):
                 raise IndivisibleError(f"`{name}` has {length} rows where the others have {num_rows}")
         return num_rows // self.per_example
@@ -61,8 +66,14 @@ class Rows:
         num_rows = _num_rows(inputs)
         return {name: self._cut(value, num_rows, start, stop) for name, value in inputs.items()}
 
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts)
+
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         few = self.take(inputs, 0, num)
+        labels: Any = few.get("labels")
+        if num > 2 and _dims(labels) == 1 and not labels.is_floating_point():  # classes: one of them does not count
+            few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)}
         if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
             return few  # a mask of four dimensions, features of three: what belongs to which column is not known
@@ -94,6 +105,10 @@ class Pairs(Rows):
 
     name, unit = "pairs", "pairs"
     per_example = 2
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[which] for which in (0, 1) for half in halves])
 
     def _lengths(self, num_rows: int) -> tuple[int, ...]:
         return (num_rows, num_rows // 2)
@@ -129,6 +144,9 @@ class Packed:
     def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
         return self._of_spans(inputs, self._spans(inputs)[start:stop])
 
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts, dim=1)
+
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         spans = [(begin, min(end, begin + PROBE_TOKENS)) for begin, end in self._spans(inputs)[:num]]
         spans[0] = (spans[0][0], min(spans[0][1], spans[0][0] + PROBE_TOKENS // 3))
@@ -163,6 +181,18 @@ class Packed:
             else:
                 taken[name] = value[:, columns.to(value.device)] if _dims(value) >= 2 else value
         return taken
+
+
+def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
+    """How the examples lie.
+
+    Raises:
+        IndivisibleError: in none of these ways.
+    """
+    for layout in layouts:
+        if layout.count(inputs) > 0:
+            return layout
+    raise IndivisibleError("it holds no tensor with examples in it")
 
 
 def _dims(value: Any) -> int:

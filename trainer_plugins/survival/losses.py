@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.layouts import Layout, Packed, Pairs, Rows
-from trainer_plugins.survival.weights import NEXT_TOKENS, ROWS, SUM, TOKENS, Weight
+from trainer_plugins.survival.weights import LABELLED_ROWS, NEXT_TOKENS, ROWS, SUM, TOKENS, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Family:
 
 _CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS), NEXT_TOKENS)
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
-_CLASSES = Family((Rows(),), (ROWS, SUM), ROWS)
+_LM_HEAD = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  # GPT-2 shifts its labels, XLM does not
+_CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
 
@@ -78,6 +79,8 @@ def family_of(trainer: Trainer) -> Family | str:
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func is a loss of your own, and whether it can be divided is not known"
+    if getattr(trainer.compute_loss, "__module__", "").partition(".")[0] != library:
+        return "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)
     if (library, name) == ("trl", "SFTTrainer"):
@@ -94,10 +97,15 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     kind, loss = type(model).__name__, getattr(model, "loss_type", None)
     if "return_loss" in inspect.signature(model.forward).parameters:
         return f"the loss of {kind} compares each example with the others of the micro-batch"
+    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
+    if not owner.__module__.startswith("transformers.") and "loss_type" not in vars(owner):
+        return f"{owner.__name__}.forward is not that of transformers, and whether its loss can be divided is not known"
     if "_loss_function" in vars(model):
         return f"the loss_function of {kind} was replaced, and whether it can be divided is not known"
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
+    if loss is None and kind.endswith("LMHeadModel"):
+        return _LM_HEAD
     return _BY_MODEL.get(loss or "", f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples")
 
 

@@ -33,6 +33,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.learned_on: list[Any] = []
         """The size of the card, and whether activations were checkpointed anyway: the limit holds for no other."""
         self._num_logged = 0
+        self.is_in_step = False
+        """Whether a step is being computed: what others compute between steps is none of ours."""
 
     def state(self) -> dict[str, Any]:
         kept = {"rungs": self.rungs, "num_survived": self.num_survived, "learned_on": self.learned_on}
@@ -47,6 +49,16 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             self._recall(args, state, kwargs["model"])
             if said := create_states(kwargs["optimizer"]):
                 logger.warning("%s", said)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.is_in_step = True
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.is_in_step = False
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.num_survived > self._num_logged and state.log_history:
@@ -72,7 +84,6 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         learned_on = [card.read().total_bytes if card else 0, is_checkpointing(model) and not self.rungs]
         if learned_on != self.learned_on:
             self.limit, self.rungs, self.learned_on = math.inf, [], learned_on
-        for rung in self.rungs:
-            climb(rung, model)
+        self.rungs = [rung for rung in self.rungs if climb(rung, model)]  # what the user has on by now is the user's
         if not math.isinf(self.limit):
             logger.info("no more than %d tokens (rows x padded length) at once, as this run learned before", self.limit)

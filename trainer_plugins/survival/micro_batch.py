@@ -1,6 +1,7 @@
 """A micro-batch on its way from `compute_loss` to the end of `backward`, and the pieces it is divided into."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,9 @@ class MicroBatch:
     start: Start
     value: torch.Tensor | None = None
     """The loss as the caller got it, without its graph."""
+
+    end: Any = None
+    """The last node of the graph that the caller got, until its backward begins."""
 
     is_finished: bool = False
     """Whether its backward has been done, in pieces."""

@@ -29,7 +29,11 @@ def create_states(optimizer: Any) -> str | None:
         return "SGD with dampening makes its momentum of the first gradient: an OOM in the first step ends the run"
     if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
         return "the optimizer has step hooks, so its states appear in the first step: an OOM there ends the run"
-    failed = attempt(lambda: _step_of_nothing(inner))
+    try:
+        failed = attempt(lambda: _step_of_nothing(inner))
+    except Exception:
+        inner.state.clear()
+        raise
     if isinstance(failed, DidNotFit):
         inner.state.clear()
         return f"weights, gradients and the states of {type(inner).__name__} may not fit together: {failed.first_line}"
@@ -60,6 +64,6 @@ def _step_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter
     before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
     group["params"] = [parameter]
     try:
-        optimizer.step()
+        type(optimizer).step(optimizer)  # a wrapper around this one's counts, or schedules
     finally:
         parameter.grad = before

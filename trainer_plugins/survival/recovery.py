@@ -2,6 +2,8 @@
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,8 +13,9 @@ from torch import nn
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
+from trainer_plugins.survival.finality import what_is_never_final
 from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -31,7 +34,7 @@ class Recovery:
         self._layout: Layout | None = None
         self._why_whole = ""
         try:
-            self._layout = find_layout(run, micro.whole.inputs)
+            self._layout = find_layout(run.attached.family.layouts, micro.whole.inputs)
         except IndivisibleError as error:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(micro.whole.inputs) if self._layout else 1
@@ -66,10 +69,12 @@ class Recovery:
             why_not = "the model has other parameters than when training began, and their gradients were not watched"
         if why_not:
             self._give_up(why_not)
-        piece.final |= start.mark.changed()
         start.snapshot.restore()
         self._look_for_leftover(start)
         self._make_room(piece)
+        if changed := start.mark.changed():
+            self._check_finality()
+            piece.final |= changed
 
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
@@ -103,9 +108,7 @@ class Recovery:
     def _give_up(self, why: str) -> NoReturn:
         """Say why, and let the error of the first attempt go on."""
         self._run.say(self._story.refused(self._what(self._micro.whole), why))
-        first = self._story.failures[0]
-        kind = torch.OutOfMemoryError if first.is_certain else RuntimeError
-        raise kind(f"{first.words}\nsurvive_oom could not help: {why}")
+        raise self._story.failures[0].as_error(why)
 
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
         """Forward and backward of a piece, as the Trainer would do them."""
@@ -149,17 +152,35 @@ class Recovery:
                 return
         self._give_up(why or f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on")
 
+    def _check_finality(self) -> None:
+        """Measured once a run: whether the gradients that have changed are those of the whole pass."""
+        run, inputs = self._run, self._micro.whole.inputs
+        if run.is_final:
+            return
+        probe = self._layout.probe(inputs, 1) if self._layout else inputs
+        with self._measuring():
+            why = what_is_never_final(run.model, partial(self._loss, probe, run.model))
+        if why:
+            self._give_up(why)
+        run.is_final = True
+
     def _weight(self, layout: Layout) -> Weight:
         """By which pieces add up; measured once a run."""
-        if layout.name not in self._run.weights:
-            self._run.weights[layout.name] = self._measure(layout)
-        return self._run.weights[layout.name]
+        run, attached = self._run, self._attached
+        if layout.name not in run.weights:
+            loss = partial(self._loss, model=run.model)
+            with self._measuring():
+                run.weights[layout.name] = certify(
+                    attached.trainer, run.model, attached.family, layout, self._micro.whole.inputs, loss
+                )
+        return run.weights[layout.name]
 
-    def _measure(self, layout: Layout) -> Weight:
-        run, before = self._run, self._run.start().snapshot
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """What a measurement draws and counts is put back."""
+        before = self._run.start().snapshot
         try:
-            inputs, loss = self._micro.whole.inputs, partial(self._loss, model=run.model)
-            return certify(run.ranks, run.model, self._attached.family, layout, inputs, loss)
+            yield
         finally:
             before.restore()
 
@@ -174,11 +195,12 @@ class Recovery:
     def _look_for_leftover(self, start: Start) -> None:
         if self._run.card is None or self._run.leftover_is_said:
             return
-        expected_bytes = start.allocated_bytes + start.mark.new_bytes()
-        finding = leftover(self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer)
-        if finding is not None:
-            self._run.leftover_is_said = True
-            self._run.say(finding)
+        with self._run.memo.harmless():
+            expected_bytes = start.allocated_bytes + start.mark.new_bytes()
+            finding = leftover(self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer)
+            if finding is not None:
+                self._run.leftover_is_said = True
+                self._run.say(finding)
 
     def _count(self, num: int) -> str:
         unit = self._layout.unit if self._layout else "examples"
@@ -194,27 +216,3 @@ class Recovery:
             return "open again"
         num_fit = max(1, int(limit / (whole.num_cells / whole.num) + 1e-6))
         return f"{self._count(num_fit)} of this length at once"
-
-
-def tiny_pass(run: Run, micro: MicroBatch) -> None:
-    """Forward and backward of the first tokens of one example.
-
-    Raises:
-        IndivisibleError: one example cannot be taken out.
-    """
-    inputs = find_layout(run, micro.whole.inputs).probe(micro.whole.inputs, 1)
-    with run.attached.trainer.compute_loss_context_manager():
-        loss = run.attached.compute_loss(run.model, inputs, num_items_in_batch=micro.num_items)
-    run.attached.backward(loss)
-
-
-def find_layout(run: Run, inputs: Inputs) -> Layout:
-    """How the examples lie.
-
-    Raises:
-        IndivisibleError: they lie in none of the ways that the Trainer's loss is known for.
-    """
-    for layout in run.attached.family.layouts:
-        if layout.count(inputs) > 0:
-            return layout
-    raise IndivisibleError("it holds no tensor with examples in it")

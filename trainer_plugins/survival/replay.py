@@ -10,17 +10,33 @@ Every decision is one of all ranks: each asks the same questions (`ranks.most`) 
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
+from trainer_plugins.survival.certificate import certify_together
 from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError
+from trainer_plugins.survival.layouts import IndivisibleError, find_layout
 from trainer_plugins.survival.limit import even, lower, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.run import Run
+
+if TYPE_CHECKING:
+    from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+
+
+def tiny_pass(run: Run, micro: MicroBatch) -> None:
+    """Forward and backward of the first tokens of one example.
+
+    Raises:
+        IndivisibleError: one example cannot be taken out.
+    """
+    inputs = find_layout(run.attached.family.layouts, micro.whole.inputs).probe(micro.whole.inputs, 1)
+    with run.attached.trainer.compute_loss_context_manager():
+        loss = run.attached.compute_loss(run.model, inputs, num_items_in_batch=micro.num_items)
+    run.attached.backward(loss)
 
 
 class Replay(Recovery):
@@ -28,7 +44,7 @@ class Replay(Recovery):
 
     def __init__(self, run: Run, micro: MicroBatch, **options: Any) -> None:
         super().__init__(run, micro, **options)
-        self._ranks = run.ranks
+        self._ranks = cast("FSDP2", run.ranks)
         self._total: torch.Tensor | None = None
 
     def failed(
@@ -50,12 +66,12 @@ class Replay(Recovery):
             why_not = why_not or "the model has other parameters than when training began"
         self._agree_to_go_on(why_not or self._why_whole)
         self._ranks.clear()
-        self._look_for_leftover(self._window[0].start)
+        self._look_for_leftover(self._ranks.window[0].start)
         self._make_room_for(piece if is_here else None)
 
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
-        window = [*(type(self)(self._run, micro, **self._options) for micro in self._window[:-1]), self]
+        window = [*(type(self)(self._run, micro, **self._options) for micro in self._ranks.window[:-1]), self]
         is_clear = bool(self._story.failures)
         if not is_clear and self._ranks.most(any(micro._lacks_weight() for micro in window)):
             self._ranks.clear()  # to measure takes the place that gradients have
@@ -70,11 +86,6 @@ class Replay(Recovery):
             )
         assert self._total is not None
         return self._total
-
-    @property
-    def _window(self) -> list[MicroBatch]:
-        assert self._ranks.window is not None
-        return self._ranks.window
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
         """From the first on, as if nothing had been computed yet. False where it has to be begun again, with less."""
@@ -146,7 +157,9 @@ class Replay(Recovery):
         for replay in replays:
             lacks = replay._lacks_weight()
             if self._ranks.most(lacks) and replay._layout is not None:
-                weight = replay._measure(replay._layout)
+                inputs, loss = replay._micro.whole.inputs, partial(replay._loss, model=self._run.model)
+                with self._measuring():
+                    weight = certify_together(self._ranks, self._attached.family, replay._layout, inputs, loss)
                 if lacks:
                     self._run.weights[replay._layout.name] = weight
 

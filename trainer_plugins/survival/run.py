@@ -21,7 +21,7 @@ from trainer_plugins.survival.words import not_attached
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A Trainer, what was found out about it, what the user wants, and the two methods as they were."""
+    """A Trainer, what was found out about it, what the user wants, and the methods as they were."""
 
     trainer: Trainer
     family: Family
@@ -30,6 +30,18 @@ class Attached:
     strict: bool
     compute_loss: Callable[..., Any]
     backward: Callable[..., Any]
+    prediction_step: Callable[..., Any]
+
+
+def memo_of(trainer: Trainer) -> SurvivalMemo:
+    """The memo of a Trainer, which gets one where it has none, or none any more."""
+    callbacks = trainer.callback_handler.callbacks
+    if (memo := next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)) is None:
+        memo = SurvivalMemo()
+        trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
+        # The Trainer fills this in when it begins, and does not save a callback's state without it.
+        trainer.state.stateful_callbacks.setdefault(SurvivalMemo.__name__, memo.state())
+    return memo
 
 
 class Run:
@@ -43,6 +55,8 @@ class Run:
         self.weights: dict[str, Weight] = {}
         """Those that have their certificate, by the name of the layout."""
         self.is_refused = self.leftover_is_said = False
+        self.is_final = False
+        """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
         self._parameters = tuple(model.parameters())
         self.memo.limit = self.ranks.agreed(self.memo.limit)
@@ -61,8 +75,7 @@ class Run:
     @property
     def memo(self) -> SurvivalMemo:
         """The run's own, which transformers may have exchanged at resume."""
-        callbacks = self.attached.trainer.callback_handler.callbacks
-        return next(callback for callback in callbacks if isinstance(callback, SurvivalMemo))
+        return memo_of(self.attached.trainer)
 
     def refuse(self, reasons: list[str]) -> None:
         """Say what speaks against this run, before anything of it is computed.

@@ -1,20 +1,22 @@
 """Snapshot: what an attempt moves besides gradients, to be put back before the next one."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Trainer
 
-# Where TRL's trainers collect what they log: lists by name, under "train". The second name is that of trl before 1.0.
+# Where TRL's trainers collect what they log: lists by name, under "train" and "eval". The second is that of trl < 1.0.
 _METRICS = ("_metrics", "_stored_metrics")
 
 
 class Snapshot:
-    """The random generators, of the CPU and of the device, and what a TRL trainer has counted. Costs microseconds."""
+    """The random generators of Python, numpy, torch and the device, and what a TRL trainer has counted."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._cpu = torch.get_rng_state()
+    def __init__(self, trainer: Trainer, mode: str = "train") -> None:
+        self._trainer, self._mode = trainer, mode
+        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
         device = trainer.args.device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._card = self._module.get_rng_state(device) if self._module else None
@@ -27,6 +29,8 @@ class Snapshot:
     def restore(self) -> None:
         """As if what came after had not been."""
         torch.set_rng_state(self._cpu)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
         if self._module:
             self._module.set_rng_state(self._card, self._trainer.args.device)
         if self._num_tokens is not None:
@@ -55,7 +59,7 @@ class Snapshot:
     def _metrics(self) -> list[dict[str, list[Any]]]:
         if not any(kind.__module__.startswith("trl.") for kind in type(self._trainer).__mro__):
             return []  # a Trainer of the user's own may call something else so
-        return [vars(self._trainer)[name]["train"] for name in _METRICS if name in vars(self._trainer)]
+        return [vars(self._trainer)[name][self._mode] for name in _METRICS if name in vars(self._trainer)]
 
 
 def _merged(name: str, values: list[Any], shares: list[float]) -> Any:

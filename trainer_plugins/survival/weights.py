@@ -47,13 +47,21 @@ def _labels(inputs: Inputs) -> torch.Tensor:
     return labels
 
 
+def _labelled_rows(inputs: Inputs, _: int) -> float:
+    """Of classes, a number a row, cross-entropy leaves out those that are ignored."""
+    return float((_labels(inputs) != IGNORED).sum()) if _labels(inputs).dim() == 1 else float(len(_labels(inputs)))
+
+
 SUM = Weight("a sum over the window", None)
+LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
 TOKENS = Weight("a mean over tokens", _tokens)
 
 
-def relative_error(whole: torch.Tensor, pieces: list[torch.Tensor], factors: list[float]) -> float:
-    """How far the weighted pieces are from the whole, relative to it."""
-    total = torch.stack([piece * factor for piece, factor in zip(pieces, factors, strict=True)]).sum(0)
-    return float((total - whole).norm() / whole.norm())
+def relative_error(whole: torch.Tensor, pieces: list[torch.Tensor], factors: list[float], least: float = 0.0) -> float:
+    """How far the weighted pieces are from the whole, relative to its size, or to `least` where it is smaller."""
+    total = torch.stack([(piece * factor).expand_as(whole) for piece, factor in zip(pieces, factors, strict=True)]).sum(
+        0
+    )
+    return float((total - whole).norm()) / max(float(whole.norm()), least)

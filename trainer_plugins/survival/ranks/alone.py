@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 from torch import nn
 from transformers import Trainer
 
@@ -68,22 +67,6 @@ class Alone:
     def most(self, here: int) -> int:
         """The largest of what the ranks bring that have to do the same as this one."""
         return here
-
-    def gradient(self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
-        """The gradient that this rank's examples give some parameters, in one row of numbers."""
-        with torch.enable_grad():
-            gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
-        return torch.cat(
-            [
-                torch.zeros(p.numel(), dtype=torch.float64) if g is None else g.flatten().cpu().double()
-                for p, g in zip(parameters, gradients, strict=True)
-            ]
-        )
-
-    def clear(self) -> None:
-        """Throw away every gradient of this optimizer step."""
-        for parameter in self.bare.parameters():
-            parameter.grad = None
 
     def end(self) -> None:
         """Put back what was changed on the model."""

@@ -151,7 +151,7 @@ class FSDP2(Alone):
         failed_anywhere = self.most(isinstance(outcome, DidNotFit))
         self._settle()
         if failed_anywhere:
-            super().clear()  # what was reduced since is worth nothing
+            self._drop()  # what was reduced since is worth nothing
         return DidNotFitElsewhere() if failed_anywhere and not isinstance(outcome, DidNotFit) else outcome
 
     def agreed(self, limit: float) -> float:
@@ -167,15 +167,16 @@ class FSDP2(Alone):
             )
         return found
 
-    def gradient(self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
+    def gradient(self, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank's examples bring to each reduction. There must be no gradient yet, and there is none after."""
         reduced: list[torch.Tensor] = []
         self._ledger.reduced = reduced
         try:
             torch.autograd.backward(loss())
         finally:
             self._ledger.reduced = None
-        super().clear()
-        return torch.cat(reduced)
+        self._drop()
+        return reduced
 
     def clear(self) -> None:
         """Throw away every gradient of this optimizer step, reduced or not. Tried, the first time, whether it holds.
@@ -200,7 +201,7 @@ class FSDP2(Alone):
     def _flush(self) -> None:
         self.model.set_requires_gradient_sync(True)
         self._compute(self._tiny)
-        super().clear()
+        self._drop()
 
     def _compute(self, work: Callable[[], T]) -> T:
         for _ in range(_TRIES):
@@ -212,13 +213,13 @@ class FSDP2(Alone):
         """Whether a pass has the gradients that it had before another failed half way, unreduced, on the last rank."""
         before = Snapshot(self.trainer)
         first = self._compute(self._norms)
-        super().clear()
+        self._drop()
         self.model.set_requires_gradient_sync(False)
         self.attempt(self._fail_half_way)
         self._flush()
         before.restore()
         second = self._compute(self._norms)
-        super().clear()
+        self._drop()
         before.restore()
         return torch.allclose(first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True)
 
@@ -256,6 +257,10 @@ class FSDP2(Alone):
         self._ledger.clear()
         for unit in self._units:
             unit.reshard()
+
+    def _drop(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def _groups(self) -> Iterator[tuple[Any, Any]]:
         for unit in self._units:

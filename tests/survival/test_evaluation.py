@@ -1,0 +1,115 @@
+"""An evaluation batch that does not fit is computed in parts: same loss, same metrics, same predictions."""
+
+import gc
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from tests.models import tiny_llama
+from tests.survival.failing import Allocations, ragged_rows, small_trainer
+from tests.survival.test_attach import remarks
+from trainer_plugins import survive_oom
+from trainer_plugins.units import MIB
+
+
+def classifier():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    return LlamaForSequenceClassification(LlamaConfig(num_attention_heads=4, num_labels=3, **sizes)).double()
+
+
+def classes(rows):
+    return {"input_ids": torch.stack([row["input_ids"][:6] for row in rows]), "labels": torch.arange(len(rows)) % 3}
+
+
+def packed(rows):
+    ids = torch.cat([row["input_ids"] for row in rows])[None]
+    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+FAMILIES: dict[str, dict] = {
+    "causal": {},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "sequence classification": {"make_model": classifier, "data_collator": classes},
+    "packed": {"data_collator": packed},
+}
+
+
+def evaluated(tmp_path, fail_at: tuple[int, ...] = (), with_metrics=False, make_model=None, **kwargs):
+    """Loss and metrics, all predictions, and the number of allocations."""
+    seen = []
+
+    def keep(predictions):
+        seen.append(torch.as_tensor(predictions.predictions))
+        seen.append(torch.as_tensor(predictions.label_ids))
+        return {"sum": float(predictions.predictions.sum())}
+
+    trainer = small_trainer(
+        tmp_path,
+        (make_model or (lambda: tiny_llama().double()))(),
+        compute_metrics=keep if with_metrics else None,
+        **{"per_device_eval_batch_size": 8, **kwargs},
+    )
+    trainer.eval_dataset = ragged_rows(20)
+    if fail_at:
+        survive_oom(trainer)
+    with Allocations() as allocations:
+        allocations.begin(list(fail_at))
+        metrics = trainer.evaluate()
+    assert allocations.num_failed == len(fail_at)
+    told = ("runtime", "per_second", "preparation_time")
+    return {name: value for name, value in metrics.items() if not name.endswith(told)}, seen, allocations.num
+
+
+@pytest.mark.parametrize("with_metrics", [False, True], ids=["loss only", "metrics"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_metrics_and_predictions_are_those_of_the_whole(tmp_path, family: str, with_metrics: bool) -> None:
+    options = FAMILIES[family]
+    expected, predictions, num = evaluated(tmp_path / "whole", (), with_metrics, **options)
+    *_, num_in_parts = evaluated(tmp_path / "once", (num // 6,), with_metrics, **options)
+    # In the first of three batches, and in a part of one of those that are divided beforehand.
+    fail_at = (num // 6, num_in_parts * 3 // 4)
+    metrics, small_predictions, _ = evaluated(tmp_path / "parts", fail_at, with_metrics, **options)
+
+    assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    for ours, theirs in zip(small_predictions, predictions, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    first, second = remarks(tmp_path / "parts", "out-of-memory-survived")
+    assert first.finding.summary.startswith("an evaluation batch of 8 ")
+    assert second.finding.summary.startswith("an evaluation batch of ")
+
+
+def test_one_row_that_does_not_fit_ends_it_with_the_words_of_the_error(tmp_path) -> None:
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*nothing smaller to try than one example"
+    ):
+        evaluated(tmp_path, (30,), per_device_eval_batch_size=1)
+
+
+def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> None:
+    def summed():
+        model = tiny_llama().double()
+        model.register_forward_hook(lambda module, inputs, outputs: {**outputs, "logits": outputs.logits.sum()})
+        return model
+
+    with pytest.raises(torch.OutOfMemoryError, match="returns something that is not a tensor of one row an example"):
+        evaluated(tmp_path, (100,), True, summed)
+
+
+def test_on_a_card_that_is_too_small(tmp_path, simgpu) -> None:
+    def loss_on(capacity_mib: int) -> float:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        simgpu.set_capacity(capacity_mib * MIB)
+        model = tiny_llama(vocab_size=512)
+        trainer = small_trainer(tmp_path / str(capacity_mib), model, use_cpu=False, per_device_eval_batch_size=32)
+        trainer.eval_dataset = ragged_rows()
+        if capacity_mib < 256:
+            survive_oom(trainer)
+        return trainer.evaluate()["eval_loss"]
+
+    assert loss_on(3) == pytest.approx(loss_on(256), rel=1e-5)
+    (told,) = remarks(tmp_path / "3", "out-of-memory-survived")
+    assert "did not fit, and was computed in" in told.finding.summary

@@ -1,0 +1,236 @@
+"""Training steps, losses, models and callbacks of users' own: computed right, or refused before anything is changed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+)
+
+from tests.models import tiny_llama
+from tests.survival.failing import Run, gradients_off_by, small_trainer, survive
+from trainer_plugins import survive_oom
+
+
+class WithPenalty(Trainer):
+    """Adds to the loss what `compute_loss` knows nothing of: half a percent of it."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss = loss + 5e-5 * sum(parameter.square().sum() for parameter in model.parameters())
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class CallsBackward(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = 0.5 * self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "why"),
+    [
+        (WithPenalty, "training_step adds a term to the loss, whose gradient pieces would lack"),
+        (CallsBackward, "training_step does not call accelerator.backward once for each compute_loss"),
+    ],
+)
+def test_a_training_step_that_pieces_cannot_follow_is_refused_before_the_first_step(
+    tmp_path, trainer_class, why
+) -> None:
+    trainer = small_trainer(tmp_path, trainer_class=trainer_class)
+    survive_oom(trainer)
+    with pytest.raises(ValueError, match=why):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+    warned = small_trainer(tmp_path, trainer_class=trainer_class)
+    survive_oom(warned, on_refusal="warn")
+    assert gradients_off_by(Run(warned), Run(small_trainer(tmp_path, trainer_class=trainer_class))) == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "why"),
+    [(WithPenalty, "training_step adds a term"), (CallsBackward, "backward was not called by trainer.accelerator")],
+)
+def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(tmp_path, trainer_class, why) -> None:
+    trainer = small_trainer(tmp_path, trainer_class=trainer_class)
+    survive_oom(trainer)
+    with pytest.raises(RuntimeError, match=why):
+        Run(trainer, {0: [100]})
+    assert trainer.state.global_step == 0
+
+
+def test_a_loss_that_a_callback_computes_between_steps_adds_no_gradient(tmp_path) -> None:
+    class Looks(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            rows = next(iter(self.trainer.get_train_dataloader()))
+            float(self.trainer.compute_loss(model.train(), rows))
+
+    def make():
+        trainer = small_trainer(tmp_path)
+        looks = Looks()
+        looks.trainer = trainer
+        trainer.add_callback(looks)
+        return trainer
+
+    whole, survived = survive(make, {1: 0.6})
+    assert gradients_off_by(survived, whole) <= 1e-12
+
+
+def test_rows_without_a_class_do_not_count(tmp_path) -> None:
+    def make():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        config = LlamaConfig(num_attention_heads=4, num_labels=3, pad_token_id=0, **sizes)
+        config.architectures = None
+        model = LlamaForSequenceClassification(config).double()
+
+        def collate(rows):
+            labels = torch.arange(len(rows)) % 3
+            labels[4:7] = -100
+            return {"input_ids": torch.stack([row["input_ids"][:6] for row in rows]), "labels": labels}
+
+        return small_trainer(tmp_path, model, per_device_train_batch_size=8, data_collator=collate)
+
+    whole, survived = survive(make, {0: 0.5, 1: 0.8})
+    # The classifier sees every row through its last token; the loss is a mean over five of eight.
+    assert gradients_off_by(survived, whole) <= 1e-5
+
+
+class Shards(torch.autograd.Function):
+    """A linear layer whose backward runs backward passes of its own, shard by shard, as tiled layers do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        parts = []
+        for some, its in zip(x.chunk(2, 1), gradient.chunk(2, 1), strict=True):
+            with torch.enable_grad():
+                leaf = some.detach().requires_grad_()
+                torch.autograd.backward(ctx.layer(leaf), its)
+            parts.append(leaf.grad)
+        return torch.cat(parts, 1), None
+
+
+class Tiled(nn.Module):
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return Shards.apply(x, self.inner)
+
+
+def test_layers_that_accumulate_inside_a_backward_are_refused_and_their_gradients_left_alone(tmp_path) -> None:
+    model = tiny_llama().double()
+    model.model.layers[0].mlp.down_proj = Tiled(model.model.layers[0].mlp.down_proj)
+    trainer = small_trainer(tmp_path, model)
+    survive_oom(trainer)
+    with pytest.raises(torch.OutOfMemoryError, match=r"mlp\.down_proj.* is accumulated inside a backward pass"):
+        Run(trainer, {1: [250]})
+    before = [p.grad.clone() for p in model.parameters()]
+
+    model = tiny_llama().double()
+    model.model.layers[0].mlp.down_proj = Tiled(model.model.layers[0].mlp.down_proj)
+    with pytest.raises(torch.OutOfMemoryError):
+        Run(small_trainer(tmp_path, model), {1: [250]})
+    assert all(torch.equal(ours, p.grad) for ours, p in zip(before, model.parameters(), strict=True))
+
+
+class CoupledInTraining(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+def test_rows_that_are_coupled_in_training_alone_are_found(tmp_path) -> None:
+    model = tiny_llama(attention_dropout=0.0).double()
+    model.model.norm = nn.Sequential(model.model.norm, CoupledInTraining())
+    trainer = small_trainer(
+        tmp_path,
+        model,
+        data_collator=lambda rows: {
+            n: torch.stack([r["input_ids"][:6] for r in rows]) for n in ("input_ids", "labels")
+        },
+    )
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
+        Run(trainer, {0: [100]})
+
+
+def test_a_forward_of_your_own_is_refused_and_a_subclass_without_one_is_not(tmp_path) -> None:
+    class OwnForCausalLM(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class NamedForCausalLM(LlamaForCausalLM):
+        pass
+
+    with pytest.raises(ValueError, match=r"OwnForCausalLM\.forward is not that of transformers"):
+        survive_oom(small_trainer(tmp_path, OwnForCausalLM(tiny_llama().config).double()))
+    survive_oom(small_trainer(tmp_path, NamedForCausalLM(tiny_llama().config).double()))
+
+
+def test_gpt2(tmp_path) -> None:
+    def make():
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            setattr(config, name, 0.0)
+        return small_trainer(tmp_path, GPT2LMHeadModel(config).double())
+
+    whole, survived = survive(make, {0: 0.4, 1: 0.8})
+    assert gradients_off_by(survived, whole) <= 1e-6  # it takes its loss in float32
+
+
+def test_attached_in_the_middle_of_a_run_it_is_saved_with_it(tmp_path) -> None:
+    class Late(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                survive_oom(self.trainer)
+
+    trainer = small_trainer(tmp_path, save_strategy="steps", save_steps=1, steps=3)
+    late = Late()
+    late.trainer = trainer
+    trainer.add_callback(late)
+    trainer.train()
+    assert (tmp_path / "checkpoint-3" / "trainer_state.json").exists()
+
+
+def test_python_and_numpy_draw_the_same_numbers_again(tmp_path) -> None:
+    drawn: list[list] = []
+
+    def draw(module, args):
+        if module.training:
+            drawn[-1].append((random.random(), float(np.random.rand())))
+
+    def make():
+        drawn.append([])
+        model = tiny_llama().double()
+        model.model.layers[0].register_forward_pre_hook(draw)
+        random.seed(0)
+        np.random.seed(0)
+        return small_trainer(tmp_path, model, per_device_train_batch_size=1)
+
+    whole = Run(make())
+    trainer = make()
+    survive_oom(trainer, ladder=("checkpointing",))
+    Run(trainer, {0: [int(0.6 * whole.num_allocations[0])]})
+    assert drawn[1][0] == drawn[1][1] == drawn[0][0]

@@ -1,0 +1,50 @@
+"""SurviveOOM: `survive_oom` as a callback, for the preset `survive`, command lines and `callbacks=[...]`."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.survival.attach import check_options, survive_oom
+from trainer_plugins.survival.memo import SurvivalMemo
+
+logger = logging.getLogger(__name__)
+
+
+class SurviveOOM(RunCallback):
+    """Attaches `survive_oom` when training begins, unless that was done by hand.
+
+    Cost: that of `survive_oom`, microseconds a micro-batch where everything fits.
+
+    Args:
+        min_micro_batch: as for `survive_oom`.
+        ladder: as for `survive_oom`.
+        on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends it before step 1.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+
+    def __init__(
+        self, min_micro_batch: int = 1, ladder: Sequence[str] = ("checkpointing",), on_refusal: str = "warn"
+    ) -> None:
+        super().__init__()
+        check_options(min_micro_batch, ladder, on_refusal)
+        self._options: dict[str, Any] = {
+            "min_micro_batch": min_micro_batch,
+            "ladder": tuple(ladder),
+            "on_refusal": on_refusal,
+        }
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.is_second(state):
+            return
+        trainer = calling_trainer()
+        if trainer is None:
+            logger.warning("SurviveOOM does nothing in this run: it was not called by a transformers.Trainer")
+        elif not any(isinstance(one, SurvivalMemo) for one in trainer.callback_handler.callbacks):
+            survive_oom(trainer, **self._options)

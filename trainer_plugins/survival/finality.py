@@ -1,0 +1,125 @@
+"""Finality: whether this model's gradients are added to a leaf once in a pass. A retry after half a pass rests on it.
+
+`marks.py` says why. Two things break it: a module that runs backward passes inside its own, as tiled layers do, and a
+weight that is used twice under reentrant checkpointing, which runs one backward pass for each use.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.losses import bare_model
+
+_PROBED_NUMBERS = 1 << 20
+
+
+def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
+    """Why a backward pass that failed half way cannot be resumed; empty where it can. A small forward and backward.
+
+    Args:
+        model: without a wrapper that reaches other ranks.
+        loss: computes it for a short example. Random numbers that it draws are the caller's to put back.
+    """
+
+    def work() -> list[str]:
+        # Reentrant checkpointing, which torch.autograd.grad does not pass through, is off where layers do not train.
+        with without_dropout(model) if is_reentrant(model) else nullcontext(), torch.enable_grad():
+            # Which accumulates nothing of its own, and goes through every layer.
+            torch.autograd.grad(loss(), small_parameters(model), allow_unused=True)
+            return [name for name, p in model.named_parameters() if p.grad is not None]
+
+    with gradients_aside(model), Watch(model) as watch:
+        accumulated = attempt(work)
+    if isinstance(accumulated, DidNotFit):
+        return f"there was no room to see which gradients are final ({accumulated.first_line})"
+    if accumulated:
+        return f"the gradient of `{accumulated[0]}` is accumulated inside a backward pass, by a module's own"
+    if is_reentrant(model) and (shared := _shared(model, watch)):
+        return (
+            f"`{shared}` is used more than once under reentrant checkpointing, which finishes its gradient in parts: "
+            'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+        )
+    return ""
+
+
+def small_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Small parameters of every depth (norms, biases, adapters): they see every coupling, and cost little."""
+    chosen: list[nn.Parameter] = []
+    room = _PROBED_NUMBERS
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=nn.Parameter.numel):
+        room -= parameter.numel()
+        if room < 0 and chosen:
+            break
+        chosen.append(parameter)
+    return chosen
+
+
+class Watch:
+    """What happens in the passes inside: how often each parameter is used in a pass, and whether under autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._uses, self._num_passes = model, Counter[nn.Parameter](), 0
+        self.is_autocast = False
+
+    def is_used_twice(self, parameter: nn.Parameter) -> bool:
+        """Within one pass."""
+        return self._uses[parameter] > self._num_passes
+
+    def __enter__(self) -> "Watch":
+        self._hooks = [module.register_forward_pre_hook(self._see) for module in self._model.modules()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _see(self, module: nn.Module, _: object) -> None:
+        self._uses.update(module.parameters(recurse=False))
+        self._num_passes += module is self._model
+        device = next((p.device.type for p in module.parameters(recurse=False)), None)
+        self.is_autocast |= device is not None and torch.is_autocast_enabled(device)
+
+
+@contextmanager
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """What was accumulated so far is put away meanwhile, and what is accumulated inside is dropped."""
+    aside = [(p, p.grad) for p in model.parameters()]
+    for p, _ in aside:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in aside:
+            p.grad = gradient
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Children in eval mode, so that all passes compute the same; the model itself stays in training: TRL asks it."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, training in modes:
+        module.training = training and module is model
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _shared(model: nn.Module, watch: Watch) -> str | None:
+    base = bare_model(model)
+    ends = [get() for name in ("get_input_embeddings", "get_output_embeddings") if (get := getattr(base, name, None))]
+    outside = {p for end in ends if end is not None for p in end.parameters()}  # tied, and no checkpoint around them
+    often = [n for n, p in model.named_parameters() if p.requires_grad and p not in outside and watch.is_used_twice(p)]
+    return often[0] if often else None
+
+
+def is_reentrant(model: nn.Module) -> bool:
+    """Whether it computes activations again by checkpointing of the reentrant kind."""
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()
+                 if getattr(m, "gradient_checkpointing", False)]  # fmt: skip
+    return any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions)
