@@ -65,6 +65,7 @@ def survive_oom(
     *,
     min_micro_batch: int = 1,
     ladder: Sequence[str] = ("checkpointing",),
+    plan_first: bool = True,
     on_refusal: str = "error",
 ) -> Survival:
     """Let a Trainer finish the step when a micro-batch does not fit, with the gradient it would have had.
@@ -77,6 +78,7 @@ def survive_oom(
         trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's `SFTTrainer`, `DPOTrainer`, `RewardTrainer`, in one process.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
         ladder: what to switch on, in order, when the smallest piece does not fit either: "checkpointing".
+        plan_first: compute the longest rows before step 1, to know beforehand how many fit at once. Leaves no trace.
         on_refusal: where the result would not be exact, or is not known to be: "error" raises, "warn" says so once and
             leaves training as it is.
 
@@ -91,7 +93,9 @@ def survive_oom(
         reasons.append(family)
     if isinstance(family, Family) and not reasons:
         originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
-        attached = Attached(trainer, family, min_micro_batch, tuple(ladder), on_refusal == "error", *originals)
+        attached = Attached(
+            trainer, family, min_micro_batch, tuple(ladder), plan_first, on_refusal == "error", *originals
+        )
         return Survival(trainer, Engine(attached))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")

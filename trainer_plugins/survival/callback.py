@@ -21,6 +21,7 @@ class SurviveOOM(RunCallback):
     Args:
         min_micro_batch: as for `survive_oom`.
         ladder: as for `survive_oom`.
+        plan_first: as for `survive_oom`.
         on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends it before step 1.
 
     Raises:
@@ -28,13 +29,18 @@ class SurviveOOM(RunCallback):
     """
 
     def __init__(
-        self, min_micro_batch: int = 1, ladder: Sequence[str] = ("checkpointing",), on_refusal: str = "warn"
+        self,
+        min_micro_batch: int = 1,
+        ladder: Sequence[str] = ("checkpointing",),
+        plan_first: bool = True,
+        on_refusal: str = "warn",
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal)
         self._options: dict[str, Any] = {
             "min_micro_batch": min_micro_batch,
             "ladder": tuple(ladder),
+            "plan_first": plan_first,
             "on_refusal": on_refusal,
         }
 

@@ -75,7 +75,7 @@ def certify_together(ranks: "FSDP2", family: Family, layout: Layout, inputs: Inp
             measured.append(gradient)
     errors = probe.errors(family, measured) if probe else dict.fromkeys(family.weights, 0.0)
     together = {
-        weight: ranks.most(round(1e9 * error) if error < 1 else 10**9) / 1e9 for weight, error in errors.items()
+        weight: ranks.highest(round(1e9 * error) if error < 1 else 10**9) / 1e9 for weight, error in errors.items()
     }
     return _chosen(together, _tolerance(ranks.trainer, parameters, watch), "gradient")
 

@@ -13,6 +13,7 @@ not a callback: none is called inside a micro-batch.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,10 @@ from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layo
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
+from trainer_plugins.survival.rehearsal import rehearse
 from trainer_plugins.survival.replay import Replay, tiny_pass
 from trainer_plugins.survival.run import Attached, Run, memo_of
+from trainer_plugins.survival.words import not_attached
 
 
 class Engine:
@@ -53,16 +56,16 @@ class Engine:
             return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
-        run = self._run_of(model, inputs) if is_ours else None
+        run = self._run_of(model, inputs, num_items_in_batch) if is_ours else None
         if run is None or run.is_refused:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         # A copy for each attempt: trainers take labels out of theirs, and put flags in.
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
-        run.ranks.begin(micro, partial(tiny_pass, run, micro))
-        # Ranks that divide together have one limit, so all of them ask, or none.
-        if math.isinf(run.memo.limit) or not run.ranks.most(micro.whole.num_cells > run.memo.limit):
+        run.ranks.begin(micro)
+        recovery = self._planned(run, micro)
+        if recovery is None:
             loss = run.ranks.attempt(
                 partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch),
                 is_end=False,
@@ -73,8 +76,6 @@ class Engine:
                 return loss
             recovery = _recovery(run, micro)
             recovery.failed(micro.whole, micro.start, loss, "forward")
-        else:
-            recovery = _recovery(run, micro)
         micro.value = recovery.finish()
         micro.is_finished, self._current = True, micro
         loss = _stand_in(micro.value)
@@ -91,7 +92,7 @@ class Engine:
             self._run.is_refused = True
         micro.end = None
         if micro.is_finished:
-            if wrong := foreign or _wrong_scale(micro, loss):
+            if wrong := foreign or _wrong_scale(micro, loss) or _wrong_options(options, self._run.ranks.options):
                 raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
         elif foreign:
             self._run.refuse([foreign])
@@ -105,16 +106,26 @@ class Engine:
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
 
+    def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
+        """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this."""
+        if math.isinf(run.memo.limit) or not (run.ranks.in_step or micro.whole.num_cells > run.memo.limit):
+            return None
+        recovery = _recovery(run, micro)
+        return recovery if recovery.plan() > 1 else None
+
     def end_run(self) -> None:
         """Put back what a run has changed on its model."""
         if self._run is not None:
             self._run.ranks.end()
 
-    def _run_of(self, model: nn.Module, inputs: Inputs) -> Run:
+    def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
-        if self._run is None or self._run.state is not self._attached.trainer.state:
+        is_new = self._run is None or self._run.state is not self._attached.trainer.state
+        if self._run is None or is_new:
             self.end_run()
             self._run, self._current = Run(self._attached, model), None
+        self._run.ranks.tiny = partial(tiny_pass, self._run, inputs, num_items)
+        if is_new:
             if reasons := refusals(self._attached.trainer):
                 self._run.is_refused = True
                 self._run.refuse(reasons)
@@ -122,10 +133,28 @@ class Engine:
                 find_layout(self._attached.family.layouts, inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
+            if self._attached.plan_first and not self._run.is_refused:
+                rehearse(self._run, num_items, self._scale(num_items))
+            if self._run.ranks.in_step and not self._run.is_refused:
+                self._agree(self._run, inputs, num_items)
         if self._current is not None and not self._run.is_refused:
             self._current, self._run.is_refused = None, True
             self._run.refuse(["training_step does not call accelerator.backward once for each compute_loss"])
         return self._run
+
+    def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+        """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""
+        run.memo.limit = run.ranks.agreed(run.memo.limit)
+        if math.isinf(run.memo.limit):
+            return
+        recovery, why = _recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())), ""
+        try:
+            recovery.measure()
+        except IndivisibleError as error:
+            why = str(error)
+        if run.ranks.highest(int(bool(why))):
+            run.memo.limit = math.inf
+            run.say(not_attached([f"micro-batches cannot be divided: {why or 'those of another rank cannot'}"]))
 
     def _scale(self, num_items: torch.Tensor | int | None) -> float:
         """What `Trainer.training_step` multiplies the loss by: 1 where the loss is over the whole window already."""
@@ -171,6 +200,11 @@ def _cut_off(loss: torch.Tensor) -> None:
     """Free the graph behind a loss that somebody else holds."""
     if not loss._is_view():  # torch refuses it; what stays is found by `baseline.py`
         loss.detach_()
+
+
+def _wrong_options(options: dict[str, Any], expected: Mapping[str, Any]) -> str:
+    """Whether `backward` got other options than the pieces had."""
+    return "" if options == expected else f"backward got the options {options}, and the pieces had {dict(expected)}"
 
 
 def _wrong_scale(micro: MicroBatch, loss: torch.Tensor) -> str:

@@ -50,12 +50,17 @@ def small_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Small parameters of every depth (norms, biases, adapters): they see every coupling, and cost little."""
     chosen: list[nn.Parameter] = []
     room = _PROBED_NUMBERS
-    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=nn.Parameter.numel):
-        room -= parameter.numel()
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=_num_numbers):
+        room -= _num_numbers(parameter)
         if room < 0 and chosen:
             break
         chosen.append(parameter)
     return chosen
+
+
+def _num_numbers(parameter: nn.Parameter) -> int:
+    """Of the whole, where ZeRO-3 keeps a part of it here."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 class Watch:

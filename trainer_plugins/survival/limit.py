@@ -1,6 +1,7 @@
 """The limit: how much of a micro-batch fits at once, counted in cells, rows x padded length."""
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -36,3 +37,28 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
     if num < 2 * min_micro_batch:
         return None
     return min(limit, num_cells * math.ceil(num / 2) / num)
+
+
+def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
+    """The most of `num` examples that fit at once; 0 where not even `least` do.
+
+    It stops where more would save no piece. A size is asked for once.
+
+    Args:
+        fits: whether so many fit.
+        num: all of them.
+        least: the fewest to ask for.
+        first: what to ask before halving what is left between.
+
+    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64)), most(lambda n: False, 8, 2, ())
+    (11, 64, 0)
+    """
+    low, high = least - 1, num + 1
+    guesses = iter(first)
+    while high - low > 1 and (low < least or math.ceil(num / low) > math.ceil(num / (high - 1))):
+        size = next((guess for guess in guesses if low < guess < high), (low + high) // 2)
+        if fits(size):
+            low = size
+        else:
+            high = size
+    return low if low >= least else 0

@@ -28,6 +28,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         super().__init__()
         self.limit = math.inf
         """In cells, see `limit.py`. Infinite until something did not fit."""
+        self.is_rehearsed = False
+        """Whether the limit is that of the longest rows; infinite then means that all of them fit."""
         self.rungs: list[str] = []
         self.num_survived = 0
         self.learned_on: list[Any] = []
@@ -37,7 +39,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Whether a step is being computed: what others compute between steps is none of ours."""
 
     def state(self) -> dict[str, Any]:
-        kept = {"rungs": self.rungs, "num_survived": self.num_survived, "learned_on": self.learned_on}
+        names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
+        kept = {name: getattr(self, name) for name in names}
         # JSON has no infinity.
         return {"args": {}, "attributes": kept if math.isinf(self.limit) else {**kept, "limit": self.limit}}
 
@@ -83,7 +86,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         card = card_of(args.device)
         learned_on = [card.read().total_bytes if card else 0, is_checkpointing(model) and not self.rungs]
         if learned_on != self.learned_on:
-            self.limit, self.rungs, self.learned_on = math.inf, [], learned_on
+            self.limit, self.is_rehearsed, self.rungs, self.learned_on = math.inf, False, [], learned_on
         self.rungs = [rung for rung in self.rungs if climb(rung, model)]  # what the user has on by now is the user's
         if not math.isinf(self.limit):
             logger.info("no more than %d tokens (rows x padded length) at once, as this run learned before", self.limit)

@@ -20,7 +20,9 @@ def create_states(optimizer: Any) -> str | None:
     Returns:
         Why there was nothing done, to be said; None where the states are there.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
+    inner = optimizer
+    while hasattr(inner, "optimizer"):  # inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share
+        inner = inner.optimizer
     if inner.state:
         return None  # of a checkpoint
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ class Recovery:
         self._phase = ""
         self._layout: Layout | None = None
         self._why_whole = ""
+        self._num_pieces = 1
         try:
             self._layout = find_layout(run.attached.family.layouts, micro.whole.inputs)
         except IndivisibleError as error:
@@ -62,7 +63,7 @@ class Recovery:
         Raises:
             torch.OutOfMemoryError: there is nothing smaller to try.
         """
-        self._run.ranks.failed(phase, is_last)
+        why_not = self._run.ranks.failed(phase, is_last) or why_not
         self._story.failures.append(failure)
         self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         if not why_not and self._run.has_exchanged_parameters():
@@ -76,11 +77,29 @@ class Recovery:
             self._check_finality()
             piece.final |= changed
 
+    def plan(self) -> int:
+        """Into how many pieces the micro-batch is divided beforehand, here and on every rank that keeps step."""
+        whole = self._micro.whole
+        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
+        self._num_pieces = self._run.ranks.highest(len(cuts) if self._layout else 1)
+        return self._num_pieces
+
+    def measure(self) -> None:
+        """Measure by which weights pieces add up. Ranks that keep step do it together, before the first division.
+
+        Raises:
+            IndivisibleError: there are none, or nothing to measure with.
+        """
+        num = self._micro.whole.num if self._layout else 0
+        if -self._run.ranks.highest(-num) < 2 or self._layout is None:
+            raise IndivisibleError(self._why_whole or "it takes two examples on each rank to measure that they add up")
+        self._weight(self._layout)
+
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
         total: torch.Tensor | None = None
         shares = []
-        queue = deque([self._micro.whole])
+        queue = deque(self._in_step() if self._run.ranks.in_step else [self._micro.whole])
         while queue:
             piece = queue.popleft()
             parts = self._cut(piece)
@@ -117,10 +136,24 @@ class Recovery:
             loss = self._loss(piece.inputs, model)
             self._phase = "backward"
             if loss.requires_grad:  # not where every gradient is final
-                self._attached.backward(loss * (piece.factor * self._micro.scale), **self._options)
+                scaled = loss * (piece.factor * self._micro.scale)
+                self._attached.backward(scaled, **{**self._run.ranks.options, **self._options})
         return loss.detach() * piece.factor
 
+    def _in_step(self) -> list[Piece]:
+        """As many pieces as every other rank has; what is missing of them is computed twice, and counts nothing."""
+        whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
+        cuts = [whole.num * (part + 1) // num - whole.num * part // num for part in range(num)]
+        if self._layout is not None:
+            with suppress(IndivisibleError):  # this one: then it is computed as it is
+                weight, share = self._weight(self._layout), self._attached.family.share
+                pieces = whole.parts(self._layout, [cut for cut in cuts if cut], weight, share)
+        least = min(pieces, key=lambda piece: piece.num_cells)
+        return [*(Piece(least.inputs, least.num, 0.0, 0.0) for _ in range(num - len(pieces))), *pieces]
+
     def _cut(self, piece: Piece) -> list[Piece]:
+        if self._run.ranks.in_step:
+            return [piece]
         try:
             return self._divide(piece, self._run.ranks.agreed(self._run.memo.limit))
         except IndivisibleError:
@@ -183,6 +216,7 @@ class Recovery:
             yield
         finally:
             before.restore()
+            self._run.ranks.forget()
 
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
         """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""

@@ -22,7 +22,9 @@ def _parallel(trainer: Trainer) -> Iterator[str]:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     names = {"MULTI_GPU": "DDP", "MULTI_CPU": "DDP"}
     if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed keeps state across hooks that an exception leaves half done: not supported yet"
+        from trainer_plugins.survival.ranks.deepspeed_refusals import unsupported
+
+        yield from unsupported(trainer)
     elif trainer.is_fsdp_enabled:
         from trainer_plugins.survival.ranks.fsdp2 import refusals_of_fsdp
 
@@ -49,10 +51,16 @@ def _consumed_gradients(trainer: Trainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
         yield f"optim={optim} applies gradients inside the backward: weights would have moved when a piece is retried"
-    if name := next((n for n, p in trainer.model.named_parameters() if p._post_accumulate_grad_hooks), None):
+    if name := next((n for n, p in trainer.model.named_parameters() if _takes_gradient(p)), None):
         yield f"a hook takes the gradient of `{name}` inside the backward: it would see those of pieces"
     if name := next((n for n, p in trainer.model.named_parameters() if p._backward_hooks), None):
         yield f"a hook changes the gradient of `{name}`: it would see those of pieces"
+
+
+def _takes_gradient(parameter: nn.Parameter) -> bool:
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    # DeepSpeed's add what they take to what is there already: they are meant for several micro-batches in a window.
+    return any(not hook.__module__.startswith("deepspeed.") for hook in (hooks or {}).values())
 
 
 def _coupled_rows(trainer: Trainer) -> Iterator[str]:

@@ -4,7 +4,7 @@ A window is the micro-batches of one optimizer step. Gradients of those before t
 the failure: a sum to which one rank brought nothing cannot be told from a good one. So no parameter is frozen, and all
 of them see the same dropout masks.
 
-Every decision is one of all ranks: each asks the same questions (`ranks.most`) in the same order, whatever it holds.
+Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the same order, whatever it holds.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
 from trainer_plugins.survival.certificate import certify_together
 from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, find_layout
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.limit import even, lower, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.recovery import Recovery
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 
 
-def tiny_pass(run: Run, micro: MicroBatch) -> None:
+def tiny_pass(run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
     """Forward and backward of the first tokens of one example.
 
     Raises:
         IndivisibleError: one example cannot be taken out.
     """
-    inputs = find_layout(run.attached.family.layouts, micro.whole.inputs).probe(micro.whole.inputs, 1)
+    tiny = find_layout(run.attached.family.layouts, inputs).probe(inputs, 1)
     with run.attached.trainer.compute_loss_context_manager():
-        loss = run.attached.compute_loss(run.model, inputs, num_items_in_batch=micro.num_items)
+        loss = run.attached.compute_loss(run.model, tiny, num_items_in_batch=num_items)
     run.attached.backward(loss)
 
 
@@ -69,11 +69,20 @@ class Replay(Recovery):
         self._look_for_leftover(self._ranks.window[0].start)
         self._make_room_for(piece if is_here else None)
 
+    def plan(self) -> int:
+        """Into how many pieces the micro-batch is divided: as many as the rank makes that has to make most."""
+        whole = self._micro.whole
+        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
+        return self._ranks.highest(len(cuts))
+
+    def measure(self) -> None:
+        """Put off until it is needed (`finish`): a rank may have no two examples now."""
+
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
         window = [*(type(self)(self._run, micro, **self._options) for micro in self._ranks.window[:-1]), self]
         is_clear = bool(self._story.failures)
-        if not is_clear and self._ranks.most(any(micro._lacks_weight() for micro in window)):
+        if not is_clear and self._ranks.highest(any(micro._lacks_weight() for micro in window)):
             self._ranks.clear()  # to measure takes the place that gradients have
             is_clear = True
         todo = window if is_clear else [self]
@@ -89,7 +98,7 @@ class Replay(Recovery):
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
         """From the first on, as if nothing had been computed yet. False where it has to be begun again, with less."""
-        nums = [replay._agreed_num() for replay in todo]
+        nums = [replay.plan() for replay in todo]
         if may_measure:
             try:
                 self._weigh([replay for replay, num in zip(todo, nums, strict=True) if num > 1])
@@ -98,7 +107,7 @@ class Replay(Recovery):
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
             replay._total, replay._story.pieces, shares = None, [], []
-            for piece in replay._plan(num):
+            for piece in replay._pieces(num):
                 loss = self._ranks.attempt(partial(replay._compute, piece, True))
                 if isinstance(loss, DidNotFit):
                     self.failed(piece, replay._micro.start, loss, replay._phase)
@@ -109,13 +118,7 @@ class Replay(Recovery):
             replay._micro.start.snapshot.merge(shares)
         return True
 
-    def _agreed_num(self) -> int:
-        """Of pieces: as many as the rank makes that has to make most."""
-        whole = self._micro.whole
-        here = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
-        return self._ranks.most(len(here))
-
-    def _plan(self, num: int) -> list[Piece]:
+    def _pieces(self, num: int) -> list[Piece]:
         """So many pieces. A rank that cannot make so many adds some that weigh nothing."""
         whole, smallest = self._micro.whole, self._attached.min_micro_batch
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
@@ -132,7 +135,7 @@ class Replay(Recovery):
             limit = memo.limit
         elif (limit := lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)) is None:
             why = f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on"
-        if not self._ranks.most(limit is None):
+        if not self._ranks.highest(limit is None):
             assert limit is not None
             try:
                 self._weigh([self])
@@ -156,7 +159,7 @@ class Replay(Recovery):
         """Measure by which pieces add up, where one rank does not know it. Only where there is no gradient to lose."""
         for replay in replays:
             lacks = replay._lacks_weight()
-            if self._ranks.most(lacks) and replay._layout is not None:
+            if self._ranks.highest(lacks) and replay._layout is not None:
                 inputs, loss = replay._micro.whole.inputs, partial(replay._loss, model=self._run.model)
                 with self._measuring():
                     weight = certify_together(self._ranks, self._attached.family, replay._layout, inputs, loss)
@@ -164,5 +167,5 @@ class Replay(Recovery):
                     self._run.weights[replay._layout.name] = weight
 
     def _agree_to_go_on(self, why_not: str) -> None:
-        if self._ranks.most(bool(why_not)):
+        if self._ranks.highest(bool(why_not)):
             self._give_up(why_not or "another rank cannot go on, and says why")

@@ -27,6 +27,7 @@ class Attached:
     family: Family
     min_micro_batch: int
     ladder: tuple[str, ...]
+    plan_first: bool
     strict: bool
     compute_loss: Callable[..., Any]
     backward: Callable[..., Any]
@@ -59,7 +60,6 @@ class Run:
         """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
         self._parameters = tuple(model.parameters())
-        self.memo.limit = self.ranks.agreed(self.memo.limit)
 
     def start(self) -> Start:
         """The moment before an attempt."""

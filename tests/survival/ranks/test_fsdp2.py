@@ -133,7 +133,7 @@ def test_where_everything_fits_it_is_one_vote_a_micro_batch(two_ranks) -> None:
         facts = seen["nothing fails"]
         assert (facts["gradients"], facts["weights"], facts["num_survived"]) == (0.0, 0.0, 0)
         assert facts["num_forwards"][0] == facts["num_forwards"][1] == 6
-        assert facts["num_votes"] == 6 + 1, "and one for the limit, at the start"
+        assert facts["num_votes"] == 6 + 2, "and at the start one whether to rehearse, and one for the limit"
 
 
 def test_gradients_kept_in_another_precision(two_ranks) -> None:

@@ -14,6 +14,7 @@ No vote stands before a collective, so nothing has to be armed: the cost is one 
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from transformers import Trainer
 
 from trainer_plugins.agreement import Agreement
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
+from trainer_plugins.survival.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Alone
 from trainer_plugins.survival.snapshot import Snapshot
@@ -109,12 +111,12 @@ class FSDP2(Alone):
     """Ranks that hold a part of each weight."""
 
     model: Any
+    in_step = True
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self.window: list[MicroBatch] = []
         self._step, self._is_tried = -1, False
-        self._tiny: Callable[[], object] = list
         self._votes = Agreement(trainer.args.ddp_timeout)
         self._ledger = Ledger()
         # Several modules may share what they gather: the last norm and the head, as accelerate wraps them.
@@ -129,15 +131,12 @@ class FSDP2(Alone):
             unit.set_custom_all_gather(group._all_gather_comm.collective)
             unit.set_custom_reduce_scatter(group._reduce_scatter_comm.collective)
 
-    def begin(self, micro: MicroBatch, tiny: Callable[[], object]) -> None:
+    def begin(self, micro: MicroBatch) -> None:
         if self._step != self.trainer.state.global_step:
             self._step = self.trainer.state.global_step
             self.window.clear()
-            # An evaluation leaves weights gathered, and an order of layers that the next backward pass prefetches by.
-            if self.model._get_fsdp_state()._is_root is not None:  # has run before
-                self.model.reset_iter_state()
+            self._start_anew()
         self.window.append(micro)
-        self._tiny = tiny
         self._settle()
 
     def attempt(
@@ -148,24 +147,37 @@ class FSDP2(Alone):
             self._pay(outcome)
         elif not is_end:
             return outcome  # the vote comes after its backward pass
-        failed_anywhere = self.most(isinstance(outcome, DidNotFit))
+        failed_anywhere = self.highest(isinstance(outcome, DidNotFit))
         self._settle()
         if failed_anywhere:
             self._drop()  # what was reduced since is worth nothing
         return DidNotFitElsewhere() if failed_anywhere and not isinstance(outcome, DidNotFit) else outcome
 
     def agreed(self, limit: float) -> float:
-        lowest = -self.most(-_NO_LIMIT if math.isinf(limit) else -math.ceil(limit))
+        lowest = -self.highest(-_NO_LIMIT if math.isinf(limit) else -math.ceil(limit))
         return math.inf if lowest == _NO_LIMIT else lowest
 
-    def most(self, here: int) -> int:
-        found = self._votes.highest(int(here))
+    def highest(self, value: int) -> int:
+        found = self._votes.highest(int(value))
         if found is None:
             raise RuntimeError(
                 "survive_oom: the ranks could not agree whether everything fitted, so training stops here. "
                 "The rank that ended first says why"
             )
         return found
+
+    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
+        """On top of all gradients of a pass: in full size where the Trainer does not reduce them yet."""
+        num = -self.highest(-num)
+        self._start_anew()
+        self._compute(self.tiny)
+        try:
+            return most(
+                lambda size: not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit),
+                *(num, least, (num,)),
+            )
+        finally:
+            self.clear()
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         """What this rank's examples bring to each reduction. There must be no gradient yet, and there is none after."""
@@ -192,7 +204,7 @@ class FSDP2(Alone):
         self._flush()
         if not self._is_tried:
             self._is_tried = True
-            if self.most(not self._leaves_nothing()):
+            if self.highest(not self._leaves_nothing()):
                 raise RuntimeError(
                     f"survive_oom could not help: FSDP 2 of torch {torch.__version__} keeps something of a pass that "
                     "failed, tried just now. Please report it"
@@ -200,7 +212,7 @@ class FSDP2(Alone):
 
     def _flush(self) -> None:
         self.model.set_requires_gradient_sync(True)
-        self._compute(self._tiny)
+        self._compute(self.tiny)
         self._drop()
 
     def _compute(self, work: Callable[[], T]) -> T:
@@ -224,7 +236,7 @@ class FSDP2(Alone):
         return torch.allclose(first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True)
 
     def _norms(self) -> torch.Tensor:
-        self._tiny()
+        self.tiny()
         local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters() if p.grad is not None]
         return torch.stack([gradient.float().norm().cpu() for gradient in local])
 
@@ -233,7 +245,7 @@ class FSDP2(Alone):
         # Where weights stay gathered after the forward pass, no collective follows them.
         self._ledger.fail_at = len(list(self._groups())) + 1 if is_here else None
         try:
-            self._tiny()
+            self.tiny()
         finally:
             self._ledger.fail_at = None
         if is_here:
@@ -248,9 +260,15 @@ class FSDP2(Alone):
         for _ in range(_TRIES):
             self.model.reset_iter_state()
             self._ledger.rewind()
-            if not isinstance(super().attempt(self._tiny), DidNotFit):
+            if not isinstance(super().attempt(self.tiny), DidNotFit):
                 return
         raise torch.OutOfMemoryError(f"{failure.words}\nsurvive_oom could not help: not one short example fits")
+
+    def _start_anew(self) -> None:
+        """What an evaluation leaves: weights gathered, and an order of layers that the next backward prefetches by."""
+        if self.model._get_fsdp_state()._is_root is not None:  # has run before
+            self.model.reset_iter_state()
+        self._settle()
 
     def _settle(self) -> None:
         """What comes next begins alike on every rank: nothing sent, and no weight gathered."""

@@ -8,6 +8,10 @@ from trainer_plugins.survival.ranks.alone import Alone
 
 def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
     """How the ranks of this run share a micro-batch. What is none of them was refused (`refusals.py`)."""
+    if trainer.is_deepspeed_enabled:
+        from trainer_plugins.survival.ranks.zero import Zero
+
+        return Zero(trainer, model)
     if trainer.is_fsdp_enabled:
         from trainer_plugins.survival.ranks.fsdp2 import FSDP2  # a torch without torch.distributed has no FSDP
 

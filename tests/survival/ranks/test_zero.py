@@ -1,0 +1,127 @@
+"""DeepSpeed's ZeRO on two ranks: divided by the plan a step has the same gradients, and what fails stops every rank."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launched import environment, free_port
+from trainer_plugins.timeline import Remark, read_timeline
+
+SCRIPT = Path(__file__).with_name("zero_plan.py")
+LIMIT = 30
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Both, without a launcher that would end one when the other has failed. Their exit codes, and what they wrote."""
+    folder = tmp_path_factory.mktemp("zero")
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    printed = [(folder / f"printed-{rank}.txt").open("wb") for rank in (0, 1)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, folder], stdout=printed[rank], stderr=printed[rank], start_new_session=True,
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    deadline = time.monotonic() + 280  # rank 1 would wait for 300 s, rank 0 for 1800
+    try:
+        codes = [one.wait(timeout=deadline - time.monotonic()) for one in both]
+    finally:
+        for one in both:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+        for file in printed:
+            file.close()
+    said = [(folder / f"printed-{rank}.txt").read_text() for rank in (0, 1)]
+    assert (folder / "rank-0.json").is_file(), said[0][-3000:]
+    return folder, codes, said, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_plan_has_the_gradients_of_the_whole(ranks, name: str) -> None:
+    *_, (first, second) = ranks
+    for facts in (first[name], second[name]):
+        assert (facts["world_size"], facts["backend"], facts["wrapped"]) == (2, "gloo", "DeepSpeedEngine")
+        assert facts["stage"] == STAGES[name]
+        assert facts["offloaded"] == (name == "zero3")
+        assert (facts["num_elsewhere"] > 0) == (facts["stage"] == 3)
+        assert facts["gradients"] <= 1e-6, "float32, of the largest number of each parameter"
+        assert facts["weights"] <= 1e-6, "float32, after Adam"
+        assert facts["counters"][0] == facts["counters"][1]
+        for ours, theirs in (facts["norms"], facts["losses"]):
+            assert len(theirs) == 4
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_it_changes_nothing_where_everything_fits(ranks, name: str) -> None:
+    *_, both = ranks
+    for facts in (one[name] for one in both):
+        assert facts["attached"] == [0, 0]
+        micro_batches, pieces = facts["whole_pieces"]
+        assert pieces == [[micro_batch] for micro_batch in micro_batches]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_it_is_rehearsed_together_and_leaves_no_trace(ranks, name: str) -> None:
+    """On cards of 70 and of 50 tokens, 10 of them taken: of the longest batch, 4 x 16 tokens, 2 rows will fit."""
+    *_, (first, second) = ranks
+    for facts in (first[name], second[name]):
+        assert facts["limit"] == 2 * 16
+        assert max(facts["rehearsed"]) <= 1e-5, "float32, of four steps: Adam's first one divides by the gradient"
+    assert [len(one) for one in first[name]["rehearsed_pieces"]] == [
+        len(one) for one in second[name]["rehearsed_pieces"]
+    ]
+    assert max(rows * length for pieces in first[name]["rehearsed_pieces"] for rows, length in pieces) <= 32
+
+
+def test_both_ranks_divide_alike(ranks) -> None:
+    *_, both = ranks
+    for name in STAGES:
+        micro_batches = list(zip(*(facts[name]["micro_batches"] for facts in both), strict=True))
+        pieces = list(zip(*(facts[name]["pieces"] for facts in both), strict=True))
+        needed = [[pieces_of(*shape) for shape in shapes] for shapes in micro_batches]
+        assert [[len(one) for one in two] for two in pieces] == [[max(two)] * 2 for two in needed]
+        assert any(one != other for one, other in needed), "one rank is divided because the other has to be"
+        assert any(rows < max(two) for two, shapes in zip(needed, micro_batches, strict=True) for rows, _ in shapes)
+
+
+def pieces_of(rows: int, length: int) -> int:
+    return math.ceil(rows / max(1, LIMIT // length)) if rows * length > LIMIT else 1
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no ZeRO", "DeepSpeed without ZeRO (stage 0) is not tried"),
+        ("NVMe", "offload_param to NVMe is not tried"),
+        ("ZeRO++", "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not tried"),
+    ],
+)
+def test_what_is_not_tried_is_refused_by_name(ranks, name: str, why: str) -> None:
+    *_, (first, second) = ranks
+    assert first["refused"][name] == second["refused"][name]
+    assert why in first["refused"][name]
+
+
+def test_what_fails_all_the_same_stops_every_rank(ranks) -> None:
+    folder, codes, said, _ = ranks
+    checkpoint = folder / "failing" / "checkpoint-2"
+    why = f"so all ranks stop, after step 2. The last checkpoint is {checkpoint}"
+
+    assert (folder / "said.txt").read_text().startswith("CUDA out of memory. Tried to allocate 2.00 MiB for number 300")
+    assert (folder / "said.txt").read_text().endswith(why)
+    assert codes == [1, 1]
+    assert said[0].count("rank 0 stops") == 1
+    assert f"rank 0 stops, because rank 1 cannot go on: a backward pass of ZeRO cannot be repeated, {why}" in said[0]
+    (entry,) = [e for e in read_timeline(folder / "failing" / "memory" / "rank-1.jsonl") if isinstance(e, Remark)]
+    assert entry.finding.code == "out-of-memory-refused"

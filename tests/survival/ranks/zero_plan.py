@@ -1,0 +1,213 @@
+"""ZeRO on two ranks: micro-batches whole and divided by the plan, and at the end one that fails. For test_zero.py."""
+
+import gc
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from deepspeed.utils import safe_get_full_grad
+from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from tests.models import tiny_llama
+from tests.survival.failing import Run, off_by, off_by_steps, padded, ragged_rows, small_trainer
+from trainer_plugins import survive_oom
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.survival import run
+from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.ranks import zero
+
+FOLDER = Path(sys.argv[1])
+RANK = int(os.environ["RANK"])
+WHOLE = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+STORIES: dict[str, dict] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2, "overlap_comm": True},
+    "zero3": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+NVME = {"device": "nvme", "nvme_path": str(FOLDER)}
+REFUSED: dict[str, dict] = {
+    "no ZeRO": {"stage": 0},
+    "NVMe": {"stage": 3, "offload_param": NVME},
+    "ZeRO++": {"stage": 3, "zero_hpz_partition_size": 2},
+}
+
+
+CARDS: list["Card"] = []
+for module in (run, zero):
+    module.card_of = lambda _: CARDS[0] if CARDS else None  # type: ignore[attr-defined]
+
+
+def uneven(rows):
+    """Now and then rank 1 has two rows where rank 0 has four: fewer than there are pieces."""
+    return padded(rows[:2] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows)
+
+
+class BeforeTheStep(TrainerCallback):
+    """The gradients that each step is made of, and the micro-batches and pieces of it: rows and padded length."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+        self.gradients: list[list[torch.Tensor]] = []
+        self.micro_batches: list[list[int]] = []
+        self.pieces: list[list[list[int]]] = []
+        step = trainer.training_step
+        trainer.training_step = lambda model, inputs, *rest: (self.note(inputs), step(model, inputs, *rest))[1]
+
+    def note(self, inputs):
+        self.micro_batches.append(list(inputs["input_ids"].shape))
+        self.pieces.append([])
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.engine = self.trainer.model_wrapped
+        step = self.engine.step
+
+        def noted(*positional, **named):
+            self.gradients.append([safe_get_full_grad(p).clone() for p in self.engine.module.parameters()])
+            return step(*positional, **named)
+
+        self.engine.step = noted
+        self.engine.module.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module, args, kwargs):
+        if not module.model.training:  # where it is measured whether pieces add up, on a few short examples
+            return
+        if CARDS:
+            CARDS[0].holds(kwargs["input_ids"].numel())
+            assert CARDS[0].peak_bytes <= CARDS[0].total_bytes, "no try may fail"
+        if self.pieces:
+            self.pieces[-1].append(list(kwargs["input_ids"].shape))
+
+
+class Card:
+    """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU. That of rank 1 is the smaller one."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.total_bytes = (70 if RANK == 0 else 50) * 10**6
+
+    def holds(self, num_tokens: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, 10**7 + num_tokens * 10**6)
+
+    def read(self) -> MemoryReading:
+        held = {"free_bytes": self.total_bytes - 10**7, "reserved_bytes": 10**7, "allocated_bytes": 10**7}
+        return MemoryReading(device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = 0
+
+    def release_cached(self) -> int:
+        return 0
+
+
+def make(folder: Path, stage: dict, attach: bool = True):
+    AcceleratorState._reset_state()
+    unset_hf_deepspeed_config()
+    gc.collect()
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    config = {"zero_optimization": {**WHOLE, **stage}, **dict.fromkeys(names, "auto")}
+    trainer = small_trainer(
+        folder, tiny_llama(), steps=4, deepspeed={**config, "zero_force_ds_cpu_optimizer": False},
+        save_strategy="steps", save_steps=2, max_grad_norm=0.5, train_dataset=ragged_rows(48), data_collator=uneven,
+    )  # fmt: skip
+    if attach:
+        survive_oom(trainer)
+    return trainer
+
+
+def trained(folder: Path, stage: dict, attach: bool = True, resume: str | None = None):
+    trainer = make(folder, stage, attach)
+    seen = BeforeTheStep(trainer)
+    trainer.add_callback(seen)
+    trainer.train(resume_from_checkpoint=resume)
+    dist.barrier()
+    return trainer, seen
+
+
+def weights(folder: Path) -> list[torch.Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    kept = get_fp32_state_dict_from_zero_checkpoint(str(folder / "checkpoint-4"))
+    return [weight.detach() for weight in kept.values()]
+
+
+def know_a_limit(checkpoint: Path, limit: int) -> None:
+    """As a run that could count its memory would have left it."""
+    if RANK == 0:
+        file = checkpoint / "trainer_state.json"
+        kept = json.loads(file.read_text())
+        kept["stateful_callbacks"]["SurvivalMemo"]["attributes"]["limit"] = limit
+        file.write_text(json.dumps(kept))
+    dist.barrier()
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [logs[name] for logs in trainer.state.log_history if name in logs]
+
+
+def told(name: str, config: dict) -> dict:
+    folder = FOLDER / name.replace(" ", "_")
+    _, plain_seen = trained(folder / "plain", config, attach=False)
+    whole, whole_seen = trained(folder / "whole", config)
+    expected = weights(folder / "whole")
+    attached = [off_by(expected, weights(folder / "plain")), off_by_steps(whole_seen.gradients, plain_seen.gradients)]
+    dist.barrier()
+    know_a_limit(folder / "whole" / "checkpoint-2", 30)
+    divided, seen = trained(folder / "whole", config, resume=str(folder / "whole" / "checkpoint-2"))
+    divided_weights = weights(folder / "whole")
+    dist.barrier()
+    CARDS.append(Card())
+    rehearsed, rehearsed_seen = trained(folder / "rehearsed", config)
+    CARDS.clear()
+    engine = seen.engine
+    return {
+        "world_size": dist.get_world_size(), "backend": dist.get_backend(),
+        "wrapped": type(divided.model_wrapped).__name__, "stage": int(engine.zero_optimization_stage()),
+        "offloaded": engine.zero_offload_param() is not None,
+        "num_elsewhere": sum(getattr(p, "ds_numel", p.numel()) - p.numel() for p in engine.module.parameters()),
+        "attached": attached,
+        "gradients": off_by_steps(seen.gradients, whole_seen.gradients[2:]),
+        "weights": off_by(divided_weights, expected),
+        "rehearsed": [off_by_steps(rehearsed_seen.gradients, whole_seen.gradients),
+                      off_by(weights(folder / "rehearsed"), expected)],
+        "limit": next(c.limit for c in rehearsed.callback_handler.callbacks if isinstance(c, SurvivalMemo)),
+        "rehearsed_pieces": rehearsed_seen.pieces,
+        "micro_batches": seen.micro_batches, "pieces": seen.pieces,
+        "whole_pieces": [whole_seen.micro_batches, whole_seen.pieces],
+        "counters": [[e.global_steps, e.micro_steps + before, e.global_samples]
+                     for e, before in ((engine, 2), (whole_seen.engine, 0))],
+        "norms": [logged(divided, "grad_norm"), logged(whole, "grad_norm")],
+        "losses": [logged(divided, "loss"), logged(whole, "loss")],
+    }  # fmt: skip
+
+
+def refused(stage: dict) -> str:
+    try:
+        make(FOLDER / "refused", stage)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def fail() -> None:
+    """In the third step, on rank 1 alone, whose script then goes on for as long as it likes."""
+    trainer = make(FOLDER / "failing", {"stage": 3})
+    try:
+        Run(trainer, {4: [300]} if RANK == 1 else {})
+    except torch.OutOfMemoryError as error:
+        (FOLDER / "said.txt").write_text(str(error))
+        threading.Event().wait(300)
+
+
+if __name__ == "__main__":
+    facts = {"refused": {name: refused(stage) for name, stage in REFUSED.items()}}
+    facts |= {name: told(name, stage) for name, stage in STORIES.items()}
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(facts))
+    fail()

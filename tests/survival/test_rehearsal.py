@@ -1,0 +1,188 @@
+"""The longest rows are computed before step 1: nothing fails in training then, and nothing else is different."""
+
+import gc
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from tests.models import tiny_llama
+from tests.survival.failing import Gradients, off_by, off_by_steps, padded, small_trainer
+from trainer_plugins import survive_oom
+from trainer_plugins.survival.longest import longest_rows
+from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.timeline import Remark, read_timeline
+from trainer_plugins.units import MIB
+
+LARGE = 256
+
+
+def rows(num_rows: int = 256) -> list[dict[str, torch.Tensor]]:
+    """16 to 64 tokens each. The longest are where no first micro-batch is."""
+    dice = torch.Generator().manual_seed(3)
+    lengths = torch.randint(16, 65, (num_rows,), generator=dice).sort().values.tolist()
+    return [{"input_ids": torch.randint(1, 127, (length,), generator=dice)} for length in lengths]
+
+
+def drawing(examples):
+    """A collator that masks, with every generator there is, as those of masked language models do."""
+    batch = padded(examples)
+    for _ in range(random.randint(1, 4)):
+        batch["input_ids"][np.random.randint(len(examples)), torch.randint(0, 8, ())] = 5
+    return batch
+
+
+class KnowsTheLimit(TrainerCallback):
+    """As after a resume."""
+
+    def __init__(self, trainer, limit: float) -> None:
+        self.trainer, self.limit = trainer, limit
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        memo_of(self.trainer).limit = self.limit
+
+
+def memo_of(trainer) -> SurvivalMemo:
+    (memo,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, SurvivalMemo)]
+    return memo
+
+
+class Trained:
+    """Four steps of twice 32 rows."""
+
+    def __init__(self, folder, simgpu, mib: int, attach=True, limit=None, model=None, resume=None, **kwargs) -> None:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        simgpu.set_capacity(mib * MIB)
+        options = {name: kwargs.pop(name) for name in ("plan_first", "ladder", "min_micro_batch") if name in kwargs}
+        self.trainer = small_trainer(
+            folder, tiny_llama(**(model or {})), steps=4, use_cpu=False, per_device_train_batch_size=32,
+            **{"train_dataset": rows(), "data_collator": padded, **kwargs},
+        )  # fmt: skip
+        if attach:
+            survive_oom(self.trainer, **options)
+        if limit is not None:
+            self.trainer.add_callback(KnowsTheLimit(self.trainer, limit))
+        self.gradients: list[list] = []
+        self.trainer.add_callback(Gradients(self.gradients))
+        self.trainer.train(resume_from_checkpoint=resume)
+        self.weights = [parameter.detach().cpu() for parameter in self.trainer.model.parameters()]
+        file = folder / "memory" / "rank-0.jsonl"
+        entries = read_timeline(file) if file.exists() else []
+        self.findings = [entry.finding for entry in entries if isinstance(entry, Remark)]
+
+    @property
+    def codes(self) -> list[str]:
+        return [finding.code for finding in self.findings]
+
+    @property
+    def limit(self) -> float:
+        return memo_of(self.trainer).limit
+
+    @property
+    def losses(self) -> list[float]:
+        return [logs["loss"] for logs in self.trainer.state.log_history if "loss" in logs]
+
+
+@pytest.mark.parametrize("mib", [12, 8, 4])
+def test_nothing_fails_in_training_on_a_card_that_is_too_small(tmp_path, simgpu, mib: int) -> None:
+    reactive = Trained(tmp_path / "reactive", simgpu, mib, plan_first=False)
+    small = Trained(tmp_path / "small", simgpu, mib)
+    large = Trained(tmp_path / "large", simgpu, LARGE, attach=False)
+
+    assert "out-of-memory-survived" in reactive.codes
+    assert small.codes == ["out-of-memory-foreseen"]
+    assert off_by_steps(small.gradients, large.gradients) <= 1e-4, "float32"
+    assert off_by(small.weights, large.weights) <= 1e-4, "float32, after Adam"
+
+
+DROPOUT = {"model": {"attention_dropout": 0.2}, "data_collator": drawing}
+
+
+def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> None:
+    caplog.set_level(logging.INFO, "trainer_plugins")
+    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, **DROPOUT)
+    assert caplog.text.count("in 1 forward and backward passes") == caplog.text.count("they fit at once") == 1
+    alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **DROPOUT)
+
+    assert off_by_steps(rehearsed.gradients, alone.gradients) == off_by(rehearsed.weights, alone.weights) == 0
+    assert rehearsed.losses == alone.losses
+    assert rehearsed.codes == []
+
+
+def test_nor_where_it_failed_on_the_way(tmp_path, simgpu) -> None:
+    rehearsed = Trained(tmp_path / "rehearsed", simgpu, 8, **DROPOUT)
+    assert rehearsed.codes == ["out-of-memory-foreseen"]
+    knowing = Trained(tmp_path / "knowing", simgpu, 8, plan_first=False, limit=rehearsed.limit, **DROPOUT)
+
+    assert knowing.codes == []
+    assert off_by_steps(rehearsed.gradients, knowing.gradients) == off_by(rehearsed.weights, knowing.weights) == 0
+    assert rehearsed.losses == knowing.losses
+
+
+@pytest.mark.parametrize("mib", [LARGE, 10])
+def test_a_resumed_run_knows_what_fits(tmp_path, simgpu, caplog, mib: int) -> None:
+    caplog.set_level(logging.INFO, "trainer_plugins")
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    whole = Trained(tmp_path / "run", simgpu, mib, **saved)
+    assert caplog.text.count("rehearsed the 32 longest rows") == 1
+    caplog.clear()
+    resumed = Trained(tmp_path / "run", simgpu, mib, resume=str(tmp_path / "run" / "checkpoint-2"), **saved)
+
+    kept = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert kept["stateful_callbacks"]["SurvivalMemo"]["attributes"]["is_rehearsed"]
+    assert "rehearsed" not in caplog.text
+    assert resumed.limit == whole.limit
+    assert off_by(resumed.weights, whole.weights) == 0
+
+
+def test_where_one_row_does_not_fit_checkpointing_is_switched_on(tmp_path, simgpu) -> None:
+    wide = {"vocab_size": 128, "num_hidden_layers": 12}
+    small = Trained(tmp_path, simgpu, 7, model=wide, min_micro_batch=8)
+
+    assert small.codes == ["out-of-memory-foreseen"]
+    assert "fit at once, with checkpointing switched on" in small.findings[0].summary
+    assert small.trainer.state.global_step == 4
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        yield from rows()
+
+
+def test_what_is_streamed_is_not_looked_at(tmp_path, simgpu, caplog) -> None:
+    caplog.set_level(logging.INFO, "trainer_plugins")
+    small = Trained(tmp_path / "small", simgpu, 8, train_dataset=Streamed())
+    large = Trained(tmp_path / "large", simgpu, LARGE, attach=False, train_dataset=Streamed())
+
+    assert "nothing is rehearsed: Streamed cannot be asked for single rows" in caplog.text
+    assert set(small.codes) == {"out-of-memory-survived"}
+    assert off_by(small.weights, large.weights) <= 1e-4, "float32, after Adam"
+
+
+LENGTHS = [3, 9, 1, 7, 5]
+TABLE = Dataset.from_dict({"input_ids": [[1] * n for n in LENGTHS], "position_ids": [[1] * 50 for n in LENGTHS]})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (TABLE, [1, 3, 2]),
+        (TABLE.select([4, 3, 2]), [1, 0, 2]),
+        (TABLE.add_column("length", [5, 1, 1, 1, 9]), [4, 0, 1]),
+        (TABLE.with_format("torch"), [1, 3, 2]),
+        ([{"prompt_ids": [1] * n, "chosen_ids": [1]} for n in LENGTHS], [1, 3, 2]),
+        ([torch.ones(3)] * 4, [0, 1, 0]),
+        (Streamed(), []),
+        ([], []),
+    ],
+    ids=["table", "some of it", "length", "formatted", "pairs", "no names", "stream", "empty"],
+)
+def test_the_longest_rows_and_the_shortest(dataset, expected: list[int]) -> None:
+    assert longest_rows(dataset, 3) == expected

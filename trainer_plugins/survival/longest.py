@@ -1,0 +1,67 @@
+"""Longest: which rows of a data set will need the most memory, found without computing anything."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_ROWS = 1024
+"""How many rows are looked into where no column tells their lengths, evenly spaced."""
+
+_MAX_COUNTED = 1_000_000
+_SLICE = 10_000
+
+
+def longest_rows(dataset: Any, num: int) -> list[int]:
+    """The indices of the longest rows, and last of all the shortest: a batch of it is padded, as most in training are.
+
+    Models take a cheaper path where nothing is padded, and a rehearsal on that would promise too much. Lengths are
+    read from a `length` column, or from the offsets of an arrow table, without decoding; of other data sets up to
+    `MAX_ROWS` rows are fetched. Empty for a data set that cannot be asked for a row without consuming it.
+
+    Args:
+        dataset: what the training reads.
+        num: how many; fewer where there are fewer.
+    """
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or len(dataset) == 0:
+        return []
+    lengths = _lengths(dataset)
+    order = sorted(lengths, key=lambda index: -lengths[index])[: max(1, num)]
+    if num > 1:
+        order[min(num, len(order)) - 1 :] = [min(lengths, key=lambda index: lengths[index])]
+    return order
+
+
+def _lengths(dataset: Any) -> dict[int, int]:
+    """The lengths of all rows, or of those that were looked into."""
+    num_rows = len(dataset)
+    if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):  # of `datasets`
+        if "length" in dataset.column_names:
+            return dict(enumerate(dataset["length"]))
+        if names := [name for name in dataset.column_names if _holds_tokens(name)]:
+            return _counted(dataset.select_columns(names).with_format("arrow"), num_rows)
+    return {index: _length(dataset[index]) for index in _spread(num_rows, MAX_ROWS)}
+
+
+def _counted(table: Any, num_rows: int) -> dict[int, int]:
+    lengths: dict[int, int] = {}
+    num_slices = max(1, _MAX_COUNTED // _SLICE)
+    for start in _spread(-(-num_rows // _SLICE), num_slices):
+        rows = table[start * _SLICE : (start + 1) * _SLICE]
+        columns = [[n for chunk in c.chunks for n in chunk.value_lengths().to_pylist()] for c in rows.columns]
+        totals = (sum(num or 0 for num in numbers) for numbers in zip(*columns, strict=True))
+        lengths |= {start * _SLICE + row: total for row, total in enumerate(totals)}
+    return lengths
+
+
+def _spread(num: int, most: int) -> Iterable[int]:
+    return range(0, num, max(1, -(-num // most)))
+
+
+def _length(row: Any) -> int:
+    if not isinstance(row, Mapping):
+        return 0
+    return sum(len(value) for name, value in row.items() if _holds_tokens(name) and hasattr(value, "__len__"))
+
+
+def _holds_tokens(name: str) -> bool:
+    """`input_ids`, and TRL's `prompt_ids`, `chosen_ids`, `rejected_input_ids`, ..."""
+    return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))
