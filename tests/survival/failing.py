@@ -26,7 +26,14 @@ def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=Traini
     """On the CPU, in float64: two micro-batches of four rows make a step."""
     into_trainer = {
         name: kwargs.pop(name)
-        for name in ("train_dataset", "data_collator", "optimizers", "compute_loss_func", "compute_metrics")
+        for name in (
+            "train_dataset",
+            "eval_dataset",
+            "data_collator",
+            "optimizers",
+            "compute_loss_func",
+            "compute_metrics",
+        )
         if name in kwargs
     }
     settings = {

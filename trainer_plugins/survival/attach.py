@@ -35,6 +35,7 @@ class Survival:
         if self._engine is None:
             return
         self._engine.is_attached = False
+        self._engine.end_run()
         self._engine = None
         for owner, name, before, ours in reversed(self._replaced):
             if vars(owner).get(name) is not ours:

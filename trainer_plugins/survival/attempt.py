@@ -36,6 +36,13 @@ class DidNotFit:
         return kind(f"{self.words}\nsurvive_oom could not help: {why_not}\nIt failed first in:\n{self.where}")
 
 
+class DidNotFitElsewhere(DidNotFit):
+    """This rank's own attempt fitted; that of another did not."""
+
+    def __init__(self) -> None:
+        self.words, self.is_certain, self.where, self.seconds = "another rank ran out of memory", True, "", 0.0
+
+
 def attempt(
     work: Callable[[], T], release: Callable[[], object] | None = None, device: torch.device | None = None
 ) -> T | DidNotFit:

@@ -27,6 +27,7 @@ from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.rehearsal import rehearse
+from trainer_plugins.survival.replay import Replay, tiny_pass
 from trainer_plugins.survival.run import Attached, Run, memo_of
 from trainer_plugins.survival.words import not_attached
 
@@ -49,7 +50,9 @@ class Engine:
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
-        if self.is_attached and not model.training and not torch.is_grad_enabled():
+        # Under FSDP a part of a batch would take collectives that the other ranks do not wait for.
+        is_alone = not self._attached.trainer.is_fsdp_enabled
+        if self.is_attached and is_alone and not model.training and not torch.is_grad_enabled():
             return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
@@ -58,17 +61,17 @@ class Engine:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        run.ranks.begin()
         run.gathers.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
+        run.ranks.begin(micro)
         recovery = self._planned(run, micro)
         if recovery is None:
-            loss = run.ranks.attempt(partial(run.compute_loss, model, inputs, num_items_in_batch))
+            loss = run.ranks.attempt(partial(run.compute_loss, model, inputs, num_items_in_batch), is_end=False)
             if not isinstance(loss, DidNotFit):
                 loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
                 micro.value, micro.end, self._current = loss.detach(), loss.grad_fn, micro
                 return loss
-            recovery = Recovery(run, micro)
+            recovery = _recovery(run, micro)
             recovery.failed(micro.whole, micro.start, loss, "forward")
         micro.value = recovery.finish()
         micro.is_finished, self._current = True, micro
@@ -96,7 +99,7 @@ class Engine:
             work = partial(self._attached.backward, loss, **options)
             failure = self._run.ranks.attempt(work, release=partial(_cut_off, loss))
             if isinstance(failure, DidNotFit):
-                recovery = Recovery(self._run, micro, **options)
+                recovery = _recovery(self._run, micro, **options)
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
                 recovery.finish()
 
@@ -104,13 +107,22 @@ class Engine:
         """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this."""
         if math.isinf(run.memo.limit) or not (run.ranks.in_step or micro.whole.num_cells > run.memo.limit):
             return None
-        recovery = Recovery(run, micro)
+        recovery = _recovery(run, micro)
         return recovery if recovery.plan() > 1 else None
+
+    def end_run(self) -> None:
+        """Put back what a run has changed on its model."""
+        if self._run is not None:
+            self._run.ranks.end()
 
     def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
-        if self._run is None or self._run.state is not self._attached.trainer.state:
+        is_new = self._run is None or self._run.state is not self._attached.trainer.state
+        if self._run is None or is_new:
+            self.end_run()
             self._run, self._current = Run(self._attached, model), None
+        self._run.ranks.tiny = partial(tiny_pass, self._run, inputs, num_items)
+        if is_new:
             if reasons := refusals(self._attached.trainer):
                 self._run.is_refused = True
                 self._run.refuse(reasons)
@@ -132,7 +144,7 @@ class Engine:
         run.memo.limit = run.ranks.agreed(run.memo.limit)
         if math.isinf(run.memo.limit):
             return
-        recovery, why = Recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())), ""
+        recovery, why = _recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())), ""
         try:
             recovery.measure()
         except IndivisibleError as error:
@@ -149,6 +161,10 @@ class Engine:
             accepts = trainer.model_accepts_loss_kwargs and num_items is not None
             is_scaled = accepts or trainer.compute_loss_func is not None  # how trl says it where transformers is old
         return 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
+
+
+def _recovery(run: Run, micro: MicroBatch, **options: Any) -> Recovery:
+    return (Recovery if run.ranks.window is None else Replay)(run, micro, **options)
 
 
 def _stand_in(value: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,11 @@ def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[
     ([2, 3, 3], [4, 4], [8])
     """
     num_fit = num if num_cells <= limit else max(1, int(limit / (num_cells / num) + 1e-6))
-    num_parts = max(1, min(math.ceil(num / num_fit), num // min_micro_batch))
+    return even(num, max(1, min(math.ceil(num / num_fit), num // min_micro_batch)))
+
+
+def even(num: int, num_parts: int) -> list[int]:
+    """Cut examples into so many parts, as even as can be."""
     return [num * (part + 1) // num_parts - num * part // num_parts for part in range(num_parts)]
 
 

@@ -27,7 +27,9 @@ def _parallel(trainer: Trainer) -> Iterator[str]:
 
         yield from unsupported(trainer)
     elif trainer.is_fsdp_enabled:
-        yield "FSDP gathers and reduces inside forward and backward, so all ranks must stop together: not supported yet"
+        from trainer_plugins.survival.ranks.fsdp2 import refusals_of_fsdp
+
+        yield from refusals_of_fsdp(trainer)
     elif kind.startswith("MULTI_"):
         yield from _ddp(trainer)
     elif kind != "NO":

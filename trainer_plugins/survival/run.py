@@ -68,7 +68,9 @@ class Run:
     def start(self) -> Start:
         """The moment before an attempt."""
         allocated_bytes = self.card.read().allocated_bytes if self.card else 0
-        return Start(Snapshot(self.attached.trainer), GradientMark(self._parameters), allocated_bytes)
+        # Where a failure throws every gradient away, none has to be told from the others.
+        watched = self._parameters if self.ranks.window is None else ()
+        return Start(Snapshot(self.attached.trainer), GradientMark(watched), allocated_bytes)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""

@@ -12,6 +12,7 @@ from transformers import Trainer
 from trainer_plugins.survival.attempt import DidNotFit, attempt
 from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
+from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
 
 T = TypeVar("T")
@@ -31,22 +32,38 @@ class Alone:
     in_step = False
     """Whether every rank has to compute as many pieces of a micro-batch as the others."""
 
+    window: list[MicroBatch] | None = None
+    """The micro-batches of this optimizer step, where a failure means that all of them are computed again."""
+
     options: Mapping[str, Any] = {}
     """What the Trainer passes to `accelerator.backward` besides the loss."""
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         self.trainer, self.model = trainer, model
+        self.tiny: Callable[[], object] = list
+        """Runs forward and backward over next to nothing of the micro-batch."""
 
     @property
     def bare(self) -> nn.Module:
         """The model without its wrapper: computing on it reaches no other rank."""
         return self.model
 
-    def begin(self) -> None:
+    def begin(self, micro: MicroBatch) -> None:
         """A micro-batch begins."""
 
-    def attempt(self, work: Callable[[], T], release: Callable[[], object] | None = None) -> T | DidNotFit:
-        """Run what may not fit, here or on a rank that has to stop with this one."""
+    def end(self) -> None:
+        """Put back what was changed on the model."""
+
+    def attempt(
+        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, is_end: bool = True
+    ) -> T | DidNotFit:
+        """Run what may not fit, here or on a rank that has to stop with this one.
+
+        Args:
+            work: what is tried.
+            release: called after a failure, to let go of what frames above this one hold.
+            is_end: whether a backward pass ends it; a forward pass alone is followed by its backward.
+        """
         return attempt(work, release, self.trainer.args.device)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
@@ -104,7 +121,7 @@ class Alone:
                 held = {num: 0, least: 0}
 
                 def fits(size: int) -> bool:
-                    work = partial(self._compute, compute, model, size, held.get(size, self._slack_bytes()))
+                    work = partial(self._compute_beside, compute, model, size, held.get(size, self._slack_bytes()))
                     return not isinstance(self.attempt(work), DidNotFit)
 
                 return most(fits, num, least, (num,))
@@ -117,7 +134,7 @@ class Alone:
         card = card_of(self.trainer.args.device)
         return max(2 * MIB, int(SLACK * card.read().total_bytes)) if card else 0
 
-    def _compute(
+    def _compute_beside(
         self, compute: Callable[[nn.Module, int], object], model: nn.Module, size: int, held_bytes: int
     ) -> None:
         """Compute it while so much of the card is taken."""

@@ -26,6 +26,7 @@ from transformers import Trainer
 
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.marks import GradientMark, frozen
+from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Alone
 
 T = TypeVar("T")
@@ -63,13 +64,15 @@ class DDP(Alone):
         module: nn.Module = self.model.module
         return module
 
-    def begin(self) -> None:
+    def begin(self, micro: MicroBatch) -> None:
         """A micro-batch begins."""
         self._progress = _Progress.OUTSIDE
         self._is_synced, self._is_armed = self.model.require_backward_grad_sync, False
         self._sent, self._used = set(), set()
 
-    def attempt(self, work: Callable[[], T], release: Callable[[], object] | None = None) -> T | DidNotFit:
+    def attempt(
+        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, is_end: bool = True
+    ) -> T | DidNotFit:
         """Run what may not fit, and see how far it comes in DDP."""
         hooks = (
             self.model.register_forward_pre_hook(lambda *_: self._advance(_Progress.PREPARING)),
@@ -77,7 +80,7 @@ class DDP(Alone):
             self.bare.register_forward_hook(lambda *_: self._advance(_Progress.ARMED)),
         )
         try:
-            return super().attempt(work, release)
+            return super().attempt(work, release, is_end=is_end)
         finally:
             for hook in hooks:
                 hook.remove()

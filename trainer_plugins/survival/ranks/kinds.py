@@ -16,4 +16,8 @@ def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
         return Zero(trainer, model)
     if isinstance(model, DistributedDataParallel):
         return DDP(trainer, model)
+    if trainer.is_fsdp_enabled:
+        from trainer_plugins.survival.ranks.fsdp2 import FSDP2  # a torch without torch.distributed has no FSDP
+
+        return FSDP2(trainer, model)
     return Alone(trainer, model)

@@ -1,0 +1,276 @@
+"""Trainings under FSDP2 in which ranks run out of memory, one after the other. Launched by test_fsdp2.py.
+
+accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks MULTI_CPU (accelerate/state.py).
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import TrainerCallback
+
+from tests.models import tiny_llama
+from tests.survival.failing import Allocations, off_by, padded, ragged_rows, small_trainer
+from tests.survival.test_trl import sft
+from trainer_plugins import survive_oom
+from trainer_plugins.agreement import Agreement
+from trainer_plugins.survival import Survival
+from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+
+RANK = int(os.environ["RANK"])
+initialise = PartialState.__init__
+
+
+def initialise_as_multi_gpu(self, *args, **kwargs):
+    initialise(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+PartialState.__init__ = initialise_as_multi_gpu
+
+
+def whole(values):
+    return [None if value is None else value.detach().full_tensor().clone() for value in values]
+
+
+def units_of(model):
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class Gradients(TrainerCallback):
+    """What each optimizer step was made of, on all ranks together; and how often each rank voted until then."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[torch.Tensor | None]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.kept.append(whole(p.grad for p in model.parameters()))
+
+
+class AnewEachStep(TrainerCallback):
+    """Attached at the beginning of each step, so that none is divided because of what the one before has learned."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+        self.survival: Survival | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.survival is not None:
+            self.survival.detach()
+        self.survival = survive_oom(self.trainer)
+
+
+class Run:
+    """One training. `fail_at`: for the n-th micro-batch of this rank, the allocations that fail in it.
+
+    `only_attempts`: of what survive_oom tries, and not the few numbers on the CPU by which it is judged afterwards.
+    """
+
+    def __init__(self, trainer, fail_at=None, *, only_attempts=False, **train) -> None:
+        self.trainer, self.allocations, self.gradients = trainer, Allocations(), Gradients()
+        self.num_allocations: list[int] = []
+        self.fail_at = fail_at or {}
+        self._training_step = trainer.training_step
+        trainer.training_step = self.training_step
+        trainer.add_callback(self.gradients)
+        self.num_forwards, self.ended = 0, ""
+        trainer.model.register_forward_pre_hook(self.count_forward)
+        attempt = FSDP2.attempt
+
+        def tried(*args, **kwargs):
+            with self.allocations:
+                return attempt(*args, **kwargs)
+
+        with patch.object(FSDP2, "attempt", tried) if only_attempts else self.allocations:
+            try:
+                trainer.train(**train)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                self.ended, self.weights = f"{type(error).__name__}: {error}", []
+                return
+        for unit in units_of(trainer.model):  # an evaluation leaves weights gathered
+            unit.reshard()
+        self.weights = whole(trainer.model.parameters())
+
+    def count_forward(self, *_):
+        self.num_forwards += torch.is_grad_enabled()
+
+    def training_step(self, *args, **kwargs):
+        self.allocations.begin(self.fail_at.get(len(self.num_allocations), []))
+        try:
+            return self._training_step(*args, **kwargs)
+        finally:
+            self.num_allocations.append(self.allocations.num)
+            self.allocations.begin([])
+
+
+def make(folder: Path, case: dict):
+    """The Trainer of a case, with what the launcher would have put into the environment."""
+    AcceleratorState._reset_state()
+    os.environ["FSDP_RESHARD_AFTER_FORWARD"] = case.get("reshard_after_forward", "true")
+    settings = dict(case.get("settings", {}))
+    if case.get("sync_each_batch"):
+        settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    # Other rows on each rank, and of other lengths: 64 rows are dealt out by the Trainer.
+    settings.setdefault("train_dataset", ragged_rows(case.get("num_rows", 64)))
+    if "rows" in case:  # so many of each micro-batch, by rank
+        settings["data_collator"] = lambda rows: padded(rows[: case["rows"][RANK]])
+    model = tiny_llama(**case.get("config", {})).double()
+    if "lora" in case:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if "eval_steps" in settings:
+        settings["eval_dataset"] = ragged_rows(8)
+    trainer = small_trainer(folder, model, **settings)
+    if case.get("mixed"):  # what is not reduced yet is then kept apart, in the precision of the reduction
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float32)
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    return trainer
+
+
+@contextlib.contextmanager
+def as_torch_says(naive: bool):
+    """Where asked for, all failures but the first are followed by what torch documents: reset, zero, go on."""
+    clear, num_cleared = FSDP2.clear, []
+
+    def reset_and_zero(ranks):
+        num_cleared.append(1)
+        if len(num_cleared) == 1:  # after which it is measured whether gradients add up
+            clear(ranks)
+        else:
+            ranks.model.set_requires_gradient_sync(True)
+            ranks.model.reset_iter_state()
+            ranks.model.zero_grad()
+
+    with patch.object(FSDP2, "clear", reset_and_zero if naive else clear):
+        yield
+
+
+@contextlib.contextmanager
+def counted_votes():
+    """What was voted, and how long it took. A vote takes its four bytes of the CPU, so it never fails."""
+    highest, votes = Agreement.highest, []
+
+    def counted(agreement, value):
+        started = perf_counter()
+        with _disable_current_modes():
+            found = highest(agreement, value)
+        votes.append(perf_counter() - started)
+        return found
+
+    with patch.object(Agreement, "highest", counted):
+        yield votes
+
+
+def run_case(folder: Path, case: dict, reference: Run) -> dict:
+    trainer = make(folder, case)
+    anew = AnewEachStep(trainer)
+    if "sweep" in case:
+        trainer.add_callback(anew)
+    else:
+        anew.survival = survive_oom(trainer, **case.get("options", {}))
+    fail_at = {
+        int(n): [
+            max(1, int(reference.num_allocations[int(n)] * part)) + again
+            for part in parts
+            for again in range(case.get("again", 1))
+        ]
+        for n, parts in case.get("fail", {}).get(str(RANK), {}).items()
+    }
+    if "sweep" in case:  # one allocation after the other, a step each, in this micro-batch of the window
+        num_steps, accumulated = trainer.args.max_steps, trainer.args.gradient_accumulation_steps
+        first = 4  # after the batch has been copied
+        num = min(reference.num_allocations)
+        if case["sweep"]["rank"] == RANK:
+            for step in range(num_steps):
+                at = first + int(step * (num - first) * case["sweep"].get("until", 1) / (num_steps - 1))
+                fail_at[step * accumulated + case["sweep"]["micro_batch"]] = [*case["sweep"].get("and", ()), at]
+    resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")} if "resume" in case else {}
+    with as_torch_says(case.get("naive", False)), counted_votes() as votes:
+        survived = Run(trainer, fail_at, only_attempts="and" in case.get("sweep", {}), **resume)
+    memo = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
+    assert anew.survival is not None
+    anew.survival.detach()
+    logged = list(zip(trainer.state.log_history, reference.trainer.state.log_history, strict=survived.ended == ""))
+    groups = [group for unit in units_of(trainer.model) for group in unit._get_fsdp_state()._fsdp_param_groups]
+    comms = [(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups]
+    return {
+        "wrapped": type(trainer.model).__name__,
+        "num_gathers": len(groups),
+        "restored": sorted({kind.__name__ for pair in comms for kind in pair}),
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "ended": survived.ended,
+        "num_steps": [len(survived.gradients.kept), len(reference.gradients.kept)],
+        "gradients": max(
+            map(off_by, reversed(survived.gradients.kept), reversed(reference.gradients.kept)), default=0.0
+        ),
+        "weights": 0.0 if survived.ended else off_by(survived.weights, reference.weights),
+        "logged_off_by": max(
+            (abs(ours[k] - theirs[k]) for ours, theirs in logged for k in theirs if k in ("loss", "learning_rate")),
+            default=0.0,
+        ),
+        "num_to_fail": sum(map(len, fail_at.values())),
+        "num_failed": survived.allocations.num_failed,
+        "num_survived": memo.num_survived,
+        "num_forwards": [survived.num_forwards, reference.num_forwards],
+        "num_votes": len(votes),
+        "seconds_a_vote": median(votes) if votes else 0.0,
+        "limit": memo.limit,
+        "checkpointing": memo.rungs,
+    }
+
+
+def run_refusal(folder: Path, case: dict) -> dict:
+    with pytest.MonkeyPatch.context() as patched:
+        trainer = sft(folder) if "trainer" in case else make(folder, case)
+        trainer.accelerator.state.fsdp_plugin.fsdp_version = case.get("fsdp_version", 2)
+        if "without" in case:
+            patched.delattr(FSDPModule, case["without"])
+        try:
+            survive_oom(trainer)
+        except ValueError as error:
+            return {"refused": str(error)}
+    return {"refused": ""}
+
+
+def main(folder: Path) -> None:
+    cases = json.loads((folder / "cases.json").read_text())
+    gc.collect()
+    gc.freeze()  # each survival collects garbage; what imported libraries hold, a million objects, is spared that
+    references: dict[str, Run] = {}
+    facts = {}
+    for name, case in cases.items():
+        began = perf_counter()
+        like = json.dumps({k: v for k, v in case.items() if k not in ("fail", "naive", "sweep", "options", "resume")})
+        if "refused_as" in case:
+            facts[name] = run_refusal(folder / "run", case)
+        else:
+            if like not in references:
+                references[like] = Run(make(folder / "run", case))
+            facts[name] = run_case(folder / "run", case, references[like])
+        facts[name]["seconds"] = perf_counter() - began
+        (folder / f"rank-{RANK}.json").write_text(json.dumps(facts))
+        if facts[name].get("ended") and "options" not in case:
+            print(f"rank {RANK} ended: {facts[name]['ended']}", file=sys.stderr, flush=True)
+            os._exit(1)  # the other ranks may wait in a collective
+    sys.stdout.flush()
+    os._exit(0)  # gloo now and then aborts a process at its end
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

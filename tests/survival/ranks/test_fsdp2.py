@@ -1,0 +1,179 @@
+"""FSDP2: whichever rank runs out of memory, wherever in a window, the step has the gradient it would have had.
+
+Each case is a training of its own, in float64; all of them run in one launch of two ranks (fsdp2_ranks.py), as the
+processes cost more than the trainings. `fail` says for a rank and a micro-batch at which parts of its allocations the
+memory ends: below about 0.5 in the forward pass, beyond 1 in what is computed after a failure.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launched import command, start
+
+SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
+
+WINDOW = {"gradient_accumulation_steps": 3}
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+EVALUATED = {"steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+SAVED = {"steps": 4, "save_strategy": "steps", "save_steps": 2}
+LATE_AND_EARLY = {"1": {"0": [0.6]}, "0": {"5": [0.3]}}
+"""On rank 1 in the backward pass of the first, on rank 0 in the forward pass of the last micro-batch of two windows."""
+
+EXACT: dict[str, dict[str, Any]] = {
+    "in forward": {"fail": {"1": {"1": [0.2]}}},
+    "in backward, at 55 %": {"fail": {"1": {"1": [0.55]}}},
+    "in backward, at 75 %": {"fail": {"0": {"1": [0.75]}}},
+    "in backward, at 97 %": {"fail": {"1": {"1": [0.97]}}},
+    "in the last allocation": {"fail": {"1": {"1": [1.0]}}},
+    "in a micro-batch that is not reduced": {"fail": {"1": {"1": [0.75]}}, "settings": WINDOW},
+    "both, at different points": {"fail": {"1": {"1": [0.9]}, "0": {"1": [0.1]}}},
+    "twice in a window": {"fail": {"1": {"0": [0.6]}, "0": {"2": [0.5]}}, "settings": WINDOW},
+    "again while it is computed again": {"fail": {"1": {"1": [0.6, 4.6]}}, "settings": WINDOW},
+    "a reduction each micro-batch": {"fail": LATE_AND_EARLY, "settings": WINDOW, "sync_each_batch": True},
+    "weights stay gathered": {"fail": LATE_AND_EARLY, "settings": WINDOW, "reshard_after_forward": "false"},
+    "checkpointing": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, **CHECKPOINTING}},
+    "reentrant checkpointing": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, **REENTRANT}},
+    "tied weights": {"fail": LATE_AND_EARLY, "settings": WINDOW, "config": {"tie_word_embeddings": True}},
+    "adapters": {"fail": LATE_AND_EARLY, "settings": WINDOW, "lora": True},
+    "tokens averaged by rank": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, "average_tokens_across_devices": False}},
+    "one rank has one row": {"fail": LATE_AND_EARLY, "settings": WINDOW, "rows": [1, 4]},
+    "after an evaluation": {"fail": {"1": {"2": [0.6]}, "0": {"4": [0.2]}}, "settings": EVALUATED},
+    "nothing but checkpointing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1]},
+    "saved": {"fail": {"1": {"1": [0.5]}}, "settings": SAVED},
+    "resumed": {"resume": True, "settings": SAVED},
+    "swept, not reduced": {"sweep": {"rank": 1, "micro_batch": 0}, "settings": {"steps": 4}},
+    "swept, reduced": {"sweep": {"rank": 0, "micro_batch": 1}, "settings": {"steps": 4}},
+    # A second error, after the first: in what is owed, in throwing away, in measuring, in computing again.
+    "swept again": {"sweep": {"rank": 1, "micro_batch": 0, "and": [200], "until": 6}, "settings": {"steps": 4}},
+}
+OTHER: dict[str, dict[str, Any]] = {
+    "nothing fails": {"settings": WINDOW},
+    "in mixed precision": {"fail": LATE_AND_EARLY, "settings": WINDOW, "mixed": True},
+    "as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW, "naive": True},
+    "not as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW},
+    "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
+    "FSDP 1": {"refused_as": "FSDP 1 has nothing that puts it back after an error half way", "fsdp_version": 1},
+    "torch 2.12": {"refused_as": "no reset_iter_state, which came with torch 2.13", "without": "reset_iter_state"},
+    "TRL": {"refused_as": "SFTTrainer.compute_loss gathers metrics over the ranks", "trainer": "SFTTrainer"},
+    # The last: it ends both ranks. Not even a short example fits.
+    "one rank cannot go on": {"fail": {"1": {"1": [0.5]}}, "again": 4},
+}
+
+
+def launched(folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
+    """Run the cases on so many ranks. Returns what each rank has seen, by case, and how the launch ended."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    call = [*command("fsdp2", ("--num_processes", str(num_ranks)), SCRIPT), str(folder)]
+    began = time.monotonic()
+    process = start(call, folder)
+    try:
+        process.wait(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    printed = (folder / "printed.txt").read_text()
+    facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
+    assert all(list(seen) == list(cases)[: len(seen)] for seen in facts)
+    missing = set(cases) - set(facts[-1])
+    assert not missing, f"{missing}\n{printed[-5000:]}"
+    return [{**seen, "code": process.returncode, "printed": printed, "s": time.monotonic() - began} for seen in facts]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("fsdp2"), EXACT | OTHER, 2)
+
+
+def as_launched(facts: dict[str, Any], world_size: int) -> None:
+    assert facts["wrapped"] in ("FSDPLlamaForCausalLM", "FSDPPeftModel")
+    assert (facts["world_size"], facts["backend"]) == (world_size, "gloo")
+    assert facts["num_gathers"] >= 5
+    assert facts["restored"] == ["DefaultAllGather", "DefaultReduceScatter"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsys) -> None:
+    case = EXACT[name]
+    for rank, facts in enumerate(seen[name] for seen in two_ranks):
+        as_launched(facts, 2)
+        assert facts["ended"] == ""
+        assert facts["num_steps"][0] == facts["num_steps"][1] - 2 * ("resume" in case)
+        assert facts["gradients"] <= 1e-12
+        assert facts["weights"] <= 1e-12
+        assert facts["logged_off_by"] <= 2e-6, "losses of transformers are taken in float32"
+        assert facts["num_failed"] == facts["num_to_fail"]
+        assert (facts["num_to_fail"] > 0) == (
+            str(rank) in case.get("fail", {}) or case.get("sweep", {}).get("rank") == rank
+        )
+        assert facts["num_survived"] > 0
+        assert facts["num_forwards"][0] > facts["num_forwards"][1] - 4 * ("resume" in case)
+    if "sweep" in case:
+        with capsys.disabled():
+            print(f"\n  FSDP2, {name}: gradients off by {two_ranks[0][name]['gradients']:.1e} at most")
+
+
+def test_a_limit_is_that_of_all_ranks(two_ranks) -> None:
+    for name in EXACT:
+        assert two_ranks[0][name]["limit"] == two_ranks[1][name]["limit"], name
+    assert two_ranks[0]["nothing but checkpointing helps"]["checkpointing"] == ["checkpointing"]
+    assert two_ranks[1]["nothing but checkpointing helps"]["checkpointing"] == ["checkpointing"]
+    assert two_ranks[0]["resumed"]["limit"] == two_ranks[0]["saved"]["limit"] < 64
+
+
+def test_where_everything_fits_it_is_one_vote_a_micro_batch(two_ranks) -> None:
+    for seen in two_ranks:
+        facts = seen["nothing fails"]
+        assert (facts["gradients"], facts["weights"], facts["num_survived"]) == (0.0, 0.0, 0)
+        assert facts["num_forwards"][0] == facts["num_forwards"][1] == 6
+        assert facts["num_votes"] == 6 + 2, "and at the start one whether to rehearse, and one for the limit"
+
+
+def test_gradients_kept_in_another_precision(two_ranks) -> None:
+    for seen in two_ranks:
+        assert seen["in mixed precision"]["num_survived"] > 0
+        assert seen["in mixed precision"]["gradients"] <= 1e-5
+
+
+def test_what_torch_documents_is_not_enough(two_ranks) -> None:
+    """`reset_iter_state` and `zero_grad` leave what was not reduced yet, and it is added to the next step."""
+    for seen in two_ranks:
+        assert seen["as torch says"]["gradients"] > 1e-2
+        assert seen["not as torch says"]["gradients"] <= 1e-12
+
+
+def test_all_ranks_give_up_together_each_with_its_reason(two_ranks) -> None:
+    here, there = (seen["nothing helps"]["ended"] for seen in reversed(two_ranks))
+    assert here.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB for number")
+    assert "there is nothing smaller to try than 1 row" in here
+    assert there.startswith("OutOfMemoryError: another rank ran out of memory")
+    assert "another rank has nothing smaller to try" in there
+
+
+def test_a_rank_that_cannot_go_on_ends_and_so_do_the_others(two_ranks) -> None:
+    assert two_ranks[1]["code"] != 0
+    assert "rank 1 ended: OutOfMemoryError: CUDA out of memory" in two_ranks[1]["printed"]
+    assert "survive_oom could not help: not one short example fits" in two_ranks[1]["printed"]
+
+
+@pytest.mark.parametrize("name", [name for name, case in OTHER.items() if "refused_as" in case])
+def test_refused_by_name(two_ranks, name: str) -> None:
+    for seen in two_ranks:
+        assert OTHER[name]["refused_as"] in seen[name]["refused"]
+
+
+def test_three_ranks(tmp_path) -> None:
+    fail = {"1": {"1": [0.6]}, "2": {"1": [0.2], "5": [0.9]}}
+    for seen in launched(tmp_path, {"three": {"fail": fail, "settings": WINDOW, "rows": [1, 4, 2]}}, 3):
+        assert seen["code"] == 0
+        as_launched(seen["three"], 3)
+        assert seen["three"]["num_survived"] == 2
+        assert seen["three"]["gradients"] <= 1e-12
+        assert seen["three"]["weights"] <= 1e-12
