@@ -24,6 +24,7 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
+from trainer_plugins.survival.pace import Pace
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.rehearsal import rehearse
@@ -68,6 +69,8 @@ class Engine:
         if recovery is None:
             loss = run.ranks.attempt(partial(run.compute_loss, model, inputs, num_items_in_batch), is_end=False)
             if not isinstance(loss, DidNotFit):
+                if run.memo.pace is not None:
+                    run.memo.pace.computed(micro.whole.num_cells, is_divided=False)
                 loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
                 micro.value, micro.end, self._current = loss.detach(), loss.grad_fn, micro
                 return loss
@@ -132,6 +135,8 @@ class Engine:
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
             if self._attached.plan_first and not self._run.is_refused:
                 rehearse(self._run, num_items, self._scale(num_items))
+            if not (self._run.ranks.in_step or self._run.memo.is_rehearsed):
+                self._run.memo.pace = Pace()
             if self._run.ranks.in_step and not self._run.is_refused:
                 self._agree(self._run, inputs, num_items)
         if self._current is not None and not self._run.is_refused:

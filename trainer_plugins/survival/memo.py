@@ -13,6 +13,8 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.ladder import climb, is_checkpointing
 from trainer_plugins.survival.optimizer_states import create_states
+from trainer_plugins.survival.pace import Pace
+from trainer_plugins.survival.words import thrashing
 from trainer_plugins.timeline import Remark
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.learned_on: list[Any] = []
         """The size of the card, and whether activations were checkpointed anyway: the limit holds for no other."""
         self._num_logged = 0
+        self.pace: Pace | None = None
+        """Where the limit is this rank's own, and no plan's."""
         self.is_in_step = False
         """Whether a step is being computed: what others compute between steps is none of ours."""
 
@@ -62,6 +66,16 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.is_in_step = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.pace is None:
+            return
+        with self.harmless():
+            card = card_of(args.device)
+            before, num_retries = self.limit, card.read().num_alloc_retries if card else 0
+            self.limit, is_thrashing = self.pace.after_step(before, num_retries or 0)
+            if is_thrashing:
+                self.remark(args, state.global_step, thrashing(self.limit))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.num_survived > self._num_logged and state.log_history:

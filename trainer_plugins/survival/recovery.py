@@ -114,6 +114,8 @@ class Recovery:
                 continue
             total = loss if total is None else total + loss
             self._story.pieces.append(piece.num)
+            if self._run.memo.pace is not None:
+                self._run.memo.pace.computed(piece.num_cells, piece is not self._micro.whole)
             if queue:
                 self._micro.start.snapshot.restore_metrics()  # those of the last one are those of the whole
         self._run.ranks.finished()
@@ -172,6 +174,8 @@ class Recovery:
         """Lower the limit; where the piece cannot be divided, switch something on; where there is nothing, give up."""
         memo, why = self._run.memo, self._why_whole
         limit = lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
+        if memo.pace is not None and limit is not None:
+            limit = memo.pace.failed(piece.num_cells, limit)
         if limit is not None and self._layout is not None:
             try:
                 self._divide(piece, limit)

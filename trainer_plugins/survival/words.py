@@ -60,3 +60,15 @@ def not_attached(reasons: list[str]) -> Finding:
         evidence=f"found when it was attached: {len(reasons)}",
         remedy="Change what is named, or take survive_oom out. docs/survival.md lists what is supported.",
     )
+
+
+def thrashing(limit: float) -> Finding:
+    """The allocator has emptied its cache in two steps in a row; micro-batches are divided from now on."""
+    return Finding(
+        code="allocator-thrashing",
+        severity=Severity.WARNING,
+        summary=f"micro-batches of more than {limit:.0f} tokens (rows x padded length) are divided from now on",
+        evidence="the allocator emptied its cache and tried again in two steps in a row, and waited for the card",
+        remedy="Nothing has to be done. A smaller per_device_train_batch_size with more gradient_accumulation_steps, "
+        "or expandable segments (trainer-plugins env), leave the allocator more room.",
+    )
