@@ -1,5 +1,7 @@
 """TRL's trainers, each entered once a micro-batch: gradients and everything they log are those of the whole."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForSequenceClassification
@@ -19,11 +21,13 @@ def sentence(number: int, length: int) -> str:
 
 
 def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **options):
+    if "num_generations" not in options:
+        options["max_length"] = None
     rows = datasets.Dataset.from_list([{name: column(n) for name, column in columns.items()} for n in range(32)])
     args = config(
         str(tmp_path), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none",
         logging_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, dataloader_pin_memory=False,
-        gradient_checkpointing=False, max_length=None, learning_rate=1e-3, **options,
+        gradient_checkpointing=False, learning_rate=1e-3, **options,
     )  # fmt: skip
     tokenizer = ByT5Tokenizer(extra_ids=0)
     return trainer_class(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **dict(into_trainer))
@@ -65,18 +69,62 @@ def reward(tmp_path):
     return made(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, PREFERENCES)
 
 
-@pytest.mark.parametrize("make", [sft, sft_packed, dpo, reward], ids=lambda make: make.__name__)
+def wordy(completions, **columns):
+    return [float(len(set(completion))) for completion in completions]
+
+
+def generated(trainer_class, config, tmp_path, **options):
+    """Some completions end early, so that a mean over tokens is none over rows."""
+    torch.manual_seed(0)
+    model = tiny_llama(vocab_size=259).double()
+    model.save_pretrained(tmp_path / "reference")
+    model.config._name_or_path = str(tmp_path / "reference")  # from which TRL loads what it keeps close to
+    few_tokens = {"suppress_tokens": [0, 2, *range(12, 259)]}  # of which one is the end
+    options = {"num_generations": 4, "max_completion_length": 20, "generation_kwargs": few_tokens, **options}
+    return made(trainer_class, config, tmp_path, model, {"prompt": lambda n: sentence(n, 2)},
+                {"reward_funcs": wordy}, **options)  # fmt: skip
+
+
+def grpo(tmp_path, **options):
+    return generated(trl.GRPOTrainer, trl.GRPOConfig, tmp_path, **options)
+
+
+def rloo(tmp_path):
+    return generated(trl.RLOOTrainer, trl.RLOOConfig, tmp_path)
+
+
+@pytest.mark.parametrize("make", [sft, sft_packed, dpo, reward, rloo], ids=lambda make: make.__name__)
 def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, make) -> None:
     whole, survived = survive(lambda: make(tmp_path), {0: 0.8, 3: 0.3})
 
     assert gradients_off_by(survived, whole) <= 1e-5, "TRL takes its losses in float32"
-    # Averages over tokens that DPO logs are averaged over pairs here: docs/survival.md.
-    by_tokens = ("entropy", "logits/", "mean_token_accuracy") if make is dpo else ()
     for mine, theirs in zip(survived.logged, whole.logged, strict=True):
-        exact = {name: value for name, value in theirs.items() if not name.startswith(by_tokens or "-")}
-        assert len(exact) >= 4
-        assert {name: mine[name] for name in exact} == pytest.approx(exact, rel=1e-4, abs=1e-6)
-        assert mine.keys() == theirs.keys()
+        assert len(theirs) >= 4
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+KINDS = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grpo(tmp_path, kind: str) -> None:
+    if kind not in str(inspect.getsource(trl.GRPOTrainer)):
+        pytest.skip("this version of trl has no such loss")
+    options = {"beta": 0.1} if kind == "bnpo" else {"num_iterations": 2} if kind == "grpo" else {}
+    whole, survived = survive(lambda: grpo(tmp_path, loss_type=kind, **options), {0: 0.8, 3: 0.3})
+
+    assert gradients_off_by(survived, whole) <= 1e-5, "TRL takes its losses in float32"
+    for mine, theirs in zip(survived.logged, whole.logged, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+class OwnGRPO(trl.GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs)
+
+
+def own_grpo(tmp_path):
+    return generated(OwnGRPO, trl.GRPOConfig, tmp_path)
 
 
 def offloading(tmp_path):
@@ -91,9 +139,11 @@ def offloading(tmp_path):
         (kto, "the loss of KTOTrainer cannot be divided: its KL baseline is a mean over the micro-batch"),
         (lambda path: dpo(path, loss_type=["aot"]), "the DPO loss 'aot' is not a mean over pairs"),
         (lambda path: dpo(path, loss_type=["sigmoid", "bco_pair"]), "the DPO loss 'bco_pair' is not a mean over pairs"),
+        (lambda path: grpo(path, top_entropy_quantile=0.5), "top_entropy_quantile compares the tokens of all"),
+        (own_grpo, "OwnGRPO.compute_loss is not known to be a sum over examples"),
         (offloading, "activation_offloading counts tensors"),
     ],
-    ids=["KTO", "AOT", "BCO", "offloading"],
+    ids=["KTO", "AOT", "BCO", "quantile", "own", "offloading"],
 )
 def test_refused_by_name(tmp_path, make, why: str) -> None:
     with pytest.raises(ValueError, match=why):

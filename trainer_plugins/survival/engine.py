@@ -61,15 +61,12 @@ class Engine:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        # A copy for each attempt: trainers take labels out of theirs, and put flags in.
+        run.gathers.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
         run.ranks.begin(micro)
         recovery = self._planned(run, micro)
         if recovery is None:
-            loss = run.ranks.attempt(
-                partial(self._attached.compute_loss, model, dict(inputs), num_items_in_batch=num_items_in_batch),
-                is_end=False,
-            )
+            loss = run.ranks.attempt(partial(run.compute_loss, model, inputs, num_items_in_batch), is_end=False)
             if not isinstance(loss, DidNotFit):
                 loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
                 micro.value, micro.end, self._current = loss.detach(), loss.grad_fn, micro
@@ -161,7 +158,8 @@ class Engine:
         trainer = self._attached.trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
-            is_scaled = trainer.model_accepts_loss_kwargs and num_items is not None
+            accepts = trainer.model_accepts_loss_kwargs and num_items is not None
+            is_scaled = accepts or trainer.compute_loss_func is not None  # how trl says it where transformers is old
         return 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
 
 

@@ -14,6 +14,7 @@ from trainer_plugins.survival.attempt import DidNotFit, attempt
 from trainer_plugins.survival.certificate import certify_values
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.limit import cells, lower, sizes
+from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.run import Attached, memo_of
 from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
@@ -29,6 +30,7 @@ class Evaluation:
         self._limit = math.inf
         self._weights: dict[str, Weight] = {}
         self._are_outputs_wanted = True
+        self._gathers = Gathers(attached.trainer.accelerator)
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -44,11 +46,16 @@ class Evaluation:
         """Loss, and outputs where they are asked for, as `trainer.compute_loss` gives them."""
 
         def compute(some: Inputs) -> Any:  # a copy for each attempt: trainers take labels out of theirs
-            return self._attached.compute_loss(
-                model, dict(some), return_outputs=return_outputs, num_items_in_batch=num_items
-            )
+            with self._gathers.held():
+                return self._attached.compute_loss(
+                    model, dict(some), return_outputs=return_outputs, num_items_in_batch=num_items
+                )
 
-        before = Snapshot(self._attached.trainer, "eval")
+        trainer = self._attached.trainer
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            return compute(inputs)  # whose forward passes reach the other ranks
+        self._gathers.begin()
+        before = Snapshot(trainer, "eval")
         if cells(inputs) > self._limit:
             try:
                 return self._in_parts(compute, inputs, [])
@@ -73,27 +80,28 @@ class Evaluation:
         weight = self._weight(layout, inputs, compute, before)
         whole, whole_share = weight.of(inputs, num), family.share.of(inputs, num)
         spans = deque(_spans(0, sizes(num, num_cells, self._limit, 1)))
-        results, shares = [], []
+        results = []
         while spans:
             start, stop = spans.popleft()
             part = layout.take(inputs, start, stop)
-            moment = Snapshot(trainer, "eval")
-            result = attempt(partial(self._compute_part, compute, part))
+            share = family.share.share(family.share.of(part, stop - start), whole_share)
+            result = attempt(partial(self._compute_part, compute, part, share, not spans))
             if isinstance(result, DidNotFit):
-                moment.restore()
+                before.restore()
                 failures.append(result)
                 self._lower(stop - start, cells(part))
                 spans.extendleft(reversed(_spans(start, sizes(stop - start, cells(part), self._limit, 1))))
                 continue
             results.append((result, weight.share(weight.of(part, stop - start), whole)))
-            shares.append(family.share.share(family.share.of(part, stop - start), whole_share))
-        before.merge(shares)
+            if spans:
+                before.restore_metrics()  # those of the last one are those of the whole
         if failures:
             self._say(failures, f"{num} {layout.unit} ({num_cells} cells)", len(results))
         return _joined(layout, results)
 
-    def _compute_part(self, compute: Compute, part: Inputs) -> Any:
-        result = compute(part)
+    def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Any:
+        with self._gathers.piece(share, is_last):
+            result = compute(part)
         if isinstance(result, tuple):
             loss, outputs = result
             return loss, self._kept(outputs)
@@ -116,9 +124,10 @@ class Evaluation:
                 return value
 
             try:
-                self._weights[layout.name] = certify_values(
-                    self._attached.trainer, self._attached.family, layout, inputs, loss
-                )
+                with self._gathers.measuring():
+                    self._weights[layout.name] = certify_values(
+                        self._attached.trainer, self._attached.family, layout, inputs, loss
+                    )
             finally:
                 before.restore()
         return self._weights[layout.name]

@@ -10,6 +10,9 @@ Inputs = Mapping[str, Any]
 IGNORED = -100
 """The label that no loss of transformers counts."""
 
+TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")
+"""How the names of tensors that hold tokens end."""
+
 PROBE_TOKENS = 16
 """Tokens of each example that a probe keeps: enough to show what a loss is made of, and next to no memory."""
 
@@ -119,6 +122,29 @@ class Pairs(Rows):
         half = num_rows // 2
         chosen, rejected = value[:half][start:stop], value[half:][start:stop]
         return torch.cat([chosen, rejected]) if torch.is_tensor(value) else [*chosen, *rejected]
+
+
+class Completions(Rows):
+    """A prompt, padded on its left, and a completion in each row, as TRL's trainers generate them."""
+
+    name, unit = "completions", "completions"
+
+    def count(self, inputs: Inputs) -> int:
+        return super().count(inputs) if "completion_ids" in inputs else 0
+
+    def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
+        few = self.take(inputs, 0, num)
+        width = few["completion_ids"].size(1)
+        for name, value in few.items():
+            if name.startswith("prompt_"):
+                few[name] = value[:, -PROBE_TOKENS:]
+            elif _dims(value) == 2 and value.size(1) == width:
+                few[name] = value[:, :PROBE_TOKENS]
+        few["completion_mask"] = torch.ones_like(few["completion_mask"])
+        few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
+        # Where a group was rewarded alike they are all 0, and there would be no gradient to measure.
+        few["advantages"] = torch.ones_like(few["advantages"])
+        return few
 
 
 class Packed:

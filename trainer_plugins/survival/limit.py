@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from trainer_plugins.survival.layouts import Inputs
+from trainer_plugins.survival.layouts import TOKEN_IDS, Inputs
 
 
 def cells(inputs: Inputs) -> int:
@@ -14,7 +14,7 @@ def cells(inputs: Inputs) -> int:
     Memory is not proportional to it, which is why the limit is a guess to start from and every piece may fail again.
     """
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
-    return sum(num for name, num in tensors.items() if name.endswith("input_ids")) or max(tensors.values(), default=1)
+    return sum(num for name, num in tensors.items() if name.endswith(TOKEN_IDS)) or max(tensors.values(), default=1)
 
 
 def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[int]:
@@ -47,12 +47,15 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
     Args:
         fits: whether so many fit.
         num: all of them.
-        least: the fewest to ask for.
+        least: the fewest to ask for, or all of them where there are fewer.
         first: what to ask before halving what is left between.
 
-    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64)), most(lambda n: False, 8, 2, ())
-    (11, 64, 0)
+    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64)), most(lambda n: n < 8, 8, 2, ())
+    (11, 64, 7)
+    >>> most(lambda n: False, 8, 2, (8,)), most(lambda n: True, 4, 8, (4,))
+    (0, 4)
     """
+    least = min(least, num)
     low, high = least - 1, num + 1
     guesses = iter(first)
     while high - low > 1 and (low < least or math.ceil(num / low) > math.ceil(num / (high - 1))):

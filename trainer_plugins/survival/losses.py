@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.layouts import Layout, Packed, Pairs, Rows
-from trainer_plugins.survival.weights import LABELLED_ROWS, NEXT_TOKENS, ROWS, SUM, TOKENS, Weight
+from trainer_plugins.survival.layouts import Completions, Layout, Packed, Pairs, Rows
+from trainer_plugins.survival.weights import COMPLETION_TOKENS, LABELLED_ROWS, NEXT_TOKENS, ROWS, SUM, TOKENS, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,16 @@ _DPO = (
     *("apo_zero", "apo_down", "discopop"),
 )
 
+_GRPO = {
+    **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), ROWS),
+    **dict.fromkeys(("dapo", "cispo", "vespo"), SUM),
+    "bnpo": COMPLETION_TOKENS,
+}
+
 _NOT_ADDITIVE = {
     "KTOTrainer": "its KL baseline is a mean over the micro-batch",
     "BCOTrainer": "its reward baseline is a mean over the micro-batch",
     "SentenceTransformerTrainer": "its losses compare each example with the others of the micro-batch",
-    "GRPOTrainer": "its loss types are not supported yet",
-    "RLOOTrainer": "its loss is not supported yet",
 }
 
 
@@ -71,13 +75,14 @@ def bare_model(model: nn.Module) -> Any:
 
 def family_of(trainer: Trainer) -> Family | str:
     """The family of a Trainer's loss, or why it has none."""
-    owner = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c))
+    # TRL's trainers have a second method by that name, which is the one to override.
+    owner = next(c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"})
     name, library = owner.__name__, owner.__module__.partition(".")[0]
     if reason := next(
         (r for c, r in _NOT_ADDITIVE.items() if any(c == k.__name__ for k in type(trainer).__mro__)), None
     ):
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
-    if trainer.compute_loss_func is not None:
+    if callable(trainer.compute_loss_func):  # trl's GRPO passes a text, as a sign
         return "compute_loss_func is a loss of your own, and whether it can be divided is not known"
     if getattr(trainer.compute_loss, "__module__", "").partition(".")[0] != library:
         return "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
@@ -89,6 +94,10 @@ def family_of(trainer: Trainer) -> Family | str:
         return _PAIRS
     if (library, name) == ("trl", "DPOTrainer"):
         return _family_of_dpo(trainer)
+    if (library, name) == ("trl", "GRPOTrainer"):
+        return _family_of_grpo(trainer)
+    if (library, name) == ("trl", "RLOOTrainer"):
+        return _completions(ROWS)
     return f"{name}.compute_loss is not known to be a sum over examples"
 
 
@@ -121,3 +130,20 @@ def _family_of_dpo(trainer: Any) -> Family | str:
         return "DPO with padding_free is not supported yet"
     # trl before 1.0 keeps chosen and rejected under names of their own, one row a pair.
     return _ROWS if hasattr(trainer, "concatenated_inputs") else _PAIRS
+
+
+def _family_of_grpo(trainer: Any) -> Family | str:
+    kind = trainer.loss_type
+    if kind not in _GRPO:
+        return f"the GRPO loss {kind!r} is not known to be a sum over completions"
+    if trainer.top_entropy_quantile < 1.0:
+        return "top_entropy_quantile compares the tokens of all completions of a micro-batch with each other"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "entropy_coef and use_adaptive_entropy add a mean over tokens that is weighted by no completion"
+    if getattr(trainer, "use_liger_loss", False):
+        return "GRPO with use_liger_loss is not supported: whether its kernel's loss can be divided is not known"
+    return _completions(_GRPO[kind])
+
+
+def _completions(weight: Weight) -> Family:
+    return Family((Completions(),), (weight,), COMPLETION_TOKENS)

@@ -44,13 +44,13 @@ class Piece:
         return cells(self.inputs)
 
     def parts(self, layout: Layout, sizes: list[int], weight: Weight, share: Weight) -> list["Piece"]:
-        """Divide it. What weighs nothing is left out: a mean over no token is not a number."""
+        """Divide it. What weighs nothing is left out where its mean is not a number."""
         whole, whole_share = weight.of(self.inputs, self.num), share.of(self.inputs, self.num)
         parts, start = [], 0
         for num in sizes:
             inputs = layout.take(self.inputs, start, start + num)
             factor = self.factor * weight.share(weight.of(inputs, num), whole)
-            if factor:
+            if factor or weight.is_finite:
                 part_share = self.share * share.share(share.of(inputs, num), whole_share)
                 parts.append(Piece(inputs, num, factor, part_share, set(self.final)))
             start += num

@@ -15,7 +15,7 @@ from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.finality import what_is_never_final
 from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
+from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -63,7 +63,8 @@ class Recovery:
         Raises:
             torch.OutOfMemoryError: there is nothing smaller to try.
         """
-        why_not = self._run.ranks.failed(phase, is_last) or why_not
+        changed = start.mark.changed()
+        why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
         self._story.failures.append(failure)
         self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         if not why_not and self._run.has_exchanged_parameters():
@@ -73,7 +74,7 @@ class Recovery:
         start.snapshot.restore()
         self._look_for_leftover(start)
         self._make_room(piece)
-        if changed := start.mark.changed():
+        if changed:
             self._check_finality()
             piece.final |= changed
 
@@ -98,7 +99,6 @@ class Recovery:
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
         total: torch.Tensor | None = None
-        shares = []
         queue = deque(self._in_step() if self._run.ranks.in_step else [self._micro.whole])
         while queue:
             piece = queue.popleft()
@@ -113,9 +113,10 @@ class Recovery:
                 queue.appendleft(piece)
                 continue
             total = loss if total is None else total + loss
-            shares.append(piece.share)
             self._story.pieces.append(piece.num)
-        self._micro.start.snapshot.merge(shares)
+            if queue:
+                self._micro.start.snapshot.restore_metrics()  # those of the last one are those of the whole
+        self._run.ranks.finished()
         if self._story.failures:
             self._run.memo.num_survived += 1
             self._run.say(
@@ -132,7 +133,9 @@ class Recovery:
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
         """Forward and backward of a piece, as the Trainer would do them."""
         self._phase = "forward"
-        with self._run.ranks.piece(is_last) as model, frozen(piece.final):
+        run = self._run
+        # Frozen first: what stands in for the parameters (`ddp.py`) is to be frozen alike.
+        with frozen(piece.final), run.ranks.piece(is_last) as model, run.gathers.piece(piece.share, is_last):
             loss = self._loss(piece.inputs, model)
             self._phase = "backward"
             if loss.requires_grad:  # not where every gradient is final
@@ -210,10 +213,11 @@ class Recovery:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """What a measurement draws and counts is put back."""
+        """What a measurement draws and counts is put back, and it reaches no other rank."""
         before = self._run.start().snapshot
         try:
-            yield
+            with self._run.gathers.measuring():
+                yield
         finally:
             before.restore()
             self._run.ranks.forget()
@@ -221,10 +225,7 @@ class Recovery:
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
         """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""
         with self._attached.trainer.compute_loss_context_manager():
-            loss: torch.Tensor = self._attached.compute_loss(
-                model, dict(inputs), num_items_in_batch=self._micro.num_items
-            )
-        return loss
+            return self._run.compute_loss(model, inputs, self._micro.num_items)
 
     def _look_for_leftover(self, start: Start) -> None:
         if self._run.card is None or self._run.leftover_is_said:
@@ -241,7 +242,7 @@ class Recovery:
         return f"{num} {unit}" if num != 1 else f"1 {unit[:-1]}"
 
     def _what(self, piece: Piece) -> str:
-        has_tokens = any(name.endswith("input_ids") for name in piece.inputs)
+        has_tokens = any(name.endswith(TOKEN_IDS) for name in piece.inputs)
         return self._count(piece.num) + (f" ({piece.num_cells} tokens, padding included)" if has_tokens else "")
 
     def _limit(self) -> str:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from trainer_plugins.survival.losses import bare_model
+from trainer_plugins.survival.ranks.ddp import finishes_here
 
 
 def refusals(trainer: Trainer) -> list[str]:
@@ -20,7 +22,6 @@ def refusals(trainer: Trainer) -> list[str]:
 def _parallel(trainer: Trainer) -> Iterator[str]:
     accelerator, args = trainer.accelerator, trainer.args
     kind = str(accelerator.distributed_type).rpartition(".")[2]
-    names = {"MULTI_GPU": "DDP", "MULTI_CPU": "DDP"}
     if trainer.is_deepspeed_enabled:
         from trainer_plugins.survival.ranks.deepspeed_refusals import unsupported
 
@@ -29,14 +30,41 @@ def _parallel(trainer: Trainer) -> Iterator[str]:
         from trainer_plugins.survival.ranks.fsdp2 import refusals_of_fsdp
 
         yield from refusals_of_fsdp(trainer)
+    elif kind.startswith("MULTI_"):
+        yield from _ddp(trainer)
     elif kind != "NO":
-        yield f"several processes ({names.get(kind, kind)}) are not supported yet"
+        yield f"several processes ({kind}) are not supported yet"
     if args.n_gpu > 1:
         yield f"nn.DataParallel over {args.n_gpu} cards is not supported: start one process a card, or show it one card"
     if trainer.is_model_parallel:
         yield "a model spread over several cards is not supported yet"
     if getattr(accelerator, "parallelism_config", None) is not None or getattr(trainer.model, "_tp_size", None):
         yield "tensor, context and sequence parallelism are not supported: every rank would have to divide alike"
+
+
+def _ddp(trainer: Trainer) -> Iterator[str]:
+    model: Any = trainer.model_wrapped
+    is_wrapped = model is not trainer.model  # at the first micro-batch; at attach there is what it will be made with
+    if is_wrapped and not isinstance(model, DistributedDataParallel):
+        yield f"several processes with {type(model).__name__} around the model, and not DistributedDataParallel"
+        return
+    made_with: Any = model if is_wrapped else trainer.accelerator.ddp_handler
+    if getattr(made_with, "static_graph", False):
+        yield "DDP with static_graph learns the first backward pass by heart, and those of pieces are others"
+    if getattr(made_with, "gradient_as_bucket_view", False):
+        yield "DDP with gradient_as_bucket_view: one counter for all gradients of a bucket hides which are final"
+    if str(getattr(made_with, "comm_hook", "no")) != "no" or (is_wrapped and model._comm_hooks):
+        yield "a communication hook of DDP may itself not fit: then its bucket is never sent, and the others wait"
+    if is_wrapped and (model.mixed_precision is not None or model._delay_all_reduce_params):
+        yield "DDP's own mixed_precision and delayed all-reduce keep state in hooks that an exception leaves half done"
+    if is_wrapped and model._use_python_reducer:
+        yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends the gradients of each piece"
+    if is_wrapped and model._join_config.enable:
+        yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces are more of them"
+    if trainer.args.label_smoothing_factor and type(trainer).__module__.startswith("trl."):
+        yield "TRL calls the model twice for a micro-batch with label_smoothing_factor: which call failed is not known"
+    if not finishes_here():
+        yield "DDP of this version of torch cannot be finished in pieces, tried just now: please report it"
 
 
 def _compiled(trainer: Trainer) -> Iterator[str]:

@@ -55,7 +55,7 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
     run.memo.is_rehearsed = True
     run.memo.rungs += climbed
     if num_fit < rehearsal.num:
-        run.memo.limit = rehearsal.cells(max(num_fit, run.attached.min_micro_batch))
+        run.memo.limit = rehearsal.cells(max(num_fit, min(run.attached.min_micro_batch, rehearsal.num)))
     if num_fit < rehearsal.num or climbed:
         assert run.card is not None
         run.card.release_cached()  # in the pieces that failed attempts cut it into

@@ -109,7 +109,7 @@ class Replay(Recovery):
                 return False
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
-            replay._total, replay._story.pieces, shares = None, [], []
+            replay._total, replay._story.pieces = None, []
             for piece in replay._pieces(num):
                 loss = self._ranks.attempt(partial(replay._compute, piece, True))
                 if isinstance(loss, DidNotFit):
@@ -117,8 +117,6 @@ class Replay(Recovery):
                     return False
                 replay._total = loss if replay._total is None else replay._total + loss
                 replay._story.pieces.append(piece.num)
-                shares.append(piece.share)
-            replay._micro.start.snapshot.merge(shares)
         return True
 
     def _pieces(self, num: int) -> list[Piece]:

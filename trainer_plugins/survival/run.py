@@ -4,16 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import card_of
+from trainer_plugins.survival.layouts import Inputs
 from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
 from trainer_plugins.survival.ranks import kind_of
+from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import not_attached
@@ -50,6 +53,7 @@ class Run:
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
         self.attached, self.ranks = attached, kind_of(attached.trainer, model)
+        self.gathers = Gathers(attached.trainer.accelerator)
         self.model = self.ranks.bare
         self.state = attached.trainer.state
         self.card = card_of(attached.trainer.args.device)
@@ -67,6 +71,12 @@ class Run:
         # Where a failure throws every gradient away, none has to be told from the others.
         watched = self._parameters if self.ranks.window is None else ()
         return Start(Snapshot(self.attached.trainer), GradientMark(watched), allocated_bytes)
+
+    def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
+        """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""
+        with self.gathers.held():
+            loss: torch.Tensor = self.attached.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+        return loss
 
     def has_exchanged_parameters(self) -> bool:
         """Whether the model has other parameters than when the run began."""

@@ -33,6 +33,10 @@ class Snapshot:
         random.setstate(self._python)
         if self._module:
             self._module.set_rng_state(self._card, self._trainer.args.device)
+        self.restore_metrics()
+
+    def restore_metrics(self) -> None:
+        """As if what came after had not been counted."""
         if self._num_tokens is not None:
             self._trainer._total_train_tokens = self._num_tokens
         for metrics, ends in zip(self._metrics(), self._ends, strict=True):
@@ -43,28 +47,7 @@ class Snapshot:
                 else:
                     del metrics[name]
 
-    def merge(self, shares: list[float]) -> None:
-        """Make one entry of the entries that the pieces added, as the whole micro-batch would have added it.
-
-        Args:
-            shares: of each piece in the whole, in order; they add up to 1.
-        """
-        for metrics, ends in zip(self._metrics(), self._ends, strict=True):
-            for name, values in metrics.items():
-                length = ends.get(name, (0, None))[0]
-                added = values[length:]
-                if len(added) == len(shares):
-                    values[length:] = [_merged(name, added, shares)]
-
     def _metrics(self) -> list[dict[str, list[Any]]]:
         if not any(kind.__module__.startswith("trl.") for kind in type(self._trainer).__mro__):
             return []  # a Trainer of the user's own may call something else so
         return [vars(self._trainer)[name][self._mode] for name in _METRICS if name in vars(self._trainer)]
-
-
-def _merged(name: str, values: list[Any], shares: list[float]) -> Any:
-    if name.startswith("min_"):
-        return min(values)
-    if name.startswith("max_"):
-        return max(values)
-    return sum(value * share for value, share in zip(values, shares, strict=True))

@@ -23,6 +23,9 @@ class Weight:
     measure: Callable[[Inputs, int], float] | None
     """How much there is in inputs of so many examples; None where every piece counts in full."""
 
+    is_finite: bool = False
+    """Whether the loss of inputs without any of it is 0, and not 0 / 0."""
+
     def share(self, piece: float, whole: float) -> float:
         """The factor for the loss of a piece, from the measures of both."""
         return 1.0 if self.measure is None or whole == 0 else piece / whole
@@ -38,6 +41,11 @@ def _tokens(inputs: Inputs, _: int) -> float:
 
 def _next_tokens(inputs: Inputs, _: int) -> float:
     return float((_labels(inputs)[..., 1:] != IGNORED).sum())
+
+
+def _completion_tokens(inputs: Inputs, _: int) -> float:
+    mask = inputs["completion_mask"]
+    return float((mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum())
 
 
 def _labels(inputs: Inputs) -> torch.Tensor:
@@ -57,6 +65,7 @@ LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
 TOKENS = Weight("a mean over tokens", _tokens)
+COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
 
 
 def relative_error(whole: torch.Tensor, pieces: list[torch.Tensor], factors: list[float], least: float = 0.0) -> float:

@@ -119,7 +119,7 @@ def test_what_fails_all_the_same_stops_every_rank(ranks) -> None:
     why = f"so all ranks stop, after step 2. The last checkpoint is {checkpoint}"
 
     assert (folder / "said.txt").read_text().startswith("CUDA out of memory. Tried to allocate 2.00 MiB for number 300")
-    assert (folder / "said.txt").read_text().endswith(why)
+    assert why in (folder / "said.txt").read_text()
     assert codes == [1, 1]
     assert said[0].count("rank 0 stops") == 1
     assert f"rank 0 stops, because rank 1 cannot go on: a backward pass of ZeRO cannot be repeated, {why}" in said[0]

@@ -10,10 +10,15 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt import DidNotFit, attempt
+from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
+from trainer_plugins.units import MIB
 
 T = TypeVar("T")
+
+SLACK = 0.05
+"""Of the card, left free by a limit that a rehearsal found: fragmentation differs from one micro-batch to the next."""
 
 
 class Alone:
@@ -61,19 +66,26 @@ class Alone:
         """
         return attempt(work, release, self.trainer.args.device)
 
-    def failed(self, phase: str, is_last: bool) -> str | None:
-        """What was attempted did not fit. Returns why this run cannot go on from there, if it cannot.
+    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+        """What was attempted did not fit. Returns why this run cannot go on from there; nothing where it can.
 
         Args:
             phase: the "forward" or the "backward" pass.
             is_last: whether no other piece of the micro-batch would have come after it.
+            changed: the parameters that received their gradient before it failed.
+
+        Returns:
+            Why the micro-batch cannot be finished, where it cannot.
         """
-        return None
+        return ""
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
         """What forward and backward of a piece run in, and on which model."""
         yield self.model
+
+    def finished(self) -> None:
+        """Every piece of a micro-batch is computed."""
 
     def agreed(self, limit: float) -> float:
         """The limit that holds for this rank, where it is this."""
@@ -94,6 +106,8 @@ class Alone:
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
         """How many examples fit at once, found by computing them, on top of all gradients. Those are dropped again.
 
+        All of them may take the last byte, as without us, and so may the least; what is between leaves `SLACK`.
+
         Args:
             compute: forward and backward of so many, on a model.
             num: of how many.
@@ -104,13 +118,29 @@ class Alone:
             with self.apart() as model:
                 if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
                     return 0
-                return most(
-                    lambda size: not isinstance(self.attempt(partial(compute, model, size)), DidNotFit),
-                    *(num, least, (num,)),
-                )
+                held = {num: 0, least: 0}
+
+                def fits(size: int) -> bool:
+                    work = partial(self._compute_beside, compute, model, size, held.get(size, self._slack_bytes()))
+                    return not isinstance(self.attempt(work), DidNotFit)
+
+                return most(fits, num, least, (num,))
         finally:
             for parameter in missing:
                 parameter.grad = None
+
+    def _slack_bytes(self) -> int:
+        """No less than a segment of torch's allocator."""
+        card = card_of(self.trainer.args.device)
+        return max(2 * MIB, int(SLACK * card.read().total_bytes)) if card else 0
+
+    def _compute_beside(
+        self, compute: Callable[[nn.Module, int], object], model: nn.Module, size: int, held_bytes: int
+    ) -> None:
+        """Compute it while so much of the card is taken."""
+        held = torch.empty(held_bytes, dtype=torch.uint8, device=self.trainer.args.device)
+        compute(model, size)
+        del held
 
 
 def _add_gradients(parameters: list[nn.Parameter]) -> None:

@@ -27,14 +27,11 @@ from trainer_plugins.agreement import Agreement
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
-from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.ranks.alone import SLACK, Alone
 from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
 
 _OPEN = 1 << 60
 """In a vote, the limit of a rank that has none."""
-
-_FILLED = 0.95
-"""Of the card, by what is foreseen for a size before it is tried. The rest is for fragmentation: no try must fail."""
 
 
 class Zero(Alone):
@@ -69,7 +66,7 @@ class Zero(Alone):
         least = -self.highest(-int(min(limit, _OPEN)))
         return math.inf if least == _OPEN else float(least)
 
-    def failed(self, phase: str, is_last: bool) -> str | None:
+    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         return self._stop(f"a {phase} pass of ZeRO cannot be repeated")
 
     @contextmanager
@@ -108,7 +105,7 @@ class Zero(Alone):
         card = card_of(self.trainer.args.device)
         assert card is not None, "nothing is rehearsed where memory is not counted"
         reading = card.read()
-        room_bytes = _FILLED * (reading.total_bytes - reading.non_torch_bytes)
+        room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
         if self.highest(int(foreseen(peaks, size) > room_bytes)):
             return False
         card.reset_peak()
