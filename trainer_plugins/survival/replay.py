@@ -103,7 +103,10 @@ class Replay(Recovery):
             try:
                 self._weigh([replay for replay, num in zip(todo, nums, strict=True) if num > 1])
             except IndivisibleError as error:  # on every rank
-                self._give_up(str(error))
+                if self._story.failures:
+                    self._give_up(str(error))
+                self._run.memo.limit = math.inf  # it was known from before: try whether it fits as it is
+                return False
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
             replay._total, replay._story.pieces = None, []

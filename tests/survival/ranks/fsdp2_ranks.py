@@ -28,6 +28,7 @@ from tests.survival.failing import Allocations, off_by, padded, ragged_rows, sma
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
 from trainer_plugins.agreement import Agreement
+from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
@@ -142,6 +143,27 @@ def make(folder: Path, case: dict):
     return trainer
 
 
+class Card:
+    """On which so many tokens fit in a forward pass. Another on each rank."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def refuse(self, module, args, kwargs):
+        if kwargs["input_ids"].numel() > self.num_tokens:
+            raise torch.OutOfMemoryError(f"CUDA out of memory, with {kwargs['input_ids'].numel()} tokens.")
+
+    def read(self) -> MemoryReading:
+        half = {"free_bytes": 5 * 10**8, "reserved_bytes": 5 * 10**8, "allocated_bytes": 5 * 10**8}
+        return MemoryReading(device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half)
+
+    def reset_peak(self) -> None:
+        pass
+
+    def release_cached(self) -> int:
+        return 0
+
+
 @contextlib.contextmanager
 def as_torch_says(naive: bool):
     """Where asked for, all failures but the first are followed by what torch documents: reset, zero, go on."""
@@ -200,7 +222,14 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
                 at = first + int(step * (num - first) * case["sweep"].get("until", 1) / (num_steps - 1))
                 fail_at[step * accumulated + case["sweep"]["micro_batch"]] = [*case["sweep"].get("and", ()), at]
     resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")} if "resume" in case else {}
-    with as_torch_says(case.get("naive", False)), counted_votes() as votes:
+    card = Card(case["card"][RANK]) if "card" in case else None
+    if card:
+        trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
+    with (
+        patch("trainer_plugins.survival.run.card_of", lambda _: card),
+        as_torch_says(case.get("naive", False)),
+        counted_votes() as votes,
+    ):
         survived = Run(trainer, fail_at, only_attempts="and" in case.get("sweep", {}), **resume)
     memo = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
     assert anew.survival is not None
@@ -256,7 +285,9 @@ def main(folder: Path) -> None:
     facts = {}
     for name, case in cases.items():
         began = perf_counter()
-        like = json.dumps({k: v for k, v in case.items() if k not in ("fail", "naive", "sweep", "options", "resume")})
+        like = json.dumps(
+            {k: v for k, v in case.items() if k not in ("fail", "naive", "sweep", "options", "resume", "card")}
+        )
         if "refused_as" in case:
             facts[name] = run_refusal(folder / "run", case)
         else:
@@ -265,7 +296,7 @@ def main(folder: Path) -> None:
             facts[name] = run_case(folder / "run", case, references[like])
         facts[name]["seconds"] = perf_counter() - began
         (folder / f"rank-{RANK}.json").write_text(json.dumps(facts))
-        if facts[name].get("ended") and "options" not in case:
+        if facts[name].get("ended") and "card" not in case and "options" not in case:
             print(f"rank {RANK} ended: {facts[name]['ended']}", file=sys.stderr, flush=True)
             os._exit(1)  # the other ranks may wait in a collective
     sys.stdout.flush()

@@ -57,6 +57,8 @@ EXACT: dict[str, dict[str, Any]] = {
 OTHER: dict[str, dict[str, Any]] = {
     "nothing fails": {"settings": WINDOW},
     "in mixed precision": {"fail": LATE_AND_EARLY, "settings": WINDOW, "mixed": True},
+    "rehearsed": {"card": [100, 70], "settings": {"per_device_train_batch_size": 8}},
+    "rehearsed, with no room to measure": {"card": [100, 40], "settings": {"per_device_train_batch_size": 8}},
     "as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW, "naive": True},
     "not as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW},
     "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
@@ -134,6 +136,22 @@ def test_where_everything_fits_it_is_one_vote_a_micro_batch(two_ranks) -> None:
         assert (facts["gradients"], facts["weights"], facts["num_survived"]) == (0.0, 0.0, 0)
         assert facts["num_forwards"][0] == facts["num_forwards"][1] == 6
         assert facts["num_votes"] == 6 + 2, "and at the start one whether to rehearse, and one for the limit"
+
+
+def test_what_is_rehearsed_together_does_not_fail(two_ranks) -> None:
+    for seen in two_ranks:
+        facts = seen["rehearsed"]
+        assert (facts["ended"], facts["num_survived"]) == ("", 0)
+        assert facts["limit"] == 4 * 16, "five rows of 16 tokens do not fit on the smaller card"
+        assert facts["num_forwards"][0] > 2 * facts["num_forwards"][1]
+        assert facts["gradients"] <= 1e-12
+        assert facts["weights"] <= 1e-12
+
+
+def test_a_limit_by_which_nothing_can_be_divided_is_given_up_together(two_ranks) -> None:
+    here, there = (seen["rehearsed, with no room to measure"]["ended"] for seen in reversed(two_ranks))
+    assert "there was no room to measure whether its loss can be divided" in here
+    assert "there was no room to measure whether its loss can be divided (another rank ran out of memory)" in there
 
 
 def test_gradients_kept_in_another_precision(two_ranks) -> None:

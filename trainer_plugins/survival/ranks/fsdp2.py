@@ -25,6 +25,7 @@ from transformers import Trainer
 
 from trainer_plugins.agreement import Agreement
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
+from trainer_plugins.survival.layouts import IndivisibleError
 from trainer_plugins.survival.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Alone
@@ -171,13 +172,12 @@ class FSDP2(Alone):
         num = -self.highest(-num)
         self._start_anew()
         self._compute(self.tiny)
-        try:
-            return most(
-                lambda size: not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit),
-                *(num, least, (num,)),
-            )
-        finally:
-            self.clear()
+        num_fit = most(
+            lambda size: not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit),
+            *(num, least, (num,)),
+        )
+        self.clear()
+        return num_fit
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         """What this rank's examples bring to each reduction. There must be no gradient yet, and there is none after."""
@@ -257,12 +257,17 @@ class FSDP2(Alone):
         Raises:
             torch.OutOfMemoryError: that did not fit either. Peers learn it from the end of this process.
         """
+        why = "not one short example fits"
         for _ in range(_TRIES):
             self.model.reset_iter_state()
             self._ledger.rewind()
-            if not isinstance(super().attempt(self.tiny), DidNotFit):
-                return
-        raise torch.OutOfMemoryError(f"{failure.words}\nsurvive_oom could not help: not one short example fits")
+            try:
+                if not isinstance(super().attempt(self.tiny), DidNotFit):
+                    return
+            except IndivisibleError as error:
+                why = str(error)
+                break
+        raise failure.as_error(why)
 
     def _start_anew(self) -> None:
         """What an evaluation leaves: weights gathered, and an order of layers that the next backward prefetches by."""
