@@ -47,4 +47,3 @@ class Snapshot:
         if not any(kind.__module__.startswith("trl.") for kind in type(self._trainer).__mro__):
             return []  # a Trainer of the user's own may call something else so
         return [vars(self._trainer)[name]["train"] for name in _METRICS if name in vars(self._trainer)]
-
