@@ -111,7 +111,8 @@ class Run:
         self.num_allocations: list[int] = []
         self.gradients: list[list[torch.Tensor | None]] = []
         self._training_step = trainer.training_step
-        trainer.training_step = self.training_step
+        self._prepare_inputs = trainer._prepare_inputs
+        trainer.training_step, trainer._prepare_inputs = self.training_step, self.prepare_inputs
         trainer.add_callback(Gradients(self.gradients))
         with self.allocations:
             trainer.train(**train)
@@ -124,6 +125,13 @@ class Run:
         finally:
             self.num_allocations.append(self.allocations.num)
             self.allocations.begin([])
+
+    def prepare_inputs(self, *args, **kwargs):
+        """Counted from behind here: the batch is on the device, and completions are generated."""
+        self.allocations.begin([])
+        inputs = self._prepare_inputs(*args, **kwargs)
+        self.allocations.begin(self.fail_at.get(len(self.num_allocations), []))
+        return inputs
 
     @property
     def logged(self) -> list[dict[str, float]]:

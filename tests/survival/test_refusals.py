@@ -1,10 +1,5 @@
 """What is not exact, or not known to be, is refused by name before training; nothing has been changed then."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -15,8 +10,6 @@ from tests.models import tiny_llama
 from tests.survival.failing import Run, padded, small_trainer
 from trainer_plugins import survive_oom
 from trainer_plugins.timeline import Remark, read_timeline
-
-SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
 class OwnLoss(Trainer):
@@ -136,19 +129,6 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(tmp_path, o
     with pytest.raises((ValueError, torch.OutOfMemoryError), match=words[on_refusal]):
         Run(trainer, {0: [100]})
     assert trainer.state.global_step == 0
-
-
-def test_refused_on_two_ranks(tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, tmp_path],
-        check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-
-    for rank in (0, 1):
-        facts = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert facts["world_size"] == 2
-        assert "several processes (DDP) are not supported yet" in facts["refused"]
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,12 @@ def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **opt
     if "num_generations" not in options:
         options["max_length"] = None
     rows = datasets.Dataset.from_list([{name: column(n) for name, column in columns.items()} for n in range(32)])
-    args = config(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none",
-        logging_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, dataloader_pin_memory=False,
-        gradient_checkpointing=False, learning_rate=1e-3, **options,
-    )  # fmt: skip
+    settings = {
+        "max_steps": options.pop("steps", 2), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+        "bf16": False, "dataloader_pin_memory": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
+    }  # fmt: skip
+    args = config(str(tmp_path), **settings, **options)
     tokenizer = ByT5Tokenizer(extra_ids=0)
     return trainer_class(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **dict(into_trainer))
 
@@ -61,12 +62,12 @@ def kto(tmp_path):
                 {"ref_model": tiny_llama(vocab_size=384)})  # fmt: skip
 
 
-def reward(tmp_path):
+def reward(tmp_path, **options):
     torch.manual_seed(0)
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, num_labels=1)
     model = LlamaForSequenceClassification(config).double()
-    return made(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, PREFERENCES)
+    return made(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, PREFERENCES, **options)
 
 
 def wordy(completions, **columns):
@@ -79,8 +80,8 @@ def generated(trainer_class, config, tmp_path, **options):
     model = tiny_llama(vocab_size=259).double()
     model.save_pretrained(tmp_path / "reference")
     model.config._name_or_path = str(tmp_path / "reference")  # from which TRL loads what it keeps close to
-    few_tokens = {"suppress_tokens": [0, 2, *range(12, 259)]}  # of which one is the end
-    options = {"num_generations": 4, "max_completion_length": 20, "generation_kwargs": few_tokens, **options}
+    few_tokens = {"suppress_tokens": [0, 2, *range(8, 259)]}  # of which one is the end
+    options = {"num_generations": 4, "max_completion_length": 8, "generation_kwargs": few_tokens, **options}
     return made(trainer_class, config, tmp_path, model, {"prompt": lambda n: sentence(n, 2)},
                 {"reward_funcs": wordy}, **options)  # fmt: skip
 
@@ -89,8 +90,8 @@ def grpo(tmp_path, **options):
     return generated(trl.GRPOTrainer, trl.GRPOConfig, tmp_path, **options)
 
 
-def rloo(tmp_path):
-    return generated(trl.RLOOTrainer, trl.RLOOConfig, tmp_path)
+def rloo(tmp_path, **options):
+    return generated(trl.RLOOTrainer, trl.RLOOConfig, tmp_path, **options)
 
 
 @pytest.mark.parametrize("make", [sft, sft_packed, dpo, reward, rloo], ids=lambda make: make.__name__)
@@ -118,12 +119,11 @@ def test_grpo(tmp_path, kind: str) -> None:
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-class OwnGRPO(trl.GRPOTrainer):
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs)
-
-
 def own_grpo(tmp_path):
+    class OwnGRPO(trl.GRPOTrainer):  # type: ignore[name-defined]
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
     return generated(OwnGRPO, trl.GRPOConfig, tmp_path)
 
 

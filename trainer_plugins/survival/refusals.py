@@ -54,15 +54,15 @@ def _ddp(trainer: Trainer) -> Iterator[str]:
     if getattr(made_with, "gradient_as_bucket_view", False):
         yield "DDP with gradient_as_bucket_view: one counter for all gradients of a bucket hides which are final"
     if str(getattr(made_with, "comm_hook", "no")) != "no" or (is_wrapped and model._comm_hooks):
-        yield "a communication hook of DDP may itself not fit: then its bucket is never sent, and the others wait"
+        yield "a communication hook of DDP may itself not fit: its bucket is never sent then, and the others wait"
     if is_wrapped and (model.mixed_precision is not None or model._delay_all_reduce_params):
-        yield "DDP's own mixed_precision and delayed all-reduce keep state in hooks that an exception leaves half done"
+        yield "DDP's own mixed_precision and delayed all-reduce keep state that an exception leaves half done"
     if is_wrapped and model._use_python_reducer:
         yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends the gradients of each piece"
     if is_wrapped and model._join_config.enable:
         yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces are more of them"
     if trainer.args.label_smoothing_factor and type(trainer).__module__.startswith("trl."):
-        yield "TRL calls the model twice for a micro-batch with label_smoothing_factor: which call failed is not known"
+        yield "with label_smoothing_factor TRL calls the model twice for a micro-batch, and DDP with it"
     if not finishes_here():
         yield "DDP of this version of torch cannot be finished in pieces, tried just now: please report it"
 

@@ -4,25 +4,32 @@ Each rank writes what it saw, story by story: how far gradients and weights are 
 """
 
 import faulthandler
+import gc
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import Trainer, TrainerCallback
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, off_by, ragged_rows, small_trainer
+from tests.survival.failing import Run, gradients_off_by, off_by, off_by_steps, padded, ragged_rows, small_trainer
 from tests.survival.test_sweep import AnewEachStep
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.memo import SurvivalMemo
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-FOLDER = Path(sys.argv[1])
-POINTS = 20
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+FOLDER = Path(sys.argv[-1])
+POINTS = 10
 
 Where = dict[int, dict[int, list[float]]]
 """By rank and micro-batch: at which parts of the allocations of the whole it fails."""
@@ -31,15 +38,15 @@ CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs"
 USED = {"ddp_find_unused_parameters": False}
 
 
-def llama(**settings):
+def llama(**settings) -> Trainer:
     return small_trainer(FOLDER / "run", **{"per_device_train_batch_size": 8, "ddp_bucket_cap_mb": 1, **settings})
 
 
-def tied(**settings):
+def tied(**settings) -> Trainer:
     return llama(model=tiny_llama(tie_word_embeddings=True).double(), **settings)
 
 
-def lora(**settings):
+def lora(**settings) -> Trainer:
     import peft
 
     torch.manual_seed(0)
@@ -47,26 +54,54 @@ def lora(**settings):
     return llama(model=peft.get_peft_model(tiny_llama(), config).double(), **settings)
 
 
-def in_bf16(**settings):
+def in_bf16(**settings) -> Trainer:
     return llama(model=tiny_llama(), bf16=True, **settings)
 
 
-def many_layers(**settings):
+def many_layers(**settings) -> Trainer:
     """Several buckets of the reducer, so that some are on their way when it fails."""
     return llama(model=tiny_llama(num_hidden_layers=8, hidden_size=64, intermediate_size=256).double(), **settings)
+
+
+class Expert(torch.nn.Module):
+    """For rows that begin with token 1."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.expert = inner, torch.nn.Linear(32, 32, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out, rows = self.inner(ids), ids[:, 0] == 1
+        return torch.where(rows[:, None, None], out + self.expert(out), out) if rows.any() else out
+
+
+def one_for_the_expert(rows: list[dict]) -> dict:
+    """The first row of each micro-batch, which is never in its last piece."""
+    batch = padded(rows)
+    batch["input_ids"][:, 0] = torch.tensor([1] + [2] * (len(rows) - 1))
+    return batch
+
+
+def with_expert(**settings) -> Trainer:
+    model = tiny_llama().double()
+    model.model.embed_tokens = Expert(model.model.embed_tokens)
+    return llama(model=model, data_collator=one_for_the_expert, **settings)
+
+
+def trl_trainer(name: str, **settings) -> Trainer:
+    from tests.survival import test_trl
+
+    return getattr(test_trl, name)(FOLDER / f"trl-{RANK}", **settings)
 
 
 @dataclass
 class Story:
     where: Where
-    make: Callable = llama
+    make: Callable[..., Trainer] = llama
     settings: dict = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
     world: int = 2
 
-
-ONE = {"gradient_accumulation_steps": 1}
-SHORT = {"steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3}
 
 STORIES = {
     "forward": Story({1: {1: [0.2]}}),
@@ -82,25 +117,39 @@ STORIES = {
     "the last piece again, in its backward": Story({1: {0: [0.7], 1: [1.7]}}, many_layers),
     "the last piece again, in its forward": Story({1: {0: [0.7], 1: [1.15]}}, many_layers),
     "after a backward, a piece again": Story({1: {0: [0.7], 1: [1.7, 2.4]}}, many_layers),
-    "one row, checkpointing switched on": Story({1: {0: [0.7], 1: [0.5]}}, settings={"per_device_train_batch_size": 2}),
-    "every parameter is used": Story({1: {1: [0.75], 3: [0.2]}}, many_layers, settings=USED),
+    "one row, checkpointing switched on": Story(
+        {1: {0: [0.7], 1: [0.5]}}, settings={"per_device_train_batch_size": 2}
+    ),
+    "the only row, checkpointing switched on": Story(
+        {1: {1: [0.8]}}, settings={"per_device_train_batch_size": 1, **USED}
+    ),
+    "all used": Story({1: {1: [0.75], 3: [0.2]}}, many_layers, USED),
     "checkpointing": Story({1: {1: [0.75], 3: [0.2]}}, settings=CHECKPOINTING),
-    "only row, checkpointing switched on": Story({1: {1: [0.8]}}, settings={"per_device_train_batch_size": 1, **USED}),
-    "no accumulation": Story({1: {0: [0.75], 1: [0.2]}}, settings=ONE),
-    "accumulation of 7, the last window short": Story(
-        {1: {6: [0.7], 7: [0.2]}}, settings={**SHORT, "gradient_accumulation_steps": 7, "train_dataset": 160}
+    "no accumulation": Story({1: {0: [0.75], 1: [0.2]}}, settings={"gradient_accumulation_steps": 1}),
+    "the last window short": Story(
+        {1: {6: [0.7], 7: [0.2]}},
+        settings={"steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 7, "train_dataset": 160},
     ),
     "tokens averaged on each rank": Story(
         {1: {1: [0.75], 2: [0.2]}}, settings={"average_tokens_across_devices": False}
     ),
     "tied": Story({1: {1: [0.75], 2: [0.2]}}, tied),
-    "LoRA": Story({1: {1: [0.75], 2: [0.2]}}, lora),
+    "an expert not used by the last piece": Story({1: {1: [0.75], 2: [0.2]}}, with_expert),
+    "the same, all used": Story({1: {1: [0.75], 3: [0.2]}}, with_expert, USED),
     "bf16": Story({1: {1: [0.75], 2: [0.2]}}, in_bf16),
-    "three ranks, two fail": Story({0: {1: [0.75]}, 2: {0: [0.4], 1: [0.9], 3: [0.2]}}, many_layers, world=3),
+    "three ranks, two fail": Story(
+        {0: {1: [0.75]}, 2: {0: [0.4], 1: [0.9], 3: [0.2]}}, many_layers, {"train_dataset": 96}, world=3
+    ),
 }  # fmt: skip
+if importlib.util.find_spec("peft"):
+    STORIES["LoRA"] = Story({1: {1: [0.75], 2: [0.2]}}, lora)
+if importlib.util.find_spec("trl"):
+    for kind in ("sft", "dpo", "reward", "grpo", "rloo"):
+        settings = {"beta": 0.0} if kind == "rloo" else {}
+        STORIES[f"TRL {kind}"] = Story({1: {1: [0.8], 2: [0.3]}}, partial(trl_trainer, kind), settings)
 
 
-def made(story: Story):
+def made(story: Story) -> Trainer:
     settings = dict(story.settings)
     if isinstance(settings.get("train_dataset"), int):
         settings["train_dataset"] = ragged_rows(settings["train_dataset"])
@@ -118,8 +167,14 @@ def same_as(name: str) -> str:
     return next(n for n, s in STORIES.items() if (s.make, s.settings) == (story.make, story.settings))
 
 
-def facts_of(survived: Run, whole: Run) -> dict:
-    memo = survived.trainer.state.stateful_callbacks.get("SurvivalMemo") or {}
+def numbers_off_by(ours: list[dict], theirs: list[dict]) -> float:
+    """The largest difference of what was logged, relative to 1 or the number."""
+    assert [list(logs) for logs in ours] == [list(logs) for logs in theirs]
+    pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in b]
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs if isinstance(b, float | int))
+
+
+def facts_of(survived: Run, whole: Run, planned: int) -> dict:
     model = survived.trainer.model_wrapped
     return {
         "world": dist.get_world_size(),
@@ -127,58 +182,127 @@ def facts_of(survived: Run, whole: Run) -> dict:
         "wrapper": type(model).__name__,
         "buckets": len(model.reducer._get_zeros_like_grad_buckets()),
         "find_unused": model.find_unused_parameters,
+        "planned": planned,
         "failed": survived.allocations.num_failed,
-        "survived": sum("out_of_memory_survived" in logs for logs in survived.trainer.state.log_history),
-        "allocations": survived.num_allocations == whole.num_allocations,
         "gradients": gradients_off_by(survived, whole),
         "weights": off_by(survived.weights, whole.weights),
+        "logged": numbers_off_by(survived.logged, whole.logged),
+        "num_logged": max(map(len, survived.logged)),
+        "as one": survived.num_allocations == whole.num_allocations,
         "digest": float(sum(weight.double().sum() for weight in survived.weights)).hex(),
-        "losses": [[logs.get("loss") for logs in run.logged] for run in (survived, whole)],
-        "memo": memo.get("attributes", {}),
     }
 
 
 def tell(name: str) -> dict:
-    faulthandler.dump_traceback_later(60, exit=True)  # a story takes a second; nothing may hang
     story, whole = STORIES[name], whole_of(same_as(name))
     trainer = made(story)
-    survive_oom(trainer, **story.options)
+    survive_oom(trainer)
     mine = story.where.get(RANK, {})
     fail_at = {n: [max(1, int(whole.num_allocations[n] * part)) for part in parts] for n, parts in mine.items()}
-    return facts_of(Run(trainer, fail_at), whole) | {"planned": sum(map(len, mine.values()))}
+    return facts_of(Run(trainer, fail_at), whole, sum(map(len, fail_at.values())))
 
 
-SWEEPS = {
-    "rank 1, unused ones looked for": ({}, {1}, 1),
-    "rank 1, all used": (USED, {1}, 1),
-    "rank 1, checkpointing": (CHECKPOINTING, {1}, 1),
-    "rank 0, not synchronised": ({}, {0}, 0),
-    "both, one from either end": (USED, {0, 1}, 1),
+SWEEPS: dict[str, tuple[Callable[..., Trainer], dict, set[int], int]] = {
+    "wherever rank 1 fails, unused ones looked for": (llama, {}, {1}, 1),
+    "wherever rank 1 fails, all used": (llama, USED, {1}, 1),
+    "wherever rank 1 fails, checkpointing": (llama, CHECKPOINTING, {1}, 1),
+    "wherever rank 0 fails, unsynchronised": (llama, {}, {0}, 0),
+    "wherever both fail, from either end": (llama, USED, {0, 1}, 1),
 }
+if importlib.util.find_spec("trl"):
+    SWEEPS["wherever rank 1 fails, TRL sft"] = (partial(trl_trainer, "sft"), {}, {1}, 1)
+
+
+def exchanges(make: Callable[..., Trainer], **settings) -> set[int]:
+    """The allocations inside exchanges of metrics: which of those the others have had would not be known."""
+    trainer = make(**settings)
+    numbers: set[int] = set()
+    exchange = trainer.accelerator.gather_for_metrics
+
+    def gather_for_metrics(value):
+        allocations: Any = _get_current_dispatch_mode()
+        before = allocations.num
+        answer = exchange(value)
+        numbers.update(range(before + 1, allocations.num + 1))
+        return answer
+
+    trainer.accelerator.gather_for_metrics = gather_for_metrics
+    Run(trainer)
+    return numbers
 
 
 def sweep(name: str) -> dict:
-    faulthandler.dump_traceback_later(60, exit=True)
-    settings, ranks, which = SWEEPS[name]
-    num = Run(llama(steps=1, **settings)).num_allocations[which]
-    # Before them the batch is copied to the device; in a window's first micro-batch DDP then exchanges its buffers.
-    first = 4 if which else 12
+    make, settings, ranks, which = SWEEPS[name]
+    num = Run(make(steps=1, **settings)).num_allocations[which]
+    first = 1 if which else 8  # in a window's first micro-batch DDP begins by exchanging its buffers
     points = [*range(first, num - 2, max(1, num // POINTS)), num - 2, num - 1, num]
-    whole = Run(llama(steps=len(points), **settings))
-    trainer = llama(steps=len(points), **settings)
+    exchanged = exchanges(make, steps=1, **settings)
+    points = [point for point in points if point not in exchanged]
+    whole = Run(make(steps=len(points), **settings))
+    trainer = make(steps=len(points), **settings)
     trainer.add_callback(AnewEachStep(trainer))
     mine = points if max(ranks) == RANK else points[::-1]
     fail_at = {2 * step + which: [point] for step, point in enumerate(mine)} if RANK in ranks else {}
-    return facts_of(Run(trainer, fail_at), whole) | {"planned": len(fail_at), "allocations_of_one": num}
+    return facts_of(Run(trainer, fail_at), whole, len(fail_at)) | {"allocations": num}
 
 
-ONLY = os.environ.get("ONLY")
-told = {}
-for name, story in STORIES.items():
-    if story.world == WORLD and (not ONLY or ONLY in name):
-        print("##", RANK, name, flush=True)
-        told[name] = tell(name)
-if WORLD == 2:
-    told |= {name: sweep(name) for name in SWEEPS if not ONLY or ONLY in name}
-(FOLDER / f"rank-{RANK}.json").write_text(json.dumps(told))
-dist.destroy_process_group()
+def resumed() -> dict:
+    """Rank 0 learns a limit, which is in the checkpoint, and both take it up."""
+    folder = {"output_dir": str(FOLDER / "saved"), "save_strategy": "steps", "save_steps": 2}
+    rest = {**folder, "lr_scheduler_type": "constant"}
+    whole = Run(llama(steps=4, **rest))
+    first = llama(steps=2, **rest)
+    survive_oom(first)
+    first = Run(first, {0: [whole.num_allocations[0] // 2]} if RANK == 0 else {})
+    second = llama(steps=4, **rest)
+    survive_oom(second)
+    second = Run(second, resume_from_checkpoint=str(FOLDER / "saved" / "checkpoint-2"))
+    memo = next(c for c in second.trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
+    divided = min(second.num_allocations) > 1.5 * max(whole.num_allocations)
+    off = off_by_steps(first.gradients + second.gradients, whole.gradients)
+    return {"limit": memo.limit, "divided": divided, "gradients": off}
+
+
+class HookLate(TrainerCallback):
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.model_wrapped.register_comm_hook(None, allreduce_hook)
+
+
+def refused(name: str) -> str:
+    settings = {"ddp_static_graph": True} if name == "static_graph" else {}
+    trainer = llama(**settings)
+    handler = trainer.accelerator.ddp_handler
+    if name == "gradient_as_bucket_view":
+        handler.gradient_as_bucket_view = True
+    if name == "comm_hook":
+        handler.comm_hook = type(handler.comm_hook).FP16
+    try:
+        survive_oom(trainer)
+        if name == "comm_hook, late":
+            trainer.add_callback(HookLate(trainer))
+            trainer.train()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "static_graph": "DDP with static_graph learns the first backward pass by heart",
+    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view: one counter for all gradients of a bucket",
+    "comm_hook": "a communication hook of DDP may itself not fit",
+    "comm_hook, late": "a communication hook of DDP may itself not fit",
+}
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(300, exit=True)  # nothing may hang
+    gc.collect()
+    gc.freeze()  # each survival collects garbage, and what was imported is a million objects
+    told = {name: tell(name) for name, story in STORIES.items() if story.world == WORLD}
+    if WORLD == 2:
+        told |= {name: sweep(name) for name in SWEEPS}
+        told |= {"resumed": resumed(), "refused": {name: refused(name) for name in REFUSED}}
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()

@@ -182,21 +182,23 @@ def finishes_here() -> bool:
 
     try:
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        bare = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        bare = nn.Sequential(*layers)
         model = DistributedDataParallel(bare, process_group=alone)
         model.require_forward_param_sync = False
-        if model.will_sync_module_buffers():
+        if model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             return False
-        weights = [layer.weight for layer in bare]
+        weights = [*bare.parameters()]
         for weight in weights:
             nn.init.ones_(weight)
             weight.grad = torch.ones_like(weight)
         hidden: list[torch.Tensor] = []
-        with bare[0].register_forward_hook(lambda *args: hidden.append(args[-1])):
+        with layers[0].register_forward_hook(lambda *args: hidden.append(args[-1])):
             loss = model(torch.ones(2, 1)).sum()
         torch.autograd.graph.register_multi_grad_hook(hidden, fail)
-        mark, noticed = GradientMark(weights), []
-        weights[0].register_post_accumulate_grad_hook(noticed.append)
+        mark = GradientMark(weights)
+        noticed: list[torch.Tensor] = []
+        weights[0].register_post_accumulate_grad_hook(noticed.append)  # type: ignore[no-untyped-call]
         try:
             loss.backward()
         except RuntimeError:

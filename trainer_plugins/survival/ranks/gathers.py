@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from trainer_plugins.oom import classify
+
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
 
 Merge = Callable[[list[torch.Tensor], list[float]], torch.Tensor]
@@ -68,7 +70,8 @@ class Gathers:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Around a measurement. One whose last passes are a probe and its two parts shows how values add up."""
-        self._brought = brought = []
+        brought: list[torch.Tensor] = []
+        self._brought = brought
         try:
             yield
         finally:
@@ -91,14 +94,23 @@ class Gathers:
         if self._pieces:
             shares = [*(share for share, _ in self._pieces), self._share]
             value = self._merges[index]([*(brought[index] for _, brought in self._pieces), value.detach()], shares)
+        is_shared = self._accelerator.use_distributed
         self._is_exchanging = True
         try:
             answer = exchange(value, *args, **options)
+        except RuntimeError as error:
+            if not (is_shared and classify(error)):
+                raise
+            said = (
+                f"it failed while ranks exchanged a metric, and whether the others have had it is not known ({error})"
+            )
+        else:
+            if is_shared:  # one process gets back what it gave, and the graph with it
+                self._answers.append(answer)
+            return answer
         finally:
             self._is_exchanging = False
-        if self._accelerator.use_distributed:  # one process gets back what it gave, and the graph with it
-            self._answers.append(answer)
-        return answer
+        raise RuntimeError(f"survive_oom could not help: {said}")
 
 
 def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:

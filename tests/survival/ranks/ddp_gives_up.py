@@ -1,0 +1,13 @@
+"""Two ranks under DDP, and rank 1 runs out of memory where nothing may be divided. Launched by test_ddp.py."""
+
+import faulthandler
+import os
+import sys
+
+from tests.survival.failing import Run, small_trainer
+from trainer_plugins import survive_oom
+
+faulthandler.dump_traceback_later(100, exit=True)
+trainer = small_trainer(sys.argv[1])
+survive_oom(trainer, min_micro_batch=4, ladder=())
+Run(trainer, {1: [250]} if os.environ["RANK"] == "1" else {})
