@@ -39,6 +39,7 @@ class Row:
     missing: tuple[str, ...]
     """What a replay needs and the source does not say, or nobody but its authors has."""
 
+    gpu: str
     versions: Mapping[str, str]
     """Of torch, transformers and peft, as far as they are said."""
 
@@ -111,7 +112,8 @@ def rows_of(source: Mapping[str, Any]) -> list[Row]:
             raise ValueError(f"a row of {of} is complete, and has no `config`: {written}")
         versions = {key: source[key] for key in ("torch", "transformers", "peft") if key in source}
         loop = source.get("loop", {})
-        rows.append(Row(of, name or name_of(fields), fields, measured, missing, versions, loop))
+        gpu = str(fields.get("gpu", source.get("gpu", "")))
+        rows.append(Row(of, name or name_of(fields), fields, measured, missing, gpu, versions, loop))
     if not rows:
         raise ValueError(f"{of} has no rows")
     return rows
