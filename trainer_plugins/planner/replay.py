@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.planner.plan import MOMENTS, MomentPeak
-from trainer_plugins.planner.trace import ALLOC, FREE, Storage, Trace
+from trainer_plugins.planner.trace import ALLOC, EMPTY_CACHE, FREE, Storage, Trace
 
 _TIMELINE_POINTS = 400
 
@@ -59,7 +59,7 @@ def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRule
                 highest, peak_event, peak_moment = model.allocated_bytes, number, event.moment
         elif event.kind == FREE:
             model.free(blocks.pop(event.index))
-        else:
+        elif event.kind == EMPTY_CACHE:
             model.empty_cache()
         if number % interval == 0 or number == peak_event:
             timeline.append((event.moment, model.allocated_bytes, model.reserved_bytes))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_plugins.planner import kernels
 
-ALLOC, FREE, EMPTY_CACHE = 1, -1, 0
+ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Storage:
 
 
 class Event(NamedTuple):
-    """What happened to a storage: `ALLOC` or `FREE` of `Trace.storages[index]`, or `EMPTY_CACHE` (index -1)."""
+    """`ALLOC` or `FREE` of `Trace.storages[index]`; or, with the index -1, `EMPTY_CACHE`, or a moment's `BEGIN`."""
 
     kind: int
     index: int
@@ -89,6 +89,7 @@ class Tracker(TorchDispatchMode):
     def during(self, moment: str) -> Iterator[None]:
         """Name the moment of what happens inside."""
         before, self.moment = self.moment, moment
+        self._events.append(Event(BEGIN, -1, moment))  # it may allocate nothing
         try:
             yield
         finally:
