@@ -3,6 +3,7 @@
 Imports torch.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -161,6 +162,8 @@ class Tracker(TorchDispatchMode):
                 return answer
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
             return True
+        if func is torch.ops.aten.add.Tensor and _sums_gradients(args[0]):
+            func = torch.ops.aten.add_.Tensor
         if self._card is not None:
             self._use_kernels(func, args)
         result = kernels.run(func, args, kwargs)
@@ -257,6 +260,30 @@ class Tracker(TorchDispatchMode):
             # GradScaler asks before the optimizer steps whether it found infinities; a count of steps lies on the host.
             return 0.0 if self.moment == "optimizer step" and made_by is not None else 1.0
         return 1
+
+
+def _sums_gradients(tensor: Any) -> bool:
+    """Whether autograd itself adds a second gradient to this one, and on a card would do so in place.
+
+    torch/csrc/autograd/input_buffer.cpp, accumulate: in place if nobody else holds the first one or its storage, and if
+    it is no subclass, which a fake tensor is. Called by autograd there is no Python around the operation.
+    """
+    if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
+        return False
+    core: Any = torch._C
+    held_here = 2  # by the tensor, and by the Python object of the storage
+    storage = tensor.untyped_storage()
+    is_whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    return is_whole and core._current_autograd_node() is not None and core._storage_Use_Count(storage._cdata) == held_here
+
+
+def _is_called_by_python() -> bool:
+    """Whether there is Python between an operation and autograd, more than what torch wraps around a dispatch."""
+    frame = sys._getframe(3)
+    wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py")
+    while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_name != "_engine_run_backward"  # a backward in a backward
 
 
 def _key(storage: torch.UntypedStorage) -> int:
