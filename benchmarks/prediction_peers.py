@@ -1,7 +1,7 @@
 """What other estimators answer for the published rows: `python -m benchmarks.prediction_peers NAME` prints JSON.
 
-Each is called as its own documentation calls it, with the row's architecture from a file and not from the Hub. A row that
-it has no way to be asked is left out. What a number claims to be differs: the tensors, or all that the process takes.
+Each is called as its own documentation calls it, with the row's architecture from a file and not from the Hub. Rows
+that it cannot be asked about are left out. What a number claims to be differs: the tensors, or all of a process.
 """
 
 import json
@@ -14,7 +14,7 @@ from benchmarks.published import Row, published
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-class Unanswerable(Exception):
+class UnaskableError(Exception):
     """The estimator has no words for this row."""
 
 
@@ -22,17 +22,17 @@ def adapter(row: Row) -> dict[str, Any]:
     """The LoRA configuration of the row, empty for a full fine-tune.
 
     Raises:
-        Unanswerable: another method of PEFT.
+        UnaskableError: another method of PEFT.
     """
     peft: dict[str, Any] = row.settings.get("peft_config", {})
     if peft and (peft["type"] != "LORA" or peft.keys() - {"type", "r", "lora_alpha", "lora_dropout", "target_modules"}):
-        raise Unanswerable
+        raise UnaskableError
     return peft
 
 
 def parameters(row: Row) -> int:
     """How many weights the model has, without building it."""
-    return sum(weight.numel() for weight in empty(row).parameters())
+    return int(sum(weight.numel() for weight in empty(row).parameters()))
 
 
 def empty(row: Row) -> Any:
@@ -52,7 +52,7 @@ def vramcalc(row: Row) -> int:
 
     peft = adapter(row)
     if "quantization" in row.settings or (peft and set(peft["target_modules"]) != ATTENTION):
-        raise Unanswerable
+        raise UnaskableError
     pure = "autocast" not in row.settings
     try:
         found = estimate(
@@ -67,7 +67,7 @@ def vramcalc(row: Row) -> int:
             attn_impl="eager" if row.settings["attention"] == "eager" else "sdpa",
         )
     except ValueError:
-        raise Unanswerable from None
+        raise UnaskableError from None
     return int(found.total)
 
 
@@ -79,7 +79,7 @@ def fitcheck(row: Row) -> int:
 
     peft = adapter(row)
     if "autocast" in row.settings:
-        raise Unanswerable
+        raise UnaskableError
     raw = row.architecture
     fields = config_parser._parse_fields(raw)
     config = config_parser.ModelConfig(
@@ -164,8 +164,8 @@ def hf_vram_calc(row: Row) -> int:
 
     peft = adapter(row)
     if "quantization" in row.settings:
-        raise Unanswerable
-    calculator = VRAMCalculator(ConfigManager())
+        raise UnaskableError
+    calculator: Any = VRAMCalculator(ConfigManager())
     count = parameters(row)
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[row.settings["dtype"]]
     weights = calculator.calculate_model_memory(count, dtype)
@@ -180,7 +180,7 @@ def accelerate(row: Row) -> int:
     from accelerate.utils import calculate_maximum_sizes
 
     if "peft_config" in row.settings:
-        raise Unanswerable
+        raise UnaskableError
     import torch
 
     size, _ = calculate_maximum_sizes(empty(row).to(torch.float32))
@@ -193,33 +193,36 @@ def deepspeed(row: Row) -> int:
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     if "peft_config" in row.settings or "autocast" not in row.settings:
-        raise Unanswerable
+        raise UnaskableError
     return int(estimate_zero2_model_states_mem_needs(parameters(row), 1, 1, cpu_offload=False)[1])
 
 
-PEERS: dict[str, tuple[str, Callable[[Row], int]]] = {
-    "vramcalc": ("vramcalc==0.1.2", vramcalc),
-    "fitcheck": ("fitcheck-llm==0.3.1", fitcheck),
-    "kitsune": ("torch-kitsune==0.7.0", kitsune),
-    "memguard": ("ml-memguard==0.5.0", memguard),
-    "hf-vram-calc": ("hf-vram-calc==1.0.9", hf_vram_calc),
-    "accelerate": ("", accelerate),
-    "deepspeed": ("", deepspeed),
+PEERS: dict[str, tuple[str, Callable[[Row], int], str]] = {
+    "vramcalc": ("vramcalc==0.1.2", vramcalc, "allocated"),
+    "fitcheck": ("fitcheck-llm==0.3.1", fitcheck, "allocated"),
+    "kitsune": ("torch-kitsune==0.7.0", kitsune, "nvidia_smi"),
+    "memguard": ("ml-memguard==0.5.0", memguard, "nvidia_smi"),
+    "hf-vram-calc": ("hf-vram-calc==1.0.9", hf_vram_calc, "nvidia_smi"),
+    "accelerate": ("", accelerate, "allocated"),
+    "deepspeed": ("", deepspeed, "allocated"),
 }
-"""The package to install, empty where this project's own environment has it; and how to ask."""
+"""The package to install, empty where this project's own environment has it; how to ask; and the counter it claims."""
 
 
-def answers(name: str, rows: Iterable[Row]) -> dict[str, int]:
-    """Bytes by the key of a row, of the rows that the estimator can be asked about."""
-    found = {}
-    for row in rows:
-        try:
-            found[row.key] = PEERS[name][1](row)
-        except Unanswerable:
-            continue
-    return found
+def answer(name: str, row: Row) -> int | None:
+    """Bytes; None where the estimator cannot be asked about such a row."""
+    try:
+        return PEERS[name][1](row)
+    except UnaskableError:
+        return None
+
+
+def main(name: str, keys: Iterable[str]) -> None:
+    """Print what this estimator answers, by the key of a row."""
+    wanted = set(keys)
+    found = {row.key: answer(name, row) for row in published() if row.key in wanted}
+    print(json.dumps({key: size for key, size in found.items() if size is not None}))
 
 
 if __name__ == "__main__":
-    wanted = set(sys.argv[2:])
-    print(json.dumps(answers(sys.argv[1], [row for row in published() if row.key in wanted])))
+    main(sys.argv[1], sys.argv[2:])

@@ -1,8 +1,8 @@
 """Replay published runs on tensors without bytes: `python -m benchmarks.prediction_replay KEY ...`, a JSON line a row.
 
-The planner's world, kernels and allocator; not its Trainer, because these rows were measured in loops of their own. A loop
-differs from the Trainer's in what it keeps alive, which is what `loop` of a row says. Prints nothing for a row that ends
-the process: who started it sees which one.
+The planner's world, kernels and allocator; not its Trainer, because these rows were measured in loops of their own. A
+loop differs from the Trainer's in what it keeps alive, which is what `loop` of a row says. Nothing is printed for a row
+that ends the process: who started it sees which one.
 """
 
 import contextlib
@@ -58,7 +58,6 @@ def model_of(row: Row) -> Any:
         config, dtype=getattr(torch, settings["dtype"]), attn_implementation=attention
     )
     model = model.to("cuda")
-    model.config.use_cache = False
     if "peft_config" in settings:
         model = with_adapter(model, settings["peft_config"], settings.get("autocast_adapter_dtype", True))
     if settings.get("checkpointing"):
@@ -96,7 +95,7 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
         if settings.get("padded"):
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         with autocast if "autocast" in settings else contextlib.nullcontext():
-            output = model(**batch, use_cache=False)
+            output = model(**batch, use_cache=loop.get("use_cache", False))
         output.loss.backward()
         if loop["outputs_until"] == "backward":
             del output

@@ -18,9 +18,9 @@ COUNTERS = ("allocated", "reserved", "step_end", "nvidia_smi", "host")
 SAID = ("name", "where", "unit", "measured", "missing", "note")
 OF_A_SOURCE = {*SAID, "date", "gpu", "num_gpus", "torch", "transformers", "peft", "loop", "common", "rows"}
 SETTINGS = {
-    "config", "model", "dtype", "autocast", "batch", "seq_length", "accumulation", "checkpointing", "optimizer",
-    "attention", "padded", "peft_config", "autocast_adapter_dtype", "quantization", "strategy", "gpu", "num_gpus",
-    "trainable",
+    "config", "model", "dtype", "autocast", "batch", "seq_length", "mean_seq_length", "accumulation", "checkpointing",
+    "optimizer", "attention", "padded", "peft_config", "autocast_adapter_dtype", "quantization", "strategy", "gpu",
+    "num_gpus", "trainable",
 }  # fmt: skip
 
 
