@@ -97,7 +97,7 @@ def fitcheck(row: Row) -> int:
         flash_attn=row.settings["attention"] != "eager",
     )
     found = estimate(config, training, get_gpu("t4", None))
-    return round((found.total_mib - found.overhead_mib) * 2**20)
+    return int((found.total_mib - found.overhead_mib) * 2**20)
 
 
 def kitsune(row: Row) -> int:
@@ -154,7 +154,7 @@ def memguard(row: Row) -> int:
         mixed_precision=row.settings["dtype"] != "float32" or "autocast" in row.settings,
         flash_attention=row.settings["attention"] != "eager",
     )
-    return round(estimate_training_memory(model, train).total_mb * 2**20)
+    return int(estimate_training_memory(model, train).total_mb * 2**20)
 
 
 def hf_vram_calc(row: Row) -> int:
@@ -170,8 +170,8 @@ def hf_vram_calc(row: Row) -> int:
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[row.settings["dtype"]]
     weights = calculator.calculate_model_memory(count, dtype)
     if peft:
-        return round(calculator.calculate_lora_memory(weights, count, peft["r"]) * 2**30)
-    return round(calculator.calculate_training_memory(weights) * 2**30)
+        return int(calculator.calculate_lora_memory(weights, count, peft["r"]) * 2**30)
+    return int(calculator.calculate_training_memory(weights) * 2**30)
 
 
 def accelerate(row: Row) -> int:
