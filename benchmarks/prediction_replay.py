@@ -7,6 +7,7 @@ that ends the process: who started it sees which one.
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,6 +22,9 @@ from trainer_plugins.planner.replay import replay
 from trainer_plugins.planner.trace import Trace, Tracker
 
 CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (8, 9)}
+
+ROW_SECONDS = 120
+"""A row that takes longer ends the process."""
 
 AFTERWARDS = "save"
 """The moment, as the planner calls one, when what the run held dies."""
@@ -125,6 +129,7 @@ def main(keys: list[str]) -> None:
     for asked in keys:
         key, _, length = asked.partition("@")
         row = rows[key]
+        signal.alarm(ROW_SECONDS)
         trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
         found = replay(trace)
         during = [event for event in trace.events if event.moment != AFTERWARDS and event.kind]
