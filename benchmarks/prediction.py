@@ -121,8 +121,8 @@ def replays(rows: Sequence[Row]) -> Predicted:
             left = left[len(answers) :]
             if left:
                 key = left[0].partition("@")[0]
-                slow = done.returncode == -signal.SIGALRM
-                found.refused[key] = "it takes more than two minutes" if slow else last_line(done.stderr)
+                slow = done.returncode == -signal.SIGVTALRM
+                found.refused[key] = "it computes for more than two minutes" if slow else last_line(done.stderr)
                 found.sizes.pop(key, None)
                 left = [asked for asked in left if asked.partition("@")[0] != key]
     return found

@@ -24,7 +24,7 @@ from trainer_plugins.planner.trace import Trace, Tracker
 CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (8, 9)}
 
 ROW_SECONDS = 120
-"""A row that takes longer ends the process."""
+"""A row that computes for longer ends the process."""
 
 AFTERWARDS = "save"
 """The moment, as the planner calls one, when what the run held dies."""
@@ -129,7 +129,7 @@ def main(keys: list[str]) -> None:
     for asked in keys:
         key, _, length = asked.partition("@")
         row = rows[key]
-        signal.alarm(ROW_SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS)
         trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
         found = replay(trace)
         during = [event for event in trace.events if event.moment != AFTERWARDS and event.kind]

@@ -1,6 +1,10 @@
 """The published measurements can be believed: each says where it is from, what was measured and what is not known."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import transformers
@@ -41,6 +45,27 @@ def test_the_architectures_are_those_of_transformers() -> None:
     for name in {row.settings["config"] for row in published() if "config" in row.settings}:
         config = transformers.AutoConfig.from_pretrained(FOLDER / "configs" / f"{name}.json")
         assert hasattr(transformers, config.architectures[0]), name
+
+
+def test_two_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
+    runs = ("smollm2-135m LORA r32 fp16 b2 s512", "tinyllama-1.1b LORA r32 fp16 b2 s2048")
+    keys = [f"fitcheck 2026-09-15: {run} efficient checkpointing" for run in runs]
+    measured = {row.key: row.measured for row in published()}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.prediction_replay", *keys],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["key"] for answer in answers] == keys
+    for answer in answers:
+        found = measured[answer["key"]]
+        assert answer["allocated"] == pytest.approx(found["allocated"], rel=0.001)
+        assert answer["reserved"] == pytest.approx(found["reserved"], rel=0.01)
 
 
 def test_sizes_are_bytes_whatever_the_source_counts_in() -> None:
