@@ -109,7 +109,11 @@ RUNS = {
     "fp32": lambda path: run(path, llama()),
     "checkpointing": lambda path: run(path, llama(), gradient_checkpointing=True),
     "reentrant": lambda path: run(
-        path, llama(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+        path,
+        llama(),
+        data=rows(length=448),
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
     ),
     "lora": lambda path: run(path, with_lora(llama())),
     "lora, checkpointing": lambda path: run(path, with_lora(llama()), gradient_checkpointing=True),
