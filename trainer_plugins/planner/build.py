@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -64,19 +65,22 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
         return ship.loads(source.trainer, source.main_file)["args"]
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
-    if isinstance(source.arguments, bytes):
-        kind, fields = pickle.loads(source.arguments)
-        return kind(**fields)
-    parser = HfArgumentParser(Seq2SeqTrainingArguments, prog="trainer-plugins plan")
-    errors = io.StringIO()
     try:
+        if isinstance(source.arguments, bytes):
+            kind, fields = pickle.loads(source.arguments)
+            return kind(**fields)
+        parser = HfArgumentParser(Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False)
+        errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
-            (args,) = parser.parse_args_into_dataclasses([*source.arguments])
+            args, unknown = parser.parse_args_into_dataclasses([*source.arguments], return_remaining_strings=True)
     except SystemExit as exit_:
         lines = errors.getvalue().strip().splitlines()
         raise PlanError(lines[-1].partition("error: ")[2] if lines else "the flags cannot be read") from exit_
-    except ValueError as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise PlanError(first_line(error)) from error
+    if unknown:
+        near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
+        raise PlanError(f"neither plan nor TrainingArguments knows {unknown[0]}" + (f": is it {near[0]}?" if near else ""))
     return args
 
 
@@ -300,8 +304,6 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     trainer.create_accelerator_and_postprocess()
     args._setup_devices  # noqa: B018 - it has the side effect that its name tells
     trainer.optimizer, trainer.lr_scheduler, trainer._created_lr_scheduler = sent["optimizer"], None, False
-    if trainer.optimizer is not None and not trainer.optimizer.state:
-        pass  # made by hand before training: kept as it is
     if trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
     trainer.model_wrapped = trainer.model

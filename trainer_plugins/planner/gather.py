@@ -37,7 +37,7 @@ def request_of(
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
     rows = args.per_device_train_batch_size
-    with _undisturbed():
+    with _undisturbed(trainer):
         batch = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
         evaluation, num_batches = None, 0
         evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.do_eval
@@ -84,14 +84,19 @@ def _card_here(device: torch.device) -> Card | None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Datasets and collators may draw random numbers; the run draws the same ones afterwards."""
+def _undisturbed(trainer: Any) -> Iterator[None]:
+    """Datasets and collators may draw random numbers; the run draws the same ones afterwards.
+
+    And the Trainer notes which columns its model takes, when it is first asked.
+    """
+    columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
+        trainer._signature_columns = columns
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         if numpy is not None:

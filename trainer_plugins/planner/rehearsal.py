@@ -11,7 +11,7 @@ from trainer_plugins.planner.trace import Tracker
 
 Batch = dict[str, Any]
 
-OPTIMIZER_STEPS = 2
+OPTIMIZER_STEPS = 3
 """In the first the optimizer makes its states, so that the second is the first of all others."""
 
 _MICRO_STEPS_RUN = 2
