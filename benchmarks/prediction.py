@@ -66,6 +66,15 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
+def why(done: "subprocess.CompletedProcess[str]") -> str:
+    """Why a program ended, in words."""
+    if done.returncode == -signal.SIGVTALRM:
+        return "it computes for more than two minutes"
+    if done.returncode < 0:
+        return f"the process ended by {signal.Signals(-done.returncode).name}"
+    return last_line(done.stderr)
+
+
 def run(module: str, words: Iterable[str], folders: Iterable[str]) -> "subprocess.CompletedProcess[str]":
     """A program of this folder, with packages that come before this environment's."""
     path = os.pathsep.join([*folders, str(ROOT)])
@@ -121,8 +130,7 @@ def replays(rows: Sequence[Row]) -> Predicted:
             left = left[len(answers) :]
             if left:
                 key = left[0].partition("@")[0]
-                slow = done.returncode == -signal.SIGVTALRM
-                found.refused[key] = "it computes for more than two minutes" if slow else last_line(done.stderr)
+                found.refused[key] = why(done)
                 found.sizes.pop(key, None)
                 left = [asked for asked in left if asked.partition("@")[0] != key]
     return found
