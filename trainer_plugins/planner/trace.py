@@ -283,10 +283,10 @@ def _sums_gradients(tensor: Any) -> bool:
 
 def _is_called_by_python() -> bool:
     """Whether there is Python between an operation and autograd, more than what torch wraps around a dispatch."""
-    frame = sys._getframe(3)
+    frame = sys._getframe(2).f_back  # what called __torch_dispatch__
     wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py")
     while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_name != "_engine_run_backward"  # a backward in a backward
 
 
