@@ -3,7 +3,7 @@
 It follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, rule by rule and in their
 names: rounding, the small and the large pool of each stream, best fit, splitting and merging, expandable segments,
 `max_split_size_mb`, `garbage_collection_threshold`, `roundup_power2_divisions`, the fraction of a process, and what
-happens when a card is full. Not here: private pools of CUDA graphs, and blocks that wait for an event of another stream.
+happens when a card is full. Not here: private pools of CUDA graphs, and blocks that wait for another stream.
 """
 
 from bisect import bisect_left, insort

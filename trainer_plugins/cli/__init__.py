@@ -37,5 +37,8 @@ def _main(
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit."""
+    """Entry point of the console script.
+
+    Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
+    """
     app()

@@ -19,10 +19,14 @@ def plan(
     target_length: Annotated[
         int | None, typer.Option(help="Tokens of each label of an encoder-decoder; --seq-length unless given.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="In which the weights are loaded: bfloat16, float16, float32.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="In which the weights are loaded: bfloat16, float16, float32.")
+    ] = None,
     lora_r: Annotated[int | None, typer.Option(help="Train LoRA adapters of this rank.")] = None,
     lora_target: Annotated[str, typer.Option(help="Their modules: all-linear, or names with commas.")] = "all-linear",
-    peft_config: Annotated[Path | None, typer.Option(help="An adapter_config.json of peft, in place of --lora-r.")] = None,
+    peft_config: Annotated[
+        Path | None, typer.Option(help="An adapter_config.json of peft, in place of --lora-r.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")] = None,
     num_gpus: Annotated[int, typer.Option(help="How many cards train together.")] = 1,
     accelerate_config: Annotated[Path | None, typer.Option(help="The file of accelerate that launches.")] = None,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner import ship
+from trainer_plugins.planner import refusals, ship
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS, Batch
 from trainer_plugins.planner.request import ConfigSource, TrainerSource
@@ -80,20 +80,23 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
         raise PlanError(first_line(error)) from error
     if unknown:
         near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
-        raise PlanError(f"neither plan nor TrainingArguments knows {unknown[0]}" + (f": is it {near[0]}?" if near else ""))
+        raise PlanError(
+            f"neither plan nor TrainingArguments knows {unknown[0]}" + (f": is it {near[0]}?" if near else "")
+        )
     return args
 
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:
-    """The same arguments for a run of two steps that writes nothing."""
+    """The same arguments for a run of three steps that writes nothing."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """An error in one line; two where the first one only announces the second."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
@@ -112,6 +115,7 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
         raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
     if source.config.get("quantization_config"):
         raise NotPredicted("a quantized model (quantization_config)")
+    refusals.refuse_attention(source.config.get("attn_implementation") or source.config.get("_attn_implementation"))
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(source.config))
         dtype = _dtype(source, config, assumptions)
@@ -119,7 +123,7 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
         model = model_class._from_config(config, dtype=dtype)
     except PlanError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except Exception as error:  # a config may be wrong in any way, and transformers has errors of its own for some
         raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
     if source.peft is not None:
         model = _with_peft(model, source.peft)
@@ -134,7 +138,9 @@ def _dtype(source: ConfigSource, config: Any, assumptions: list[str]) -> torch.d
         newer = int(transformers.__version__.partition(".")[0]) >= 5
         of_config = getattr(config, "dtype", None) if newer else None  # 4.x loads in float32 unless asked otherwise
         given = str(of_config or "float32")
-        assumptions.append(f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; see --dtype")
+        assumptions.append(
+            f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; see --dtype"
+        )
     short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
     name = given.removeprefix("torch.")
     dtype = getattr(torch, short.get(name, name), None)
@@ -175,7 +181,9 @@ def _with_peft(model: Any, fields: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(mapping[kind])}
     unknown = sorted(set(fields) - known - {"peft_version", "auto_mapping"})
     if unknown:
-        raise PlanError(f"the adapter's config has keys that peft {peft.__version__} does not know: {', '.join(unknown)}")
+        raise PlanError(
+            f"the adapter's config has keys that peft {peft.__version__} does not know: {', '.join(unknown)}"
+        )
     given = {name: value for name, value in fields.items() if name in known and name != "inference_mode"}
     try:
         return peft.get_peft_model(model, mapping[kind](**given))
@@ -254,7 +262,9 @@ def _of_config(source: ConfigSource, args: Any, has_padding: bool | None, output
     return Rehearsed(
         trainer=trainer,
         make_batch=make,
-        make_evaluation_batch=batch_of(model, rows, source.sequence_length, source.target_length) if evaluates else None,
+        make_evaluation_batch=batch_of(model, rows, source.sequence_length, source.target_length)
+        if evaluates
+        else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=_says(args.save_strategy) != "no",
         resumes=not args.save_only_model,

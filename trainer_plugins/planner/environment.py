@@ -83,8 +83,8 @@ def in_world(world: World) -> Iterator[Tracker]:
 
 
 def _modules_can_be_moved(patches: _Patches) -> None:
-    """Module.to assigns `parameter.data`, which a fake tensor refuses; so parameters are replaced, in the same order."""
-    original = torch.nn.Module._apply
+    """Module.to assigns `parameter.data`, which a fake tensor refuses: parameters are replaced, in the same order."""
+    original: Any = torch.nn.Module._apply
 
     def apply(self: Any, fn: Any, recurse: bool = True, memo: dict[int, Any] | None = None) -> Any:
         if not any(isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())):
@@ -97,7 +97,10 @@ def _modules_can_be_moved(patches: _Patches) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in memo:
-                memo[id(parameter)] = (_moved(parameter, fn), parameter)  # the old one is kept, or its id is given again
+                memo[id(parameter)] = (
+                    _moved(parameter, fn),
+                    parameter,
+                )  # the old one is kept, or its id is given again
             self._parameters[key] = memo[id(parameter)][0]
         for key, buffer in self._buffers.items():
             if buffer is not None:
@@ -131,7 +134,7 @@ def _attention_as_on_the_card(patches: _Patches, world: World) -> None:
 
 
 def _no_tracing_path(patches: _Patches) -> None:
-    """transformers takes fake tensors for a graph that is being traced: it makes every mask, and leaves flash."""
+    """Fake tensors are to transformers a graph that is being traced: it makes every mask, and leaves flash."""
     import transformers.utils.import_utils as module
 
     if hasattr(module, "is_fake_tensor"):
@@ -149,7 +152,7 @@ def _masks(patches: _Patches, has_padding: bool) -> None:
             return not has_padding
 
         patches.wrap(module, "fast_all", fast_all)
-    elif has_padding:
+    if has_padding:
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             patches.wrap(module, name, lambda original, *args, **kwargs: False)
 
@@ -236,6 +239,9 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
         "get_device_properties": lambda device=None: Properties,
         "get_device_name": lambda device=None: Properties.name,
         "is_bf16_supported": lambda including_emulation=True: world.capability >= (8, 0),
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_current_stream_capturing": lambda: False,
         "empty_cache": tracker.emptied,
         "synchronize": lambda device=None: None,
         "manual_seed": lambda seed: None,

@@ -1,9 +1,9 @@
 """Let tensors on a CUDA device that is not there have gradients, in this process and for good. Imports torch.
 
 Stock torch cannot: a build without CUDA ends the process at the first backward, and a build with CUDA and no card
-refuses it, because autograd asks the device's guard and CUDA's hooks. `fake_cuda.cpp` answers both in sixty lines; it is
-compiled once for each torch, in two seconds. Where there is no compiler, `_by_hand` plants the same answers from Python
-by the order of virtual functions, which the headers of a torch fix and nothing promises.
+refuses it, because autograd asks the device's guard and CUDA's hooks. `fake_cuda.cpp` answers both in sixty lines; it
+is compiled once for each torch, in two seconds. Where there is no compiler, `_by_hand` plants the same answers from
+Python by the order of virtual functions, which the headers of a torch fix and nothing promises.
 
 Before the first backward of the process: autograd counts its devices once. Whoever calls this is a subprocess.
 """
@@ -51,7 +51,9 @@ def install() -> str:
 def _prove() -> None:
     with FakeTensorMode(), torch.device("cuda"):
         weight = torch.nn.Parameter(torch.empty(4, 4))
-        hidden = torch.utils.checkpoint.checkpoint(torch.nn.functional.linear, torch.empty(2, 4), weight, use_reentrant=False)
+        hidden = torch.utils.checkpoint.checkpoint(
+            torch.nn.functional.linear, torch.empty(2, 4), weight, use_reentrant=False
+        )
         hidden.sum().backward()
     if weight.grad is None or weight.grad.device.type != "cuda":
         raise NoFakeCuda(f"torch {torch.__version__} makes no gradient on a fake CUDA device")
@@ -118,7 +120,9 @@ def _by_hand() -> None:
     get_hooks.restype = ctypes.c_void_p
     hooks = ctypes.c_void_p.from_address(get_hooks())
     header = 2  # before the functions: the offset to the top, and the type
-    before = (ctypes.c_void_p * (_MANY + header)).from_address((hooks.value or 0) - header * ctypes.sizeof(ctypes.c_void_p))
+    before = (ctypes.c_void_p * (_MANY + header)).from_address(
+        (hooks.value or 0) - header * ctypes.sizeof(ctypes.c_void_p)
+    )
     after = (ctypes.c_void_p * (_MANY + header))(*before)
     after[header + _IS_BUILT], after[header + _HAS_PRIMARY_CONTEXT] = one, zero
     _leak(after)

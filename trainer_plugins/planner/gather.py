@@ -21,9 +21,7 @@ _COUNTED = ("input_ids", "labels", "input_values", "input_features", "pixel_valu
 _SIMGPU = "simgpu"
 
 
-def request_of(
-    trainer: Any, card: Card | None, allocator: str, num_gpus: int, has_padding: bool | None
-) -> PlanRequest:
+def request_of(trainer: Any, card: Card | None, allocator: str, num_gpus: int, has_padding: bool | None) -> PlanRequest:
     """Gather what a prediction needs.
 
     Raises:

@@ -24,9 +24,30 @@ def refuse_arguments(args: Any) -> None:
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
     optimizer = str(getattr(args, "optim", "")).rpartition(".")[2].lower()
-    for word in ("8bit", "4bit", "bnb", "paged", "apollo", "galore", "lomo", "grokadamw", "schedule_free", "stable_adamw"):
+    for word in (
+        "8bit",
+        "4bit",
+        "bnb",
+        "paged",
+        "apollo",
+        "galore",
+        "lomo",
+        "grokadamw",
+        "schedule_free",
+        "stable_adamw",
+    ):
         if word in optimizer:
             raise NotPredicted(f"the optimizer {getattr(args.optim, 'value', args.optim)}")
+
+
+def refuse_attention(name: object) -> None:
+    """Look at an attn_implementation.
+
+    Raises:
+        NotPredicted: its kernel has no rule.
+    """
+    if isinstance(name, str) and (name in _WITHOUT_RULE or "/" in name):
+        raise NotPredicted(_WITHOUT_RULE.get(name, f"kernels from the hub (attn_implementation={name})"))
 
 
 def refuse_model(model: Any) -> None:
@@ -35,10 +56,7 @@ def refuse_model(model: Any) -> None:
     Raises:
         NotPredicted: it has layers without a rule.
     """
-    config = getattr(model, "config", None)
-    name = getattr(config, "_attn_implementation", None)
-    if isinstance(name, str) and (name in _WITHOUT_RULE or "/" in name):
-        raise NotPredicted(_WITHOUT_RULE.get(name, f"kernels from the hub (attn_implementation={name})"))
+    refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise NotPredicted(f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')}")
     for part in model.modules():

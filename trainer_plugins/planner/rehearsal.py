@@ -1,4 +1,4 @@
-"""Run an unmodified Trainer on tensors without bytes: two optimizer steps, and whatever else its run will do."""
+"""Run an unmodified Trainer on tensors without bytes: three optimizer steps, and whatever else its run will do."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,7 +12,8 @@ from trainer_plugins.planner.trace import Tracker
 Batch = dict[str, Any]
 
 OPTIMIZER_STEPS = 3
-"""In the first the optimizer makes its states, so that the second is the first of all others."""
+"""In the first the optimizer makes its states. The second has them, and the third is the first whose blocks lie where
+one like it has left them: what is reserved grows until then."""
 
 _MICRO_STEPS_RUN = 2
 """The second micro-batch of a step adds to gradients; the third does what the second did."""
@@ -87,7 +88,7 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
             return generate(*args, **kwargs)
 
     trainer.training_step = step
-    torch.autograd.backward = run_backward  # type: ignore[assignment]
+    torch.autograd.backward = run_backward
     hook = register_optimizer_step_post_hook(stepped)
     if generate is not None:
         trainer.model.generate = generate_in_its_moment
@@ -123,7 +124,7 @@ def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
 
 
 def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
-    loader = torch.utils.data.DataLoader(
+    loader: Any = torch.utils.data.DataLoader(
         range(num_batches),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),

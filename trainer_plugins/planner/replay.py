@@ -42,26 +42,26 @@ def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRule
     highest, peak_event, peak_moment = 0, -1, MOMENTS[0]
     moment, failed, failed_bytes = "", None, None
     interval = max(1, len(trace.events) // _TIMELINE_POINTS)
-    for number, event in enumerate(trace.events):
+    for position, event in enumerate(trace.events):
         if event.moment != moment:
             _note(peaks, moment, model)
             model.reset_peaks()
             moment = event.moment
         if event.kind == ALLOC:
-            storage = trace.storages[event.index]
+            storage = trace.storages[event.number]
             try:
-                block = blocks[event.index] = model.malloc(storage.num_bytes, storage.stream)
+                block = blocks[event.number] = model.malloc(storage.num_bytes, storage.stream)
             except AllocatorFull as full:
                 failed, failed_bytes = storage, full.requested_bytes
                 break
-            block_bytes[event.index] = block.size_bytes
+            block_bytes[event.number] = block.size_bytes
             if model.allocated_bytes > highest:
-                highest, peak_event, peak_moment = model.allocated_bytes, number, event.moment
+                highest, peak_event, peak_moment = model.allocated_bytes, position, event.moment
         elif event.kind == FREE:
-            model.free(blocks.pop(event.index))
+            model.free(blocks.pop(event.number))
         elif event.kind == EMPTY_CACHE:
             model.empty_cache()
-        if number % interval == 0 or number == peak_event:
+        if position % interval == 0 or position == peak_event:
             timeline.append((event.moment, model.allocated_bytes, model.reserved_bytes))
     _note(peaks, moment, model)
     return Replay(
@@ -83,9 +83,9 @@ def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
     live: dict[int, Storage] = {}
     for event in trace.events[: replayed.peak_event + 1]:
         if event.kind == ALLOC:
-            live[event.index] = trace.storages[event.index]
+            live[event.number] = trace.storages[event.number]
         elif event.kind == FREE:
-            live.pop(event.index, None)
+            live.pop(event.number, None)
     found = [(storage, replayed.block_bytes[index]) for index, storage in live.items()]
     return sorted(found, key=lambda pair: -pair[1])
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.planner.cards import Card, card_of
+from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
 
@@ -34,7 +34,7 @@ def plan_run(
 ) -> MemoryPlan:
     """Predict what a run will need of its card, without one. Ten seconds or more, of which most is imports.
 
-    The unmodified Trainer runs two steps in a subprocess, on tensors that have shapes and no bytes.
+    The unmodified Trainer runs three steps in a subprocess, on tensors that have shapes and no bytes.
 
     Args:
         trainer_or_config: a Trainer before training, whose model, arguments and longest batch are looked at and left as
@@ -75,9 +75,7 @@ def plan_run(
             dtype=dtype,
             peft=_peft(peft_config),
         )
-        request = PlanRequest(
-            source=source, card=card, allocator=text, num_gpus=num_gpus, has_padding=has_padding
-        )
+        request = PlanRequest(source=source, card=card, allocator=text, num_gpus=num_gpus, has_padding=has_padding)
     (outcome,) = predict_all([request], timeout_seconds)
     if isinstance(outcome, PlanError):
         raise outcome
@@ -110,7 +108,9 @@ def predict_all(
                     env=_environment(),
                 ).returncode
             except subprocess.TimeoutExpired:
-                raise PlanError(f"the prediction was given up after {timeout_seconds:.0f} s; give it more time, or fewer layers") from None
+                raise PlanError(
+                    f"the prediction was given up after {timeout_seconds:.0f} s; give it more time, or fewer layers"
+                ) from None
         if code != 0:
             raise PlanError(_how_it_ended(code, log.read_text(errors="replace")))
         return [_outcome(result) for result in json.loads(answered.read_text())]
@@ -168,7 +168,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except OSError as error:
-        raise PlanError(f"no config of a model at {path}: {error.strerror}. It is read from disk, not from the hub") from error
+        raise PlanError(
+            f"no config of a model at {path}: {error.strerror}. It is read from disk, not from the hub"
+        ) from error
     except ValueError as error:
         raise PlanError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):

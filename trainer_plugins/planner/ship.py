@@ -1,4 +1,4 @@
-"""Send a Trainer to another process without the bytes of its tensors: shapes, dtypes, and who shares storage with whom."""
+"""Send a Trainer to another process without the bytes of its tensors: shapes, dtypes, and who shares a storage."""
 
 import contextlib
 import importlib.util
@@ -34,14 +34,17 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         "has_metrics": trainer.compute_metrics is not None,
     }
     others = {name: value for name, value in vars(trainer).items() if name not in _LEFT_HERE | set(essential)}
-    left_out = []
-    for name, value in [*others.items()]:
-        try:
-            dumps(value)
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError):
-            left_out.append(name)
-            del others[name]
-    return dumps({**essential, "others": others}), tuple(left_out)
+    left_out = tuple(name for name, value in others.items() if not _can_be_sent(value))
+    sent = {name: value for name, value in others.items() if name not in left_out}
+    return dumps({**essential, "others": sent}), left_out
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        dumps(value)
+    except (pickle.PicklingError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 def dumps(value: Any) -> bytes:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -173,10 +174,10 @@ def _told_in_one_line(work: Any, *args: Any) -> Any:
         raise NotPredicted(f"{error.func}, whose result depends on values") from error
     except fake_tensor.DataDependentOutputException as error:
         raise NotPredicted(f"{error.func}, which asks for a value") from error
-    except Exception as error:  # noqa: BLE001 - the user's own code runs here, and any error of it is to be told
-        if os.environ.get("TRAINER_PLUGINS_PLAN_TRACEBACK"):
-            raise
-        raise PlanError(f"the rehearsal of the run failed: {type(error).__name__}: {first_line(error)}{_where(error)}") from error
+    except Exception as error:  # the user's own code runs here, and any error of it is to be told
+        raise PlanError(
+            f"the rehearsal of the run failed: {type(error).__name__}: {first_line(error)}{_where(error)}"
+        ) from error
 
 
 def _where(error: BaseException) -> str:
@@ -191,7 +192,7 @@ def _where(error: BaseException) -> str:
 
 
 def _forget_accelerate() -> None:
-    """accelerate keeps one state a process; each prediction is another run."""
+    """A process has one state of accelerate; each prediction is another run."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, PartialState, GradientState):
@@ -209,10 +210,8 @@ def _versions(*names: str) -> dict[str, str]:
 
     found = {}
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

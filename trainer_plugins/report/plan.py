@@ -66,11 +66,11 @@ def _moments(plan: MemoryPlan) -> Table:
 
 
 def _tensors(plan: MemoryPlan) -> Table:
-    table = _table("largest at the peak", "", "shape", "made by", "in")
+    table = _table("largest at the peak", "", "made by")
     for tensor in plan.top_tensors:
-        shape = f"{tensor.dtype}{list(tensor.shape)}" if tensor.shape else ""
-        made_by = f"{tensor.operation.removeprefix('aten::')}, {tensor.moment}"
-        table.add_row(tensor.category, size(tensor.num_bytes), shape, made_by, tensor.module or "the model")
+        shape = f"{tensor.dtype}{list(tensor.shape)} by " if tensor.shape else ""
+        made_by = f"{shape}{tensor.operation.removeprefix('aten::')} in the {tensor.moment}"
+        table.add_row(tensor.category, size(tensor.num_bytes), f"{made_by}, {tensor.module or 'the model'}")
     return table
 
 
@@ -78,5 +78,5 @@ def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(first)
     for other in others:
-        table.add_column(other, justify="right" if other in ("", "a GPU", "allocated", "reserved") else "left")
+        table.add_column(other, justify="left" if other == "made by" else "right", overflow="fold")
     return table
