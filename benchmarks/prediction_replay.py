@@ -132,7 +132,7 @@ def main(keys: list[str]) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS)
         trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
         found = replay(trace)
-        during = [event for event in trace.events if event.moment != AFTERWARDS and event.kind]
+        during = [event for event in trace.events if event.moment != AFTERWARDS and event.number >= 0]
         step_end = sum(event.kind * found.block_bytes[event.number] for event in during)
         answer = {"allocated": found.allocated_peak_bytes, "reserved": found.reserved_peak_bytes, "step_end": step_end}
         print(json.dumps({"key": asked, **answer}), flush=True)
