@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
@@ -17,17 +18,29 @@ CONFIGS = Path(__file__).parent / "configs"
 LORA = {"peft_type": "LORA", "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 TWO_LAYERS = {"num_hidden_layers": 2}
 ADAM = ("--optim", "adamw_torch_fused")
-CHECKPOINTING = ("--gradient_checkpointing", "True")
+CHECKPOINTING = (
+    *("--gradient_checkpointing", "True"),
+    *("--gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
+)
 
 
 def request(
-    config, *flags, rows=1, gpu="h100-80gb", allocator="", num_gpus=1, padded=False, changed=(), **source
+    config,
+    *flags,
+    rows=1,
+    gpu="h100-80gb",
+    allocator="",
+    num_gpus=1,
+    padded=False,
+    changed=(),
+    dtype="bfloat16",
+    **source,
 ) -> PlanRequest:
     content = json.loads((CONFIGS / f"{config}.json").read_text()) if isinstance(config, str) else config
     content = {**content, **dict(changed)}
     arguments = ("--output_dir", "runs", "--per_device_train_batch_size", str(rows), *flags)
     return PlanRequest(
-        source=ConfigSource(config=content, arguments=arguments, **source),
+        source=ConfigSource(config=content, arguments=arguments, dtype=dtype, **source),
         card=card_of(gpu),
         allocator=allocator,
         num_gpus=num_gpus,
@@ -55,17 +68,15 @@ REQUESTS = {
     "fused": request("llama-3-8b", *ADAM, changed=TWO_LAYERS),
     "foreach": request("llama-3-8b", "--optim", "adamw_torch", changed=TWO_LAYERS),
     "autocast": request("llama-3-8b", *ADAM, "--bf16", "True", dtype="float32", changed=TWO_LAYERS),
-    "qwen lora": request(
-        "qwen2.5-7b", *CHECKPOINTING, gpu="rtx4090", sequence_length=1024, peft={**LORA, "r": 128}, dtype="bfloat16"
-    ),
-    "t5-xl": request("t5-xl", *CHECKPOINTING, "--bf16", "True", rows=8, sequence_length=512),
+    "qwen lora": request("qwen2.5-7b", *CHECKPOINTING, gpu="rtx4090", sequence_length=1024, peft={**LORA, "r": 128}),
+    "t5-xl": request("t5-xl", *CHECKPOINTING, "--bf16", "True", rows=8, sequence_length=512, dtype="float32"),
     "mixtral": request("mixtral-4.7b", *CHECKPOINTING, rows=2, sequence_length=1024),
-    "bert": request("bert-base", rows=16, sequence_length=512),
-    "bert, padded": request("bert-base", rows=16, sequence_length=512, padded=True),
+    "bert": request("bert-base", rows=16, sequence_length=512, dtype="float32"),
+    "bert, padded": request("bert-base", rows=16, sequence_length=512, dtype="float32", padded=True),
     # What is wrong, and what nothing is known about.
     "no model": request({"hello": 1}),
     "unknown model": request({"model_type": "no-such-model"}),
-    "heads": request(tiny(num_attention_heads=5)),
+    "sizes": request(tiny(hidden_size=-4)),
     "no target": request(tiny(), peft={"peft_type": "LORA", "r": 4, "target_modules": ["nowhere"]}),
     "flag": request(tiny(), "--gradient_checkpoint", "True"),
     "contradiction": request(tiny(), "--bf16", "True", "--fp16", "True"),
@@ -158,6 +169,12 @@ def test_an_encoder_decoder(outcomes):
 
 
 def test_experts_are_all_there(outcomes):
+    if (
+        int(transformers.__version__.partition(".")[0]) < 5
+    ):  # there the loop over experts asks which of them have tokens
+        assert isinstance(outcomes["mixtral"], NotPredicted)
+        assert "aten.nonzero" in str(outcomes["mixtral"])
+        return
     plan = plan_of(outcomes, "mixtral")
     experts = 16 * 8 * 3 * 2048 * 5632
     assert experts < plan.num_parameters < 1.1 * experts
@@ -176,7 +193,7 @@ def test_padding_makes_masks(outcomes):
     [
         ("no model", "the config has no model_type: it is not the config.json of a model"),
         ("unknown model", "knows no model_type 'no-such-model'"),
-        ("heads", "no model can be built from the config"),
+        ("sizes", "no model can be built from the config"),
         ("no target", "peft refuses the adapter: Target modules .*nowhere.* not found"),
         ("flag", "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?"),
         ("contradiction", "At most one of fp16 and bf16 can be True"),

@@ -60,7 +60,7 @@ class _Patches:
 def in_world(world: World) -> Iterator[Tracker]:
     """Live in it: every tensor made inside is fake, and the tracker sees every storage."""
     on_cuda = world.device == "cuda"
-    tracker = Tracker(world.device, KernelRules(world.capability) if on_cuda else None)
+    tracker = Tracker(world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding)
     patches = _Patches()
     try:
         _modules_can_be_moved(patches)
@@ -142,19 +142,17 @@ def _no_tracing_path(patches: _Patches) -> None:
 
 
 def _masks(patches: _Patches, has_padding: bool) -> None:
-    """Whether a mask is all ones decides whether there is a mask: a question to values, which are not there."""
+    """Whether a mask is all ones decides whether there is a mask: a question to values, which are not there.
+
+    The tracker answers `mask.all()`; this is the other way to ask, of transformers 5.
+    """
     import transformers.masking_utils as module
 
-    if hasattr(module, "fast_all"):
+    def fast_all(original: Any, tensor: Any) -> bool:
+        original(tensor)
+        return not has_padding
 
-        def fast_all(original: Any, tensor: Any) -> bool:
-            original(tensor)
-            return not has_padding
-
-        patches.wrap(module, "fast_all", fast_all)
-    if has_padding:
-        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-            patches.wrap(module, name, lambda original, *args, **kwargs: False)
+    patches.wrap(module, "fast_all", fast_all)
 
 
 def _resized_storages_are_seen(patches: _Patches, tracker: Tracker) -> None:

@@ -129,7 +129,8 @@ def _environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in launched and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
+        if name == "ACCELERATE_MIXED_PRECISION"  # counts in transformers 4.x, whatever the arguments say
+        or (name not in launched and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")))
     }
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
 

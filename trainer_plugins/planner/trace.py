@@ -19,6 +19,9 @@ from trainer_plugins.planner import kernels
 
 ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
+_ALL_OF_A_MASK = "aten::all of a mask"
+_MASK_DIMENSIONS = 2  # rows, and tokens
+
 
 @dataclass(slots=True)
 class Storage:
@@ -57,9 +60,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: the device type that stands for the card.
         card: what its kernels need while they run (see `kernels`); None counts results only.
+        has_padding: whether there is a 0 in the masks of batches, when somebody asks.
     """
 
-    def __init__(self, device: str, card: kernels.KernelRules | None) -> None:
+    def __init__(self, device: str, card: kernels.KernelRules | None, has_padding: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.moment = "load"
@@ -75,6 +79,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_answered: dict[str, int] = {}
         self.allocated_bytes = 0
         self._card = card
+        self._has_padding = has_padding
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
@@ -189,6 +194,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._storages) == before:
             return
         storage = self._storages[-1]
+        if name == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
+            storage.operation = _ALL_OF_A_MASK
         if name == "aten::_to_copy" and args:
             source = self.storage_of(args[0])
             if source is not None and source.category in ("weights", "frozen weights"):
@@ -257,6 +264,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made_by = self.storage_of(tensor)
         operation = made_by.operation if made_by is not None else ""
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
+        if operation == _ALL_OF_A_MASK:
+            return not self._has_padding
         if tensor.dtype == torch.bool:
             return operation not in ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
         if tensor.dtype.is_floating_point:

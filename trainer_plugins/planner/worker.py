@@ -27,7 +27,10 @@ def main(requests_path: str, results_path: str) -> None:
     """Predict all of them, one after the other, and write what came out after each."""
     requests = pickle.loads(Path(requests_path).read_bytes())
     results: list[dict[str, Any]] = []
+    environment = dict(os.environ)
     for request in requests:
+        os.environ.clear()
+        os.environ.update(environment)  # TrainingArguments leave their precision there
         try:
             results.append({"plan": asdict(predict(request))})
         except NotPredicted as refusal:
