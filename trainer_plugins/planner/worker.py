@@ -18,8 +18,8 @@ from typing import Any
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 
 KNOWN_ERROR = (
-    "allocated: a prototype of this method was within 0.2 % of 13 published max_memory_allocated figures (RTX A6000); "
-    "reserved: within 7 % of 19 (L40S). This prediction has not been measured on a GPU"
+    "allocated: within 0.1 % of 7 published max_memory_allocated figures (RTX A6000), see docs/plan.md; reserved: a "
+    "prototype was within 7 % of 19 (L40S). This prediction has not been measured on a GPU"
 )
 
 
