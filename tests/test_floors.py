@@ -13,7 +13,7 @@ ROOT = Path(trainer_plugins.__file__).parent
 FLOORS = [
     {"units", "finding", "reading", "strategy", "timeline", "metrics", "prometheus", "as_main"},
     {"devices", "agreement", "allocator", "launch"},
-    {"watch", "oom", "generation", "holders", "release"},
+    {"watch", "oom", "generation", "holders", "release", "planner"},
     {"callbacks", "report", "survival"},
     {
         *("presets", "options", "protection", "attachment", "flags", "run", "integrations", "_site"),
@@ -38,6 +38,7 @@ NEIGHBOURS = {
     ("__main__", "cli"),
     ("__init__", "callbacks"),
     ("__init__", "generation"),
+    ("__init__", "planner"),
     # How the pack gets into a Trainer, a stair of its own: each step stands on those before it.
     ("options", "presets"),
     ("protection", "options"),
@@ -97,6 +98,8 @@ def test_no_import_climbs_or_goes_sideways() -> None:
         "cli",
         "oom",
         "allocator.settings",
+        "allocator.model",
+        "planner",
         "launch.environment",
         "launch.configs",
         "launch.lint",

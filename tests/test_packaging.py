@@ -37,6 +37,7 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
         "hydra_plugins/trainer_plugins_searchpath/__init__.py",
         "trainer_plugins/testing/nvml/nvml.c",
         "trainer_plugins/testing/simgpu/backend.cpp",
+        "trainer_plugins/planner/fake_cuda.cpp",
     ],
 )
 def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: str) -> None:

@@ -15,6 +15,7 @@ _HOMES = {
     "EvalGenerateCleanup": "callbacks",
     "KVCacheGuard": "callbacks",
     "MemoryArguments": "options",
+    "MemoryPlan": "planner",
     "MemoryWatchdog": "callbacks",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
@@ -23,6 +24,7 @@ _HOMES = {
     "callbacks_from_args": "options",
     "detach": "attachment",
     "generation_memory": "generation",
+    "plan_run": "planner",
     "protect": "protection",
     "survive_oom": "survival",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "EvalGenerateCleanup",
     "KVCacheGuard",
     "MemoryArguments",
+    "MemoryPlan",
     "MemoryWatchdog",
     "StrategyInForce",
     "SurviveOOM",
@@ -40,6 +43,7 @@ __all__ = [
     "callbacks_from_args",
     "detach",
     "generation_memory",
+    "plan_run",
     "protect",
     "survive_oom",
 ]
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     )
     from trainer_plugins.generation import generation_memory
     from trainer_plugins.options import MemoryArguments, callbacks_from_args
+    from trainer_plugins.planner import MemoryPlan, plan_run
     from trainer_plugins.protection import protect
     from trainer_plugins.survival import SurviveOOM, survive_oom
 

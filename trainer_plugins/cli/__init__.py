@@ -8,11 +8,13 @@ from trainer_plugins import __version__
 from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
+from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(report)
 app.command()(env)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
 app.command(
     "exec",
     add_help_option=False,
@@ -35,5 +37,8 @@ def _main(
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input."""
+    """Entry point of the console script.
+
+    Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
+    """
     app()

@@ -84,7 +84,8 @@ def family_of(trainer: Trainer) -> Family | str:
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
     if callable(trainer.compute_loss_func):  # trl's GRPO passes a text, as a sign
         return "compute_loss_func is a loss of your own, and whether it can be divided is not known"
-    if getattr(trainer.compute_loss, "__module__", "").partition(".")[0] != library:
+    here = getattr(trainer.compute_loss, "__module__", "").partition(".")[0]
+    if library in ("transformers", "trl") and here != library:
         return "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)

@@ -1,0 +1,289 @@
+"""Predicted against published: the rows of `tests/planner/published.toml`, and what other estimators say about them.
+
+Each row is replayed with the versions of transformers and peft that it was measured with, on this environment's torch.
+They and the other estimators are installed beside this environment, into a cache. Prints Markdown; all rows take a
+quarter of an hour, those whose names contain a word less:
+
+    python -m benchmarks.prediction [WORD] ...
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+from benchmarks.prediction_peers import PEERS
+from benchmarks.published import Row, published
+
+ROOT = Path(__file__).parents[1]
+CACHE = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins") / "prediction"
+COUNTERS = {"allocated": "allocated", "reserved": "reserved", "step_end": "at step end"}
+
+FITTED_ROW = "PEFT method comparison: lora-rank32"
+LONGEST_BATCH = 657
+"""Tokens in the longest batch of PEFT's comparison, which nobody has written down. Fitted on the reserved memory of
+`FITTED_ROW`, which therefore proves nothing about reserved memory; the other rows saw the same batches."""
+
+RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
+"""The first release after a development version that nobody can install."""
+
+BESIDE = {"4.57.6": ("--no-deps", "datasets==4.2.0")}
+"""What an old transformers imports and cannot in a new environment."""
+
+
+class NotInstalledError(Exception):
+    """pip says why."""
+
+
+def installed(*steps: Sequence[str]) -> str:
+    """A folder with what these calls of pip install, once.
+
+    Raises:
+        NotInstalledError: one of them fails.
+    """
+    digest = hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:12]
+    folder = CACHE / f"{steps[0][-1].replace('==', '-')}-{digest}"
+    if not (folder / ".installed").exists():
+        print(f"installing {steps[0][-1]} into {folder} ...", file=sys.stderr)
+        for step in steps:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "--upgrade", *step]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise NotInstalledError(last_line(done.stderr))
+        (folder / ".installed").touch()
+    return str(folder)
+
+
+def last_line(text: str) -> str:
+    """What a program ended with."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def why(done: "subprocess.CompletedProcess[str]") -> str:
+    """Why a program ended, in words."""
+    if done.returncode == -signal.SIGVTALRM:
+        return "it computes for more than two minutes"
+    if done.returncode < 0:
+        return f"the process ended by {signal.Signals(-done.returncode).name}"
+    return last_line(done.stderr)
+
+
+def run(module: str, words: Iterable[str], folders: Iterable[str]) -> "subprocess.CompletedProcess[str]":
+    """A program of this folder, with packages that come before this environment's."""
+    path = os.pathsep.join([*folders, str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def why_not(row: Row) -> str:
+    """Why this row is not replayed, empty if it is."""
+    if not row.loop:
+        return "; ".join(row.missing)
+    if "quantization" in row.settings:
+        return "bitsandbytes"
+    return "" if row.settings["optimizer"] == "adamw_torch" else f"optimizer {row.settings['optimizer']}"
+
+
+@dataclass
+class Predicted:
+    """What came of the replays, by the key of a row."""
+
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def asked_for(row: Row) -> list[str]:
+    """The replays of a row: more than one where its counters are of batches of different lengths."""
+    if "seq_length" in row.settings:
+        return [row.key]
+    return [f"{row.key}@{LONGEST_BATCH}", f"{row.key}@{row.settings['mean_seq_length']}"]
+
+
+def replays(rows: Sequence[Row]) -> Predicted:
+    """Replay these rows, those of the same versions in one process; a row that ends it is named, and left out."""
+    found = Predicted()
+    for versions in dict.fromkeys((row.versions["transformers"], row.versions["peft"]) for row in rows):
+        same = [row for row in rows if (row.versions["transformers"], row.versions["peft"]) == versions]
+        left = [asked for row in same for asked in asked_for(row)]
+        steps = [[f"transformers=={versions[0]}"], ["--no-deps", f"peft=={RELEASED.get(versions[1], versions[1])}"]]
+        if versions[0] in BESIDE:
+            steps += [["httpx"], list(BESIDE[versions[0]])]
+        try:
+            folder = installed(*steps)
+        except NotInstalledError as reason:
+            found.refused.update(dict.fromkeys([row.key for row in same], str(reason)))
+            continue
+        while left:
+            print(f"replaying {len(left)} with transformers {versions[0]} ...", file=sys.stderr)
+            done = run("benchmarks.prediction_replay", left, [folder])
+            answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            for answer in answers:
+                note(found, answer)
+            left = left[len(answers) :]
+            if left:
+                key = left[0].partition("@")[0]
+                found.refused[key] = why(done)
+                found.sizes.pop(key, None)
+                left = [asked for asked in left if asked.partition("@")[0] != key]
+    return found
+
+
+def note(found: Predicted, answer: Mapping[str, int | str]) -> None:
+    """Keep of one replay the counters it was for."""
+    key, _, length = str(answer["key"]).partition("@")
+    kept = set(COUNTERS)
+    if length:
+        kept = {"allocated", "reserved"} if int(length) == LONGEST_BATCH else {"step_end"}
+    found.sizes.setdefault(key, {}).update({name: int(answer[name]) for name in kept})
+
+
+@dataclass
+class Peer:
+    """What one estimator answered, by the key of a row, or why it answered nothing."""
+
+    answers: dict[str, int] = field(default_factory=dict)
+    refused: str = ""
+
+
+def peers(rows: Sequence[Row]) -> dict[str, Peer]:
+    """Ask all of them."""
+    found = {}
+    for name, (package, _, _) in PEERS.items():
+        try:
+            folders = [installed(["--no-deps", package])] if package else []
+        except NotInstalledError as reason:
+            found[name] = Peer(refused=str(reason))
+            continue
+        print(f"asking {name} ...", file=sys.stderr)
+        done = run("benchmarks.prediction_peers", [name, *(row.key for row in rows)], folders)
+        if done.returncode:
+            found[name] = Peer(refused=last_line(done.stderr))
+        else:
+            found[name] = Peer(json.loads(last_line(done.stdout)))
+    return found
+
+
+def error(predicted: int, measured: int) -> float:
+    """In percent of the measured."""
+    return 100 * (predicted / measured - 1)
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Print it as Markdown."""
+    print(f"\n| {' | '.join(head)} |")
+    print(f"|{'---|' * len(head)}")
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
+
+
+def gib(size: int | None) -> str:
+    """As the tables write it."""
+    return "" if size is None else f"{size / 2**30:.3f}"
+
+
+def summary(errors: Sequence[float]) -> list[str]:
+    """How many, mean and median of their sizes, and the worst one."""
+    if not errors:
+        return ["0", "", "", ""]
+    sizes = [abs(each) for each in errors]
+    return [str(len(errors)), f"{mean(sizes):.3f}", f"{median(sizes):.3f}", f"{max(errors, key=abs):+.2f}"]
+
+
+def is_fitted(row: Row, counter: str) -> bool:
+    """Whether this figure decided a parameter of the prediction."""
+    return row.key == FITTED_ROW and counter == "reserved"
+
+
+def print_rows(rows: Sequence[Row], found: Predicted) -> None:
+    """One table a source: measured, predicted, error in percent."""
+    for source in dict.fromkeys(row.source for row in rows):
+        of = [row for row in rows if row.source == source and row.key in found.sizes]
+        if not of:
+            continue
+        counters = [counter for counter in COUNTERS if counter in of[0].measured]
+        versions = ", ".join(f"{name} {version}" for name, version in of[0].versions.items())
+        print(f"\n### {source}\n\n{of[0].gpu}, measured with {versions}. GiB; errors in percent.")
+        head = ["run", *(word for name in counters for word in (COUNTERS[name], "predicted", "error"))]
+        lines = []
+        for row in of:
+            line = [row.name]
+            for counter in counters:
+                measured, predicted = row.measured[counter], found.sizes[row.key][counter]
+                told = "fitted" if is_fitted(row, counter) else f"{error(predicted, measured):+.3f}"
+                line += [gib(measured), gib(predicted), told]
+            lines.append(line)
+        table(head, lines)
+    print("\n### All of them\n\nErrors in percent, without what was fitted.")
+    lines = []
+    for source in [*dict.fromkeys(row.source for row in rows), ""]:
+        for counter, name in COUNTERS.items():
+            errors = [
+                error(found.sizes[row.key][counter], row.measured[counter])
+                for row in rows
+                if row.source.startswith(source) and row.key in found.sizes and counter in row.measured
+                if not is_fitted(row, counter)
+            ]
+            if errors:
+                lines.append([source or "all", name, *summary(errors)])
+    table(["source", "counter", "rows", "mean", "median", "worst"], lines)
+    for key, reason in found.refused.items():
+        print(f"\nNot predicted, {key}: {reason}")
+
+
+def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]) -> None:
+    """Errors of all estimators for the complete rows."""
+
+    def errors(name: str, of: Iterable[Row]) -> list[float]:
+        claim = PEERS[name][2]
+        return [
+            error(asked[name].answers[row.key], row.measured.get(claim, row.measured["allocated"]))
+            for row in of
+            if row.key in asked[name].answers
+        ]
+
+    ours = {row.key: found.sizes[row.key]["allocated"] for row in rows if row.key in found.sizes}
+    lines = []
+    for row in rows:
+        own = f"{error(ours[row.key], row.measured['allocated']):+.2f}" if row.key in ours else "-"
+        others = [f"{one[0]:+.0f}" if (one := errors(name, [row])) else "-" for name in asked]
+        lines.append([row.source.partition(" ")[0], row.name, own, *others])
+    print("\n### Beside other estimators\n\nErrors in percent; - where it cannot be asked, or does not predict it.")
+    table(["source", "run", "this planner", *asked], lines)
+    print()
+    lines = [
+        ["this planner", *summary([error(ours[row.key], row.measured["allocated"]) for row in rows if row.key in ours])]
+    ]
+    for name, peer in asked.items():
+        package = PEERS[name][0] or name
+        lines.append(
+            [package, *summary(errors(name, rows))] if not peer.refused else [package, peer.refused, "", "", ""]
+        )
+    table(["estimator", "rows", "mean", "median", "worst"], lines)
+
+
+def main(words: Sequence[str]) -> None:
+    """Print everything."""
+    rows = [row for row in published() if not words or any(word in row.key for word in words)]
+    replayed = [row for row in rows if not why_not(row)]
+    found = replays(replayed)
+    print_rows(replayed, found)
+    complete = [row for row in rows if row.complete]
+    if complete:
+        print_peers(complete, found, peers(complete))
+    print("\n### Published and not replayed\n")
+    for source in dict.fromkeys(row.source for row in rows):
+        left = [row for row in rows if row.source == source and why_not(row)]
+        if left:
+            print(f"- {source}, {len(left)} rows: {why_not(left[0])}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

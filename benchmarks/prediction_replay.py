@@ -1,0 +1,142 @@
+"""Replay published runs on tensors without bytes: `python -m benchmarks.prediction_replay KEY ...`, a JSON line a row.
+
+The planner's world, kernels and allocator; not its Trainer, because these rows were measured in loops of their own. A
+loop differs from the Trainer's in what it keeps alive, which is what `loop` of a row says. Nothing is printed for a row
+that ends the process: who started it sees which one.
+"""
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.published import Row, published
+from trainer_plugins.planner import fake_cuda
+from trainer_plugins.planner.environment import World, in_world
+from trainer_plugins.planner.replay import replay
+from trainer_plugins.planner.trace import Trace, Tracker
+
+CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (8, 9)}
+
+ROW_SECONDS = 120
+"""A row that computes for longer ends the process."""
+
+AFTERWARDS = "save"
+"""The moment, as the planner calls one, when what the run held dies."""
+
+
+@contextlib.contextmanager
+def memory_efficient_attention() -> Iterator[None]:
+    """SDPA restricted to the memory-efficient kernel, which wants a key for each head."""
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **given: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        is_causal, scale = given.get("is_causal", False), given.get("scale")
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, torch.is_grad_enabled(), 0.0, is_causal, scale=scale
+        )[0]
+
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+def model_of(row: Row) -> Any:
+    """The model as the row loads it, with its adapter."""
+    import transformers
+
+    settings = row.settings
+    config = transformers.AutoConfig.for_model(**row.architecture)
+    attention = "eager" if settings["attention"] == "eager" else "sdpa"
+    model = getattr(transformers, row.architecture["architectures"][0])._from_config(
+        config, dtype=getattr(torch, settings["dtype"]), attn_implementation=attention
+    )
+    model = model.to("cuda")
+    if "peft_config" in settings:
+        model = with_adapter(model, settings["peft_config"], settings.get("autocast_adapter_dtype", True))
+    if settings.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if "peft_config" in settings:
+            model.enable_input_require_grads()
+    return model.train()
+
+
+def with_adapter(model: Any, written: Mapping[str, Any], autocast_adapter_dtype: bool) -> Any:
+    """The PEFT model."""
+    import peft
+
+    values = {key: value for key, value in written.items() if key != "type"}
+    config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[written["type"]](task_type="CAUSAL_LM", **values)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+
+
+def train(row: Row, tracker: Tracker, seq_length: int) -> None:
+    """Two steps of the row's own loop: the second is the first with states of the optimizer."""
+    settings, loop = row.settings, row.loop
+    model = model_of(row)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-5)
+    shape = (settings["batch"], seq_length)
+    autocast = torch.autocast("cuda", dtype=getattr(torch, settings.get("autocast", "float32")))
+    tracker.moment = "forward"
+    for step in range(2):
+        if step and "empty_cache_every" in loop:
+            torch.cuda.empty_cache()
+        if loop["gradients"] != "kept":
+            optimizer.zero_grad()
+        batch = {"input_ids": torch.ones(shape, dtype=torch.long, device="cuda")}
+        batch["labels"] = batch["input_ids"].clone() if settings.get("padded") else batch["input_ids"]
+        if settings.get("padded"):
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        with autocast if "autocast" in settings else contextlib.nullcontext():
+            output = model(**batch, use_cache=loop.get("use_cache", False))
+        output.loss.backward()
+        if loop["outputs_until"] == "backward":
+            del output
+        if loop["max_grad_norm"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), loop["max_grad_norm"])
+        optimizer.step()
+        if loop["outputs_until"] == "step":
+            del output
+        if loop["gradients"] == "kept":
+            optimizer.zero_grad(set_to_none=False)
+    tracker.moment = AFTERWARDS
+
+
+def trace_of(row: Row, gpu: str, seq_length: int) -> Trace:
+    """What the card would see."""
+    world = World(device="cuda", capability=CAPABILITIES[gpu], has_padding=row.settings.get("padded", False))
+    with in_world(world) as tracker:
+        with memory_efficient_attention() if row.settings["attention"] == "efficient" else contextlib.nullcontext():
+            train(row, tracker, seq_length)
+        return tracker.trace()
+
+
+def main(keys: list[str]) -> None:
+    """Replay the rows of these keys; one may end in `@LENGTH` for a sequence length of its own."""
+    fake_cuda.install()
+    rows = {row.key: row for row in published()}
+    for asked in keys:
+        key, _, length = asked.partition("@")
+        row = rows[key]
+        signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS)
+        trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
+        found = replay(trace)
+        during = [event for event in trace.events if event.moment != AFTERWARDS and event.number >= 0]
+        step_end = sum(event.kind * found.block_bytes[event.number] for event in during)
+        answer = {"allocated": found.allocated_peak_bytes, "reserved": found.reserved_peak_bytes, "step_end": step_end}
+        print(json.dumps({"key": asked, **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

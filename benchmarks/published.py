@@ -1,0 +1,137 @@
+"""The published measurements of `tests/planner/published.toml`, read and checked; sizes in bytes."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
+
+FOLDER = Path(__file__).parents[1] / "tests" / "planner"
+UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+COUNTERS = ("allocated", "reserved", "step_end", "nvidia_smi", "host")
+SAID = ("name", "where", "unit", "measured", "missing", "note")
+OF_A_SOURCE = {*SAID, "date", "gpu", "num_gpus", "torch", "transformers", "peft", "loop", "common", "rows"}
+SETTINGS = {
+    "config", "model", "dtype", "autocast", "batch", "seq_length", "mean_seq_length", "accumulation", "checkpointing",
+    "optimizer", "attention", "padded", "peft_config", "autocast_adapter_dtype", "quantization", "strategy", "gpu",
+    "num_gpus", "trainable",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run whose memory somebody measured and published."""
+
+    source: str
+    name: str
+    settings: Mapping[str, Any]
+    """What was trained and how, as the head of the file explains."""
+
+    measured: Mapping[str, int]
+    """Bytes by counter: allocated, reserved, step_end, nvidia_smi, host; what the source gives."""
+
+    missing: tuple[str, ...]
+    """What a replay needs and the source does not say, or nobody but its authors has."""
+
+    gpu: str
+    versions: Mapping[str, str]
+    """Of torch, transformers and peft, as far as they are said."""
+
+    loop: Mapping[str, Any]
+    """What the training loop keeps alive; empty where that is not known."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run can be repeated from what is said."""
+        return not self.missing
+
+    @property
+    def key(self) -> str:
+        """Unique among all rows."""
+        return f"{self.source}: {self.name}"
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's configuration as a `config.json` has it.
+
+        Raises:
+            ValueError: of this row only a model's name is known.
+        """
+        if "config" not in self.settings:
+            raise ValueError(f"{self.key}: no architecture is known of {self.settings.get('model')}")
+        found: dict[str, Any] = json.loads((FOLDER / "configs" / f"{self.settings['config']}.json").read_text())
+        return found
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """A name for a row that has none, from what tells it from its neighbours."""
+    peft: Mapping[str, Any] = settings.get("peft_config", {})
+    words = [
+        settings.get("model") or settings["config"],
+        f"{peft['type']} r{peft['r']}" if peft else "full",
+        settings.get("quantization", ""),
+        {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[settings["dtype"]],
+        "autocast" if "autocast" in settings else "",
+        f"b{settings['batch']} s{settings['seq_length']}",
+        "" if settings["attention"] == "sdpa" else settings["attention"],
+        "checkpointing" if settings.get("checkpointing") else "",
+    ]
+    return " ".join(word for word in words if word)
+
+
+def rows_of(source: Mapping[str, Any]) -> list[Row]:
+    """The rows of one source.
+
+    Raises:
+        ValueError: something that a reader needs is missing, or a word is unknown.
+    """
+    of = source.get("name", "a source without a name")
+    if lacking := [key for key in SAID if key not in source]:
+        raise ValueError(f"{of} does not say {', '.join(lacking)}")
+    if unknown := source.keys() - OF_A_SOURCE:
+        raise ValueError(f"{of} has unknown keys: {', '.join(sorted(unknown))}")
+    if source["unit"] not in UNITS:
+        raise ValueError(f"{of}: a unit is one of {', '.join(UNITS)}, got {source['unit']}")
+    rows = []
+    for written in source.get("rows", ()):
+        fields = {**source.get("common", {}), **written}
+        missing = (*source["missing"], *fields.pop("missing", ()))
+        measured = {key: round(fields.pop(key) * UNITS[source["unit"]]) for key in COUNTERS if key in fields}
+        name = fields.pop("name", None)
+        if unknown := fields.keys() - SETTINGS:
+            raise ValueError(f"a row of {of} has unknown keys: {', '.join(sorted(unknown))}")
+        if not measured:
+            raise ValueError(f"a row of {of} measures nothing: {written}")
+        if not missing and "config" not in fields:
+            raise ValueError(f"a row of {of} is complete, and has no `config`: {written}")
+        versions = {key: source[key] for key in ("torch", "transformers", "peft") if key in source}
+        loop = source.get("loop", {})
+        gpu = str(fields.get("gpu", source.get("gpu", "")))
+        rows.append(Row(of, name or name_of(fields), fields, measured, missing, gpu, versions, loop))
+    if not rows:
+        raise ValueError(f"{of} has no rows")
+    return rows
+
+
+def read(text: str) -> list[Row]:
+    """All rows of such a file.
+
+    Raises:
+        ValueError: it is not TOML, a row or a source lacks something, or two rows have one name.
+    """
+    rows = [row for source in tomllib.loads(text)["source"] for row in rows_of(source)]
+    keys = [row.key for row in rows]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise ValueError(f"rows of one name: {', '.join(sorted(twice))}")
+    return rows
+
+
+def published() -> list[Row]:
+    """The rows that this project keeps."""
+    return read((FOLDER / "published.toml").read_text())

@@ -1,0 +1,92 @@
+"""The command `trainer-plugins plan`, and the way into fake CUDA where nothing can be compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trainer_plugins.cli import app
+from trainer_plugins.planner import MemoryPlan
+
+CONFIGS = Path(__file__).parent / "configs"
+CHECKPOINTING = ("--gradient-checkpointing", "True", "--gradient-checkpointing-kwargs", '{"use_reentrant": false}')
+QWEN_LORA = [
+    "--model",
+    str(CONFIGS / "qwen2.5-7b.json"),
+    "--lora-r",
+    "128",
+    "--seq-length",
+    "1024",
+    "--gpu",
+    "16GiB",
+    "--dtype",
+    "bf16",
+]
+
+
+def plan(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
+
+
+def test_a_run_that_does_not_fit_is_exit_code_3():
+    done = plan(*QWEN_LORA, "--per-device-train-batch-size", "2", *CHECKPOINTING, "--json")
+    assert done.exit_code == 3, done.output
+    found = MemoryPlan.from_json(done.stdout)
+    assert found.fits is False
+    assert found.failed_request is not None
+    assert found.versions["torch"]
+    assert any("padding" in line for line in found.assumptions)
+    assert found.num_trainable_parameters == 128 * 28 * (
+        (3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3
+    )  # r of each linear layer: what goes in, and what comes out
+
+
+def test_the_report_for_people(tmp_path: Path):
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = plan("--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4", "--eval_strategy", "epoch")
+    assert done.exit_code == 0, done.output
+    for words in (
+        "Fits on t4 (14.56 GiB)",
+        "nvidia-smi",
+        "optimizer states",
+        "evaluation",
+        "float32[512, 1000] by",
+        "Known error",
+    ):
+        assert words in done.output
+    assert "has not been measured on a GPU" in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--model", "/no/such/place"], "no config of a model at /no/such/place"),
+        ([*QWEN_LORA, "--num-gpus", "0"], "--num-gpus: a run needs at least one, got 0"),
+        ([*QWEN_LORA, "--gpu", "gtx"], "no card is known by the name 'gtx'"),
+        ([*QWEN_LORA, "--peft-config", "adapter.json"], "both say which adapter to train"),
+        (["--model", __file__], "is not JSON"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str):
+    done = plan(*arguments)
+    assert done.exit_code == 2
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_a_compiler_the_way_by_hand_gives_gradients_too(tmp_path: Path):
+    code = "from trainer_plugins.planner import fake_cuda; print(fake_cuda.install())"
+    environment = {**os.environ, "CXX": "/no/such/compiler", "TRAINER_PLUGINS_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment, timeout=120
+    )
+    if done.returncode:  # torch 2.9 has no way by hand, and says so
+        assert "NoFakeCuda" in done.stderr
+        assert "needs torch 2.10, or a C++ compiler" in done.stderr
+    else:
+        assert done.stdout.strip() == "by hand"

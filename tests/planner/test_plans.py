@@ -1,0 +1,256 @@
+"""Plans for real cards, against what arithmetic knows about them; all in one subprocess. Nothing is downloaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from trainer_plugins import MemoryPlan, plan_run
+from trainer_plugins.planner import NotPredicted, PlanError
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.plan import CATEGORIES, MOMENTS
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.run import predict_all
+from trainer_plugins.units import MIB
+
+CONFIGS = Path(__file__).parent / "configs"
+LORA = {"peft_type": "LORA", "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+TWO_LAYERS = {"num_hidden_layers": 2}
+ADAM = ("--optim", "adamw_torch_fused")
+CHECKPOINTING = (
+    *("--gradient_checkpointing", "True"),
+    *("--gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
+)
+
+
+def request(
+    config,
+    *flags,
+    rows=1,
+    gpu="h100-80gb",
+    allocator="",
+    num_gpus=1,
+    padded=False,
+    changed=(),
+    dtype="bfloat16",
+    **source,
+) -> PlanRequest:
+    content = json.loads((CONFIGS / f"{config}.json").read_text()) if isinstance(config, str) else config
+    content = {**content, **dict(changed)}
+    arguments = ("--output_dir", "runs", "--per_device_train_batch_size", str(rows), *flags)
+    return PlanRequest(
+        source=ConfigSource(config=content, arguments=arguments, dtype=dtype, **source),
+        card=card_of(gpu),
+        allocator=allocator,
+        num_gpus=num_gpus,
+        has_padding=padded,
+    )
+
+
+def tiny(**fields) -> dict:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
+    return {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, **sizes, **fields}
+
+
+REQUESTS = {
+    "8b": request("llama-3-8b", *CHECKPOINTING, *ADAM),
+    "8 rows": request("llama-3-8b", *CHECKPOINTING, *ADAM, rows=8, gpu="34GiB", changed=TWO_LAYERS),
+    "8 rows, expandable": request(
+        "llama-3-8b",
+        *CHECKPOINTING,
+        *ADAM,
+        rows=8,
+        gpu="34GiB",
+        changed=TWO_LAYERS,
+        allocator="expandable_segments:True",
+    ),
+    "fused": request("llama-3-8b", *ADAM, changed=TWO_LAYERS),
+    "foreach": request("llama-3-8b", "--optim", "adamw_torch", changed=TWO_LAYERS),
+    "autocast": request("llama-3-8b", *ADAM, "--bf16", "True", dtype="float32", changed=TWO_LAYERS),
+    "qwen lora": request("qwen2.5-7b", *CHECKPOINTING, gpu="rtx4090", sequence_length=1024, peft={**LORA, "r": 128}),
+    "t5-xl": request("t5-xl", *CHECKPOINTING, "--bf16", "True", rows=8, sequence_length=512, dtype="float32"),
+    "mixtral": request("mixtral-4.7b", *CHECKPOINTING, rows=2, sequence_length=1024),
+    "bert": request("bert-base", rows=16, sequence_length=512, dtype="float32"),
+    "bert, padded": request("bert-base", rows=16, sequence_length=512, dtype="float32", padded=True),
+    # What is wrong, and what nothing is known about.
+    "no model": request({"hello": 1}),
+    "unknown model": request({"model_type": "no-such-model"}),
+    "sizes": request(tiny(hidden_size=-4)),
+    "no target": request(tiny(), peft={"peft_type": "LORA", "r": 4, "target_modules": ["nowhere"]}),
+    "flag": request(tiny(), "--gradient_checkpoint", "True"),
+    "contradiction": request(tiny(), "--bf16", "True", "--fp16", "True"),
+    "dtype": request(tiny(), dtype="int8"),
+    "allocator": request(tiny(), allocator="max_split_size_mb:3"),
+    "compile": request(tiny(), "--torch_compile", "True"),
+    "liger": request(tiny(), "--use_liger_kernel", "True"),
+    "8 bit": request(tiny(), "--optim", "adamw_bnb_8bit"),
+    "flash": request(tiny(attn_implementation="flash_attention_2")),
+    "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
+    "ddp": request(tiny(), num_gpus=8),
+    "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3}}'),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, MemoryPlan | PlanError]:
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
+
+
+def plan_of(outcomes, name) -> MemoryPlan:
+    plan = outcomes[name]
+    assert isinstance(plan, MemoryPlan), plan
+    assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes <= plan.reserved_peak_bytes
+    assert set(plan.breakdown) <= set(CATEGORIES)
+    assert set(plan.moments) <= set(MOMENTS)
+    assert max(peak.allocated_bytes for peak in plan.moments.values()) >= plan.moments[plan.moment].allocated_bytes
+    assert plan.nvidia_smi_peak_bytes == plan.reserved_peak_bytes + plan.context_bytes
+    return plan
+
+
+def test_llama_3_8b_has_its_parameters_and_twelve_bytes_for_each(outcomes):
+    plan = plan_of(outcomes, "8b")
+    assert plan.num_parameters == plan.num_trainable_parameters == 8_030_261_248
+    in_bf16 = 2 * plan.num_parameters
+    assert plan.breakdown["weights"] == pytest.approx(in_bf16, rel=1e-3)
+    assert plan.breakdown["gradients"] == pytest.approx(in_bf16, rel=1e-3)
+    assert plan.breakdown["optimizer states"] == pytest.approx(2 * in_bf16, rel=1e-3)
+    assert plan.fits is True
+    assert [tensor.module for tensor in plan.top_tensors if tensor.category == "weights"][:2] == [
+        "model.embed_tokens",
+        "lm_head",
+    ]
+
+
+def test_foreach_needs_the_model_once_more(outcomes):
+    """torch/optim/adamw.py, _multi_tensor_adamw: the square roots of all second moments at once."""
+    fused, foreach = plan_of(outcomes, "fused"), plan_of(outcomes, "foreach")
+    more = foreach.moments["optimizer step"].allocated_bytes - fused.moments["optimizer step"].allocated_bytes
+    assert more == pytest.approx(2 * fused.num_parameters, rel=1e-3)
+    assert foreach.moment == "optimizer step"
+
+
+def test_three_copies_of_the_logits_in_float(outcomes):
+    """Upcast, log-softmax, and its gradient (transformers/loss/loss_utils.py; torch's cross entropy)."""
+    plan = plan_of(outcomes, "8 rows")
+    assert plan.breakdown["logits and loss"] == pytest.approx(3 * 4 * 8 * 2048 * 128256, rel=0.01)
+    assert plan.moment == "backward"
+
+
+def test_expandable_segments_save_a_run_that_does_not_fit(outcomes):
+    default, expandable = plan_of(outcomes, "8 rows"), plan_of(outcomes, "8 rows, expandable")
+    assert default.fits is False
+    assert default.failed_request_bytes == pytest.approx(4 * 8 * 2048 * 128256, rel=0.01)
+    assert default.num_flushes == 1
+    assert expandable.fits is True
+    assert expandable.allocated_peak_bytes == pytest.approx(default.allocated_peak_bytes, rel=0.001)
+
+
+def test_autocast_keeps_sixteen_bytes_for_each_parameter(outcomes):
+    plan = plan_of(outcomes, "autocast")
+    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(16 * plan.num_parameters, rel=0.01)
+
+
+def test_lora_of_a_7b_model_on_24_gb(outcomes):
+    plan = plan_of(outcomes, "qwen lora")
+    frozen = plan.num_parameters - plan.num_trainable_parameters
+    assert frozen == 7_615_616_512
+    # 18944 * 3584 numbers are 129.5 MiB: the segment has 130, and what is left of it is too small to be split off.
+    assert plan.breakdown["frozen weights"] == pytest.approx(2 * frozen + 28 * 3 * MIB // 2, rel=1e-3)
+    assert plan.breakdown["weights"] == pytest.approx(4 * plan.num_trainable_parameters, rel=0.02)  # adapters in float
+    assert plan.fits is True
+    assert plan.gpu == "rtx4090"
+
+
+def test_an_encoder_decoder(outcomes):
+    plan = plan_of(outcomes, "t5-xl")
+    assert 2.7e9 < plan.num_parameters < 2.9e9
+    assert plan.moments["save"].allocated_bytes == pytest.approx(12 * plan.num_parameters, rel=0.01)
+
+
+def test_experts_are_all_there(outcomes):
+    if (
+        int(transformers.__version__.partition(".")[0]) < 5
+    ):  # there the loop over experts asks which of them have tokens
+        assert isinstance(outcomes["mixtral"], NotPredicted)
+        assert "aten.nonzero" in str(outcomes["mixtral"])
+        return
+    plan = plan_of(outcomes, "mixtral")
+    experts = 16 * 8 * 3 * 2048 * 5632
+    assert experts < plan.num_parameters < 1.1 * experts
+    assert plan.fits is True
+
+
+def test_padding_makes_masks(outcomes):
+    assert (
+        plan_of(outcomes, "bert, padded").allocated_peak_bytes
+        > plan_of(outcomes, "bert").allocated_peak_bytes + 12 * MIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("no model", "the config has no model_type: it is not the config.json of a model"),
+        ("unknown model", "knows no model_type 'no-such-model'"),
+        ("sizes", "no model can be built from the config"),
+        ("no target", "peft refuses the adapter: Target modules .*nowhere.* not found"),
+        ("flag", "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?"),
+        ("contradiction", "At most one of fp16 and bf16 can be True"),
+        ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
+        ("allocator", "allocator settings: max_split_size_mb needs at least 20"),
+    ],
+)
+def test_bad_input_is_one_line(outcomes, name, line):
+    error = outcomes[name]
+    assert isinstance(error, PlanError), error
+    assert not isinstance(error, NotPredicted)
+    with pytest.raises(PlanError, match=line.replace("?", r"\?")):
+        raise error
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("compile", "torch.compile"),
+        ("liger", "Liger kernels"),
+        ("8 bit", "the optimizer adamw_bnb_8bit"),
+        ("flash", "flash-attn"),
+        ("quantized", "quantized model"),
+        ("ddp", "DDP on 8 GPUs"),
+        ("deepspeed", "DeepSpeed"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(outcomes, name, what):
+    refusal = outcomes[name]
+    assert isinstance(refusal, NotPredicted), refusal
+    assert str(refusal).startswith("not predicted: ")
+    assert what in str(refusal)
+
+
+def test_a_plan_survives_json(outcomes):
+    plan = plan_of(outcomes, "bert")
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    flat = json.loads(plan.to_json())
+    assert {
+        *("allocated_peak_bytes", "reserved_peak_bytes", "nvidia_smi_peak_bytes", "host_ram_bytes_per_node"),
+        *("capacity_bytes", "fits", "moment", "breakdown", "top_tensors", "not_predicted"),
+    } <= set(flat)
+    assert len(flat["top_tensors"]) == 10
+    with pytest.raises(ValueError, match="not a memory plan"):
+        MemoryPlan.from_json("{}")
+
+
+def test_a_prediction_that_takes_too_long_is_given_up():
+    with pytest.raises(PlanError, match="given up after 0 s"):
+        plan_run(tiny(), {"output_dir": "runs"}, timeout_seconds=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("h100", "no card is known by the name 'h100': is it h100-80gb?"), ("0GiB", "--gpu: a size is a positive number")],
+)
+def test_a_card_nobody_knows(text, line):
+    with pytest.raises(PlanError, match=line.replace("?", r"\?")):
+        card_of(text)

@@ -1,0 +1,88 @@
+"""The published measurements can be believed: each says where it is from, what was measured and what is not known."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import transformers
+
+from benchmarks.published import FOLDER, published, read
+
+SOURCE = """
+[[source]]
+name = "a page"
+where = "https://example.org"
+unit = "GiB"
+measured = "max_memory_allocated"
+missing = ["batch"]
+note = "1.5 GiB"
+rows = [{ name = "small", allocated = 1.5 }]
+"""
+
+
+def test_each_row_can_be_found_again_and_says_what_it_is() -> None:
+    rows = published()
+
+    assert len(rows) > 200
+    for row in rows:
+        assert all(size > 10**8 for size in row.measured.values()), row.key  # a unit that is wrong
+        if row.complete:
+            assert row.versions.keys() == {"torch", "transformers", "peft"}, row.key
+            assert row.loop, row.key
+            assert {"config", "dtype", "batch", "seq_length", "optimizer", "attention"} <= row.settings.keys(), row.key
+
+
+def test_no_row_needs_more_for_its_tensors_than_was_reserved_or_than_the_card_showed() -> None:
+    for row in published():
+        sizes = [row.measured[name] for name in ("allocated", "reserved", "nvidia_smi") if name in row.measured]
+        assert sizes == sorted(sizes), row.key
+
+
+def test_the_architectures_are_those_of_transformers() -> None:
+    for name in {row.settings["config"] for row in published() if "config" in row.settings}:
+        config = transformers.AutoConfig.from_pretrained(FOLDER / "configs" / f"{name}.json")
+        assert hasattr(transformers, config.architectures[0]), name
+
+
+def test_two_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
+    runs = ("smollm2-135m LORA r32 fp16 b2 s512", "tinyllama-1.1b LORA r32 fp16 b2 s2048")
+    keys = [f"fitcheck 2026-09-15: {run} efficient checkpointing" for run in runs]
+    measured = {row.key: row.measured for row in published()}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.prediction_replay", *keys],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["key"] for answer in answers] == keys
+    for answer in answers:
+        found = measured[answer["key"]]
+        assert answer["allocated"] == pytest.approx(found["allocated"], rel=0.001)
+        assert answer["reserved"] == pytest.approx(found["reserved"], rel=0.01)
+
+
+def test_sizes_are_bytes_whatever_the_source_counts_in() -> None:
+    assert read(SOURCE)[0].measured == {"allocated": 3 * 2**29}
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "message"),
+    [
+        ('where = "https://example.org"', "", "a page does not say where"),
+        ('unit = "GiB"', 'unit = "Gb"', "a unit is one of B, MB, GB, MiB, GiB, got Gb"),
+        (", allocated = 1.5", "", "measures nothing"),
+        ("allocated = 1.5", "alocated = 1.5", "unknown keys: alocated"),
+        ('missing = ["batch"]', "missing = []", "is complete, and has no `config`"),
+        ("}]", '}, { name = "small", allocated = 2 }]', "rows of one name: a page: small"),
+    ],
+)
+def test_a_row_that_does_not_say_enough_is_refused(part: str, instead: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(SOURCE.replace(part, instead))

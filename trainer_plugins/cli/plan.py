@@ -1,0 +1,110 @@
+"""`trainer-plugins plan`: what a run will need of its card, before it is launched."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_EXIT_BAD_INPUT = 2
+_EXIT_DOES_NOT_FIT = 3
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="A config.json of a model, or a folder that has one.")],
+    seq_length: Annotated[int, typer.Option(help="Tokens of each row.")] = 2048,
+    target_length: Annotated[
+        int | None, typer.Option(help="Tokens of each label of an encoder-decoder; --seq-length unless given.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="In which the weights are loaded: bfloat16, float16, float32.")
+    ] = None,
+    lora_r: Annotated[int | None, typer.Option(help="Train LoRA adapters of this rank.")] = None,
+    lora_target: Annotated[str, typer.Option(help="Their modules: all-linear, or names with commas.")] = "all-linear",
+    peft_config: Annotated[
+        Path | None, typer.Option(help="An adapter_config.json of peft, in place of --lora-r.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")] = None,
+    num_gpus: Annotated[int, typer.Option(help="How many cards train together.")] = 1,
+    accelerate_config: Annotated[Path | None, typer.Option(help="The file of accelerate that launches.")] = None,
+    padding: Annotated[
+        bool | None, typer.Option(help="Whether batches have padding. Unless said, those of several rows do.")
+    ] = None,
+    eval_batches: Annotated[int, typer.Option(help="How many batches evaluation has, where there is one.")] = 8,
+    timeout: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
+
+    Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be predicted.
+    """
+    from trainer_plugins.planner.cards import card_of
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.planner.request import ConfigSource, PlanRequest
+    from trainer_plugins.planner.run import predict_all, read_config
+
+    try:
+        if num_gpus < 1:
+            raise PlanError(f"--num-gpus: a run needs at least one, got {num_gpus}")
+        request = PlanRequest(
+            source=ConfigSource(
+                config=read_config(Path(model)),
+                arguments=_flags(context.args),
+                sequence_length=seq_length,
+                target_length=target_length,
+                dtype=dtype,
+                peft=_adapter(lora_r, lora_target, peft_config),
+                num_evaluation_batches=eval_batches,
+            ),
+            card=card_of(gpu) if gpu is not None else None,
+            allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")),
+            num_gpus=num_gpus,
+            launch_file=str(accelerate_config) if accelerate_config is not None else None,
+            has_padding=padding,
+        )
+        (outcome,) = predict_all([request], timeout)
+        if isinstance(outcome, PlanError):
+            raise outcome
+    except PlanError as error:
+        print(f"trainer-plugins plan: {error}", file=sys.stderr)
+        raise typer.Exit(_EXIT_BAD_INPUT) from error
+    if as_json:
+        print(outcome.to_json())
+    else:
+        from rich.console import Console
+
+        from trainer_plugins.report.plan import plan_report
+
+        Console().print(plan_report(outcome))
+    if outcome.fits is False:
+        raise typer.Exit(_EXIT_DOES_NOT_FIT)
+
+
+def _flags(arguments: list[str]) -> tuple[str, ...]:
+    """Those of TrainingArguments, which wants a folder to write to; a plan writes nothing."""
+    given = any(argument.split("=")[0] in ("--output_dir", "--output-dir") for argument in arguments)
+    return (*arguments, *(() if given else ("--output_dir", "runs")))
+
+
+def _adapter(rank: int | None, target: str, file: Path | None) -> dict[str, Any] | None:
+    from trainer_plugins.planner.plan import PlanError
+
+    if file is None and rank is None:
+        return None
+    if file is None:
+        modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
+        return {"peft_type": "LORA", "r": rank, "target_modules": modules}
+    if rank is not None:
+        raise PlanError("--lora-r and --peft-config both say which adapter to train: give one")
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"--peft-config: {file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"--peft-config: {file} is no mapping")
+    return content

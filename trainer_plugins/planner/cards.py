@@ -1,0 +1,76 @@
+"""Cards by name: what a process can have of each, and what it loses before the first tensor."""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.units import GIB, MIB, parse_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One kind of card. Sizes in bytes."""
+
+    name: str
+    capacity_bytes: int
+    """What torch reports as its total memory, which is less than what is sold."""
+
+    capability: tuple[int, int] = (9, 0)
+    context_bytes: int = 512 * MIB
+    """What CUDA, its libraries and their code take in one process. It differs with the driver and what is imported:
+    141 MiB on a T4 and 750 MB on an RTX A6000 have been published, 1343 MiB on a V100 with the torch of 2022."""
+
+
+def _card(name: str, capacity_gib: float, capability: tuple[int, int], context_mib: int = 512) -> Card:
+    return Card(
+        name=name,
+        capacity_bytes=int(capacity_gib * GIB),
+        capability=capability,
+        context_bytes=context_mib * MIB,
+    )
+
+
+# The capacities are those of torch's own out-of-memory messages ("GPU 0 has a total capacity of 79.11 GiB"), the
+# smallest where drivers differ.
+CARDS = (
+    _card("t4", 14.56, (7, 5), 141),
+    _card("v100-16gb", 15.77, (7, 0)),
+    _card("v100-32gb", 31.73, (7, 0)),
+    _card("rtx3090", 23.68, (8, 6)),
+    _card("rtx4090", 23.51, (8, 9)),
+    _card("rtx5090", 31.36, (12, 0)),
+    _card("rtxa6000", 47.40, (8, 6), 715),
+    _card("rtx6000ada", 47.40, (8, 9)),
+    _card("a10g", 21.98, (8, 6)),
+    _card("l4", 21.95, (8, 9)),
+    _card("l40s", 44.31, (8, 9)),
+    _card("a100-40gb", 39.38, (8, 0)),
+    _card("a100-80gb", 79.14, (8, 0)),
+    _card("h100-80gb", 79.10, (9, 0)),
+    _card("h200-141gb", 139.71, (9, 0)),
+    _card("b200-180gb", 178.34, (10, 0)),
+)
+_BY_NAME = {card.name: card for card in CARDS}
+
+
+def card_of(text: str) -> Card:
+    """Find a card by its name, or make one of a size.
+
+    >>> card_of("H100-80GB").capability, card_of("24GiB").capacity_bytes // MIB
+    ((9, 0), 24576)
+
+    Raises:
+        PlanError: neither.
+    """
+    name = re.sub(r"[\s_]", "", text).lower()
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if re.match(r"[\d.]+\s*[kmg]i?b$", text.strip(), re.IGNORECASE):
+        try:
+            return Card(name=text, capacity_bytes=parse_size(text))
+        except ValueError as error:
+            raise PlanError(f"--gpu: {error}") from error
+    near = get_close_matches(name, _BY_NAME, n=1)
+    hint = f"is it {near[0]}?" if near else f"known are {', '.join(_BY_NAME)}"
+    raise PlanError(f"no card is known by the name {text!r}: {hint} A size is good too, as in 24GiB")

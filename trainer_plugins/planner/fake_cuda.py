@@ -1,0 +1,137 @@
+"""Let tensors on a CUDA device that is not there have gradients, in this process and for good. Imports torch.
+
+Stock torch cannot: a build without CUDA ends the process at the first backward, and a build with CUDA and no card
+refuses it, because autograd asks the device's guard and CUDA's hooks. `fake_cuda.cpp` answers both in sixty lines; it
+is compiled once for each torch, in two seconds. Where there is no compiler, `_by_hand` plants the same answers from
+Python by the order of virtual functions, which the headers of a torch fix and nothing promises.
+
+Before the first backward of the process: autograd counts its devices once. Whoever calls this is a subprocess.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+_TIMEOUT_SECONDS = 120
+
+
+class NoFakeCuda(RuntimeError):  # noqa: N818 - says a state
+    """Neither way works with this torch."""
+
+
+def install() -> str:
+    """Install it, and prove it by a backward pass. Returns how: `compiled` or `by hand`.
+
+    Raises:
+        NoFakeCuda: neither way works here.
+    """
+    refusals = []
+    for name, way in (("compiled", _compiled), ("by hand", _by_hand)):
+        try:
+            way()
+            break
+        except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError) as error:
+            refusals.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+    else:
+        raise NoFakeCuda(f"torch {torch.__version__} does not take a fake CUDA device ({'; '.join(refusals)})")
+    _prove()
+    return name
+
+
+def _prove() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        weight = torch.nn.Parameter(torch.empty(4, 4))
+        hidden = torch.utils.checkpoint.checkpoint(
+            torch.nn.functional.linear, torch.empty(2, 4), weight, use_reentrant=False
+        )
+        hidden.sum().backward()
+    if weight.grad is None or weight.grad.device.type != "cuda":
+        raise NoFakeCuda(f"torch {torch.__version__} makes no gradient on a fake CUDA device")
+
+
+def _compiled() -> None:
+    library = ctypes.CDLL(str(_built()))
+    library.trainer_plugins_fake_cuda()
+
+
+def _built() -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None or platform.system() != "Linux":
+        raise OSError("no C++ compiler")
+    cache = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
+    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()}\n".encode() + _SOURCE.read_bytes()).hexdigest()
+    library = cache / f"fake_cuda-torch{torch.__version__}-{digest[:16]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=cache) as directory:
+        draft = Path(directory) / library.name
+        command = [
+            *compiler.split(),
+            *("-std=c++20", "-O1", "-fPIC", "-shared", "-w"),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"),
+            *(str(_SOURCE), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(draft)),
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
+        draft.replace(library)  # whole or not at all; two that build at the same time build the same
+    return library
+
+
+# Numbers of virtual functions in the headers of torch 2.9 to 2.13, after the two of the destructor.
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4
+_CUDA = 1  # c10::DeviceType::CUDA
+_MANY = 64  # more virtual functions than either class has
+
+
+def _by_hand() -> None:
+    core: Any = torch._C
+    if not hasattr(core, "_ensureCUDADeviceGuardSet"):
+        raise RuntimeError("needs torch 2.10, or a C++ compiler")
+    root = Path(torch.__file__).parent / "lib"
+    c10, torch_cpu = (ctypes.CDLL(str(root / name)) for name in ("libc10.so", "libtorch_cpu.so"))
+    # Two C functions that ignore their arguments: one returns 0, and one 1.
+    zero = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+    one = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+    guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    core._ensureCUDADeviceGuardSet()  # a build with CUDA and no card: torch takes its own guard out
+    if not guards[_CUDA]:
+        # torch replaces a guard that counts no devices with one that does nothing, and replaces only what is there.
+        functions = (ctypes.c_void_p * _MANY)(*[zero] * _MANY)
+        guard = (ctypes.c_void_p * 8)(ctypes.addressof(functions))
+        _leak(functions, guard)
+        guards[_CUDA] = ctypes.addressof(guard)
+        core._ensureCUDADeviceGuardSet()
+        if guards[_CUDA] == ctypes.addressof(guard):
+            guards[_CUDA] = None
+            raise RuntimeError("torch did not replace the guard")
+    get_hooks = torch_cpu._ZN2at6detail12getCUDAHooksEv
+    get_hooks.restype = ctypes.c_void_p
+    hooks = ctypes.c_void_p.from_address(get_hooks())
+    header = 2  # before the functions: the offset to the top, and the type
+    before = (ctypes.c_void_p * (_MANY + header)).from_address(
+        (hooks.value or 0) - header * ctypes.sizeof(ctypes.c_void_p)
+    )
+    after = (ctypes.c_void_p * (_MANY + header))(*before)
+    after[header + _IS_BUILT], after[header + _HAS_PRIMARY_CONTEXT] = one, zero
+    _leak(after)
+    hooks.value = ctypes.addressof(after) + header * ctypes.sizeof(ctypes.c_void_p)
+    if core._accelerator_getAccelerator().type != "cuda":
+        raise RuntimeError("torch's hooks are laid out otherwise")
+
+
+def _leak(*objects: Any) -> None:
+    """Static objects of C++ die after the interpreter and look here once more."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

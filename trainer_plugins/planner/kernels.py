@@ -1,0 +1,77 @@
+"""What kernels of a card need beside their results, as far as it is known, and where torch cannot say a result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
+from trainer_plugins.units import KIB
+
+aten = torch.ops.aten
+
+_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRules:
+    """What the kernels of one compute capability take from the allocator."""
+
+    capability: tuple[int, int]
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """One for each thread with a handle: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize."""
+        return 4096 * 8 * KIB if self.capability[0] in (9, 10) else (4096 * 2 + 16 * 8) * KIB
+
+    def is_matmul(self, func: Any) -> bool:
+        return func in _MATMULS
+
+    def transient_bytes(self, func: Any, args: Any) -> int:
+        """What a kernel takes while it runs and gives back before it returns."""
+        rule = _TRANSIENT.get(func)
+        return rule(args) if rule is not None else 0
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation, around the one for which CUDA has a kernel and torch's shape rule refuses."""
+    if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
+        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+    return func(*args, **kwargs)
+
+
+def _flash_backward(args: Any) -> int:
+    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d, in float."""
+    query, key = args[1], args[2]
+    batch, heads, length, size = query.shape
+    rows, columns = -(-length // 128) * 128, -(-size // 32) * 32
+    needed = _rounded(4 * batch * heads * rows * columns) + _rounded(4 * batch * heads * rows)
+    if key.shape[1] != heads:  # dk and dv of each head, before those of a group are added up
+        needed += 2 * _rounded(batch * key.shape[2] * heads * size * query.element_size())
+    return needed
+
+
+def _efficient_backward(args: Any) -> int:
+    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta, and gradQ in float where it is not."""
+    query = args[1]
+    batch, heads, length, size = query.shape
+    accumulator = _rounded(4 * batch * heads * length * size) if query.dtype != torch.float32 else 0
+    return _rounded(4 * batch * heads * length) + accumulator
+
+
+def _softmax_backward(args: Any) -> int:
+    """aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output`."""
+    gradient, output = args[0], args[1]
+    return _rounded(gradient.numel() * max(gradient.element_size(), output.element_size()))
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+
+
+_TRANSIENT: dict[Any, Callable[[Any], int]] = {
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}

@@ -1,0 +1,65 @@
+"""What nothing here can say anything about, by name. Asked before and after the Trainer is built."""
+
+from typing import Any
+
+from trainer_plugins.planner.plan import NotPredicted
+
+_WITHOUT_RULE = {
+    "flash_attention_2": "attention of the package flash-attn (attn_implementation=flash_attention_2)",
+    "flash_attention_3": "attention of the package flash-attn (attn_implementation=flash_attention_3)",
+    "flex_attention": "attn_implementation=flex_attention, which is compiled",
+}
+
+
+def refuse_arguments(args: Any) -> None:
+    """Look at TrainingArguments.
+
+    Raises:
+        NotPredicted: they ask for kernels without a rule.
+    """
+    if getattr(args, "torch_compile", False):
+        raise NotPredicted("torch.compile (torch_compile), which plans memory anew")
+    if getattr(args, "use_liger_kernel", False):
+        raise NotPredicted("Liger kernels (use_liger_kernel), which are written in Triton")
+    if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
+        raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
+    optimizer = str(getattr(args, "optim", "")).rpartition(".")[2].lower()
+    for word in (
+        "8bit",
+        "4bit",
+        "bnb",
+        "paged",
+        "apollo",
+        "galore",
+        "lomo",
+        "grokadamw",
+        "schedule_free",
+        "stable_adamw",
+    ):
+        if word in optimizer:
+            raise NotPredicted(f"the optimizer {getattr(args.optim, 'value', args.optim)}")
+
+
+def refuse_attention(name: object) -> None:
+    """Look at an attn_implementation.
+
+    Raises:
+        NotPredicted: its kernel has no rule.
+    """
+    if isinstance(name, str) and (name in _WITHOUT_RULE or "/" in name):
+        raise NotPredicted(_WITHOUT_RULE.get(name, f"kernels from the hub (attn_implementation={name})"))
+
+
+def refuse_model(model: Any) -> None:
+    """Look at a model.
+
+    Raises:
+        NotPredicted: it has layers without a rule.
+    """
+    refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise NotPredicted(f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')}")
+    for part in model.modules():
+        home = type(part).__module__.partition(".")[0]
+        if home in ("bitsandbytes", "flash_attn", "liger_kernel", "unsloth", "xformers", "mamba_ssm", "causal_conv1d"):
+            raise NotPredicted(f"layers of {home} ({type(part).__name__})")

@@ -1,0 +1,65 @@
+"""What a prediction is asked for, as a value that goes to the subprocess."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_plugins.planner.cards import Card
+
+DEFAULT_SEQUENCE_LENGTH = 2048
+DEFAULT_EVALUATION_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigSource:
+    """A model by its config, and data by their lengths."""
+
+    config: dict[str, Any]
+    """The content of a config.json."""
+
+    arguments: tuple[str, ...] | bytes
+    """Flags of TrainingArguments, or their class and fields, pickled."""
+
+    sequence_length: int = DEFAULT_SEQUENCE_LENGTH
+    target_length: int | None = None
+    """Of the labels of an encoder-decoder; None is the sequence length."""
+
+    dtype: str | None = None
+    """In which the weights are loaded; None is what `from_pretrained` chooses."""
+
+    peft: dict[str, Any] | None = None
+    """The content of an adapter_config.json."""
+
+    num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSource:
+    """Somebody's Trainer, with shapes in place of tensors."""
+
+    trainer: bytes
+    batch: bytes
+    evaluation_batch: bytes | None = None
+    num_evaluation_batches: int = 0
+    main_file: str | None = None
+    """The script that runs, from which classes of `__main__` come."""
+
+    left_out: tuple[str, ...] = ()
+    """Attributes of the Trainer that cannot be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """One prediction."""
+
+    source: ConfigSource | TrainerSource
+    device: str = "cuda"
+    card: Card | None = None
+    allocator: str = ""
+    """The text of PYTORCH_ALLOC_CONF."""
+
+    num_gpus: int = 1
+    launch_file: str | None = None
+    """accelerate's config file."""
+
+    has_padding: bool | None = None
+    """None: batches of more than one row have."""

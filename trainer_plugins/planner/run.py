@@ -1,0 +1,195 @@
+"""plan_run: ask for a prediction, which a fresh subprocess makes."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
+
+DEFAULT_TIMEOUT_SECONDS = 600
+
+
+def plan_run(
+    trainer_or_config: Any,
+    training_args: Any = None,
+    *,
+    seq_length: int = DEFAULT_SEQUENCE_LENGTH,
+    target_length: int | None = None,
+    dtype: str | None = None,
+    peft_config: Any = None,
+    gpu: str | None = None,
+    allocator: str | None = None,
+    num_gpus: int = 1,
+    has_padding: bool | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> MemoryPlan:
+    """Predict what a run will need of its card, without one. Ten seconds or more, of which most is imports.
+
+    The unmodified Trainer runs three steps in a subprocess, on tensors that have shapes and no bytes.
+
+    Args:
+        trainer_or_config: a Trainer before training, whose model, arguments and longest batch are looked at and left as
+            they are; or the config of a model (a PretrainedConfig, a dict, or the path of a config.json or its folder).
+        training_args: with a config: TrainingArguments, or a dict of their fields.
+        seq_length: with a config: tokens of each row.
+        target_length: with the config of an encoder-decoder: tokens of each label; None is `seq_length`.
+        dtype: with a config: in which the weights are loaded, as in "bfloat16"; None is what `from_pretrained` chooses.
+        peft_config: with a config: a PeftConfig, or a dict of its fields.
+        gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: with a Trainer the card it runs on, if there is
+            one; else what it needs is told, and not whether it fits.
+        allocator: the text of PYTORCH_ALLOC_CONF; None is what this process has.
+        num_gpus: how many cards train together.
+        has_padding: whether batches have padding, which decides about masks. None: with a Trainer as in its batch; with
+            a config where there is more than one row.
+        timeout_seconds: after which the prediction is given up.
+
+    Raises:
+        PlanError: the input is wrong, or the subprocess ended early: one line says how. It is a ValueError.
+        NotPredicted: the input is sound, and nothing here can say what it will need. It is a PlanError.
+    """
+    text = allocator
+    if text is None:
+        text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    card = card_of(gpu) if gpu is not None else None
+    if num_gpus < 1:
+        raise PlanError(f"a run needs at least one GPU, got {num_gpus}")
+    if hasattr(trainer_or_config, "training_step"):
+        from trainer_plugins.planner.gather import request_of
+
+        request = request_of(trainer_or_config, card, text, num_gpus, has_padding)
+    else:
+        source = ConfigSource(
+            config=_config(trainer_or_config),
+            arguments=_arguments(training_args),
+            sequence_length=seq_length,
+            target_length=target_length,
+            dtype=dtype,
+            peft=_peft(peft_config),
+        )
+        request = PlanRequest(source=source, card=card, allocator=text, num_gpus=num_gpus, has_padding=has_padding)
+    (outcome,) = predict_all([request], timeout_seconds)
+    if isinstance(outcome, PlanError):
+        raise outcome
+    return outcome
+
+
+def predict_all(
+    requests: Sequence[PlanRequest], timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> list[MemoryPlan | PlanError]:
+    """Predict several runs of one kind of device in one subprocess; for each a plan, or why there is none.
+
+    Raises:
+        PlanError: the subprocess ended early; the message says how, and after how many.
+    """
+    if len({request.device for request in requests}) != 1:
+        raise ValueError("the requests of one subprocess are for one kind of device")
+    with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
+        asked, answered, log = (Path(folder) / name for name in ("requests", "results", "log"))
+        asked.write_bytes(pickle.dumps(list(requests)))
+        command = [*_python(requests[0]), "-m", "trainer_plugins.planner.worker", str(asked), str(answered)]
+        with log.open("w") as output:
+            try:
+                code = subprocess.run(
+                    command,
+                    check=False,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=timeout_seconds,
+                    env=_environment(),
+                ).returncode
+            except subprocess.TimeoutExpired:
+                raise PlanError(
+                    f"the prediction was given up after {timeout_seconds:.0f} s; give it more time, or fewer layers"
+                ) from None
+        if code != 0:
+            raise PlanError(_how_it_ended(code, log.read_text(errors="replace")))
+        return [_outcome(result) for result in json.loads(answered.read_text())]
+
+
+def _python(request: PlanRequest) -> list[str]:
+    if request.device == "simgpu":
+        capacity = request.card.capacity_bytes if request.card is not None else 1 << 40
+        return [sys.executable, "-m", "trainer_plugins.testing.simgpu", "--capacity", str(capacity)]
+    return [sys.executable]
+
+
+def _environment() -> dict[str, str]:
+    """This process's, but for what a launcher has put there for its ranks."""
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SIMGPU_CARD")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "ACCELERATE_MIXED_PRECISION"  # counts in transformers 4.x, whatever the arguments say
+        or (name not in launched and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")))
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _how_it_ended(code: int, log: str) -> str:
+    if code == -9:
+        return "the prediction was killed, most likely because main memory ran out; it needs 1 to 2 GiB"
+    lines = log.strip().splitlines()
+    last = lines[-1] if lines else "it said nothing"
+    return f"the prediction ended with {'signal' if code < 0 else 'exit code'} {abs(code)}: {last}"
+
+
+def _outcome(result: Mapping[str, Any]) -> MemoryPlan | PlanError:
+    if "plan" in result:
+        return MemoryPlan.from_json(json.dumps(result["plan"]))
+    return NotPredicted(result["not_predicted"]) if "not_predicted" in result else PlanError(result["error"])
+
+
+def _config(given: Any) -> dict[str, Any]:
+    if hasattr(given, "to_dict"):
+        return dict(given.to_dict())
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, (str, os.PathLike)):
+        return read_config(Path(given))
+    raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json, given it or its folder.
+
+    Raises:
+        PlanError: there is none, or it is not JSON.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise PlanError(
+            f"no config of a model at {path}: {error.strerror}. It is read from disk, not from the hub"
+        ) from error
+    except ValueError as error:
+        raise PlanError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{file} is not the config of a model: no mapping")
+    return content
+
+
+def _arguments(given: Any) -> bytes | tuple[str, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        from transformers import Seq2SeqTrainingArguments
+
+        return pickle.dumps((Seq2SeqTrainingArguments, dict(given)))
+    return pickle.dumps((type(given), {each.name: getattr(given, each.name) for each in fields(given) if each.init}))
+
+
+def _peft(given: Any) -> dict[str, Any] | None:
+    if given is None or isinstance(given, Mapping):
+        return dict(given) if given is not None else None
+    return {name: value for name, value in given.to_dict().items() if value is not None}

@@ -1,0 +1,68 @@
+"""How work is divided among cards: what of a trace on one card happens on each of them.
+
+The seam for more than one GPU. A strategy surrounds the rehearsal (a fake process group, an engine that stands in), and
+turns what was seen into the trace of one rank.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.trace import Trace, Tracker
+
+
+class Strategy(Protocol):
+    """What a division of work changes."""
+
+    not_reliable: tuple[str, ...]
+    """What to tell the reader about its figures."""
+
+    def around(self, tracker: Tracker) -> contextlib.AbstractContextManager[None]:
+        """Be in force while the Trainer is built and runs."""
+
+    def prepare(self, trainer: Any) -> None:
+        """Change the Trainer before it runs."""
+
+    def on_one_rank(self, trace: Trace) -> Trace:
+        """What one rank holds of it."""
+
+    def host_pinned_bytes_per_node(self) -> int:
+        """Pinned memory of all ranks of one node."""
+
+
+class SingleGpu:
+    """Everything on one card."""
+
+    not_reliable: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def around(self, tracker: Tracker) -> Iterator[None]:
+        yield
+
+    def prepare(self, trainer: Any) -> None:
+        pass
+
+    def on_one_rank(self, trace: Trace) -> Trace:
+        return trace
+
+    def host_pinned_bytes_per_node(self) -> int:
+        return 0
+
+
+def strategy_of(request: PlanRequest, args: Any) -> Strategy:
+    """Choose by what the launch and the arguments ask for.
+
+    Raises:
+        NotPredicted: there is no strategy here for it.
+    """
+    if getattr(args, "deepspeed", None):
+        raise NotPredicted("DeepSpeed (TrainingArguments.deepspeed)")
+    if getattr(args, "fsdp", None):
+        raise NotPredicted("FSDP (TrainingArguments.fsdp)")
+    if request.launch_file is not None:
+        raise NotPredicted(f"what {request.launch_file} launches: files of accelerate")
+    if request.num_gpus > 1:
+        raise NotPredicted(f"DDP on {request.num_gpus} GPUs")
+    return SingleGpu()

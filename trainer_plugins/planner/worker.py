@@ -1,0 +1,225 @@
+"""The subprocess of a prediction: `python -m trainer_plugins.planner.worker REQUESTS RESULTS`.
+
+REQUESTS is a pickled list of `PlanRequest`; RESULTS becomes a JSON list, for each a plan, or a refusal in one line.
+"""
+
+import json
+import os
+import pickle
+import sys
+import tempfile
+import warnings
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+
+KNOWN_ERROR = (
+    "allocated: a prototype of this method was within 0.2 % of 13 published max_memory_allocated figures (RTX A6000); "
+    "reserved: within 7 % of 19 (L40S). This prediction has not been measured on a GPU"
+)
+
+
+def main(requests_path: str, results_path: str) -> None:
+    """Predict all of them, one after the other, and write what came out after each."""
+    requests = pickle.loads(Path(requests_path).read_bytes())
+    results: list[dict[str, Any]] = []
+    environment = dict(os.environ)
+    for request in requests:
+        os.environ.clear()
+        os.environ.update(environment)  # TrainingArguments leave their precision there
+        try:
+            results.append({"plan": asdict(predict(request))})
+        except NotPredicted as refusal:
+            results.append({"not_predicted": str(refusal).removeprefix("not predicted: ")})
+        except PlanError as error:
+            results.append({"error": str(error)})
+        draft = Path(f"{results_path}.draft")
+        draft.write_text(json.dumps(results))
+        draft.replace(results_path)
+
+
+def predict(request: Any) -> Any:
+    """Predict one run, in this process. Only for the subprocess: it changes torch for good.
+
+    Raises:
+        PlanError: the input is wrong, or nothing here can say what it will need.
+    """
+    import torch
+
+    from trainer_plugins.allocator.model import AllocatorRules
+    from trainer_plugins.allocator.settings import parse
+    from trainer_plugins.planner import build, refusals
+    from trainer_plugins.planner.environment import World, in_world
+    from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
+    from trainer_plugins.planner.rehearsal import rehearse
+    from trainer_plugins.planner.replay import live_at_peak, replay
+    from trainer_plugins.planner.strategies import strategy_of
+
+    card = request.card
+    try:
+        rules = AllocatorRules.of(parse(request.allocator))
+    except ValueError as error:
+        raise PlanError(f"allocator settings: {error}") from error
+    not_reliable = list(_ready(request.device))
+    world = World(
+        device=request.device,
+        **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
+        has_padding=request.has_padding is True,
+    )
+    _forget_accelerate()
+    with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
+        args = build.arguments_of(request.source)
+        refusals.refuse_arguments(args)
+        strategy = strategy_of(request, args)
+        with strategy.around(tracker):
+            rehearsed = _told_in_one_line(build.rehearsal_of, request.source, request.has_padding, folder)
+            trainer = rehearsed.trainer
+            refusals.refuse_model(trainer.model)
+            tracker.vocabulary = _vocabulary_of(trainer.model)
+            strategy.prepare(trainer)
+            _told_in_one_line(rehearse, rehearsed, tracker)
+        trace = strategy.on_one_rank(tracker.trace())
+        parameters = [*trainer.model.parameters()]
+        sizes = sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
+        not_reliable += strategy.not_reliable
+        pinned = strategy.host_pinned_bytes_per_node()
+    if request.device == "simgpu":
+        rules = AllocatorRules(falling_addresses=True)  # its own, whatever the settings say
+    free = replay(trace, None, rules)
+    context = card.context_bytes if card is not None else 0
+    shown = free
+    if card is not None:
+        on_card = replay(trace, card.capacity_bytes - context, rules)
+        shown = on_card if on_card.failed is None else free
+    failed = on_card.failed if card is not None else None
+    live = live_at_peak(trace, free)
+    breakdown: dict[str, int] = defaultdict(int)
+    for storage, num_bytes in live:
+        breakdown[storage.category] += num_bytes
+    if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
+        not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
+    return MemoryPlan(
+        allocated_peak_bytes=free.allocated_peak_bytes,
+        reserved_peak_bytes=shown.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=shown.reserved_peak_bytes + context,
+        host_ram_bytes_per_node=trace.host_peak_bytes,
+        host_pinned_bytes_per_node=pinned,
+        capacity_bytes=card.capacity_bytes if card is not None else None,
+        fits=failed is None if card is not None else None,
+        moment=free.peak_moment,
+        breakdown=dict(sorted(breakdown.items(), key=lambda pair: -pair[1])),
+        top_tensors=tuple(
+            TensorAtPeak(
+                num_bytes=num_bytes,
+                category=storage.category,
+                module=storage.module,
+                operation=storage.operation,
+                moment=storage.moment,
+                shape=storage.shape,
+                dtype=storage.dtype,
+            )
+            for storage, num_bytes in live[:10]
+        ),
+        moments=shown.moments,
+        num_flushes=on_card.num_flushes if card is not None else 0,
+        failed_request_bytes=on_card.failed_request_bytes if card is not None else None,
+        failed_request=f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}" if failed else None,
+        not_reliable=tuple(not_reliable),
+        assumptions=tuple(rehearsed.assumptions),
+        known_error=KNOWN_ERROR if request.device == "cuda" else "the simulated card is met within 1 % in the tests",
+        device=request.device,
+        gpu=card.name if card is not None else None,
+        num_gpus=request.num_gpus,
+        context_bytes=context,
+        num_parameters=sizes[0],
+        num_trainable_parameters=sizes[1],
+        versions={"torch": torch.__version__, **_versions("transformers", "accelerate", "peft")},
+        timeline=shown.timeline,
+    )
+
+
+_installed: dict[str, str] = {}
+
+
+def _ready(device: str) -> list[str]:
+    """Make the device one that can be pretended, once for the process; what is then not reliable is returned."""
+    if device != "cuda":
+        return []
+    if device not in _installed:
+        from trainer_plugins.planner import fake_cuda
+
+        try:
+            _installed[device] = fake_cuda.install()
+        except fake_cuda.NoFakeCuda as error:
+            raise PlanError(str(error)) from error
+    return []
+
+
+def _told_in_one_line(work: Any, *args: Any) -> Any:
+    """Run a part of the rehearsal; what it raises becomes one line that says what is not predicted.
+
+    Raises:
+        PlanError: the part raised.
+    """
+    from torch._subclasses import fake_tensor
+
+    from trainer_plugins.planner.build import first_line
+
+    try:
+        return work(*args)
+    except PlanError:
+        raise
+    except (fake_tensor.UnsupportedOperatorException, fake_tensor.DynamicOutputShapeException) as error:
+        raise NotPredicted(f"{error.func}, whose result depends on values") from error
+    except fake_tensor.DataDependentOutputException as error:
+        raise NotPredicted(f"{error.func}, which asks for a value") from error
+    except Exception as error:  # the user's own code runs here, and any error of it is to be told
+        raise PlanError(
+            f"the rehearsal of the run failed: {type(error).__name__}: {first_line(error)}{_where(error)}"
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    trace = error.__traceback__
+    place = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/torch/" not in code.co_filename and "/trainer_plugins/planner/" not in code.co_filename:
+            place = f" (in {Path(code.co_filename).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
+
+
+def _forget_accelerate() -> None:
+    """A process has one state of accelerate; each prediction is another run."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def _vocabulary_of(model: Any) -> int:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    return int(weight.shape[0]) if weight is not None and weight.ndim == 2 else -1
+
+
+def _versions(*names: str) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a card that is there is left alone
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.filterwarnings("ignore")
+    main(*sys.argv[1:])
