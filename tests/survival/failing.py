@@ -69,7 +69,7 @@ class Allocations(TorchDispatchMode):
         """Which error; torch's own where it is None."""
 
     def begin(self, fail_at: list[int]) -> None:
-        self.num, self.fail_at = 0, list(fail_at)
+        self.num, self.fail_at = 0, fail_at
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -109,6 +109,7 @@ class Run:
         self.allocations = Allocations()
         self.allocations.error = error
         self.num_allocations: list[int] = []
+        self._planned: list[int] = []
         self.gradients: list[list[torch.Tensor | None]] = []
         self._training_step = trainer.training_step
         self._prepare_inputs = trainer._prepare_inputs
@@ -119,7 +120,8 @@ class Run:
         self.weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
     def training_step(self, *args, **kwargs):
-        self.allocations.begin(self.fail_at.get(len(self.num_allocations), []))
+        self._planned = list(self.fail_at.get(len(self.num_allocations), []))
+        self.allocations.begin(self._planned)
         try:
             return self._training_step(*args, **kwargs)
         finally:
@@ -130,7 +132,7 @@ class Run:
         """Counted from behind here: the batch is on the device, and completions are generated."""
         self.allocations.begin([])
         inputs = self._prepare_inputs(*args, **kwargs)
-        self.allocations.begin(self.fail_at.get(len(self.num_allocations), []))
+        self.allocations.begin(self._planned)
         return inputs
 
     @property
