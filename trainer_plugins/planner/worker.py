@@ -19,7 +19,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 
 KNOWN_ERROR = (
     "allocated: within 0.15 % of 33 published max_memory_allocated figures (RTX A6000, T4); reserved: within 4.4 % "
-    "of 52 (L40S), off by up to 9 % with eager attention (T4), see docs/plan_measured.md. Not yet measured on a GPU by us"
+    "of 52 (L40S), off by up to 9 % with eager attention (T4), see docs/plan_measured.md. Not measured by us on a GPU"
 )
 
 
