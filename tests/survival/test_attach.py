@@ -1,6 +1,7 @@
 """survive_oom in the life of a run: attached and let go, told, remembered; and what happens when nothing helps."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from transformers import Trainer
 from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_trainer, survive
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.run import memo_of
 from trainer_plugins.timeline import Remark, read_timeline
+from trainer_plugins.units import MIB
 
 
 def first_micro_batch(trainer) -> int:
@@ -114,6 +117,37 @@ def test_the_limit_of_another_way_to_train_is_not_taken_up(tmp_path) -> None:
     resumed = Run(make(gradient_checkpointing=True), resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
     assert max(resumed.num_allocations) < 1.5 * first_micro_batch(small_trainer(tmp_path, gradient_checkpointing=True))
+
+
+def test_the_limit_of_a_card_of_another_size_is_not_taken_up(tmp_path, simgpu) -> None:
+    def limit_on(capacity_mib: int, resume: bool) -> float:
+        simgpu.set_capacity(capacity_mib * MIB)
+        trainer = small_trainer(
+            tmp_path, tiny_llama(), use_cpu=False, steps=2, save_strategy="steps", save_steps=1,
+            restore_callback_states_from_checkpoint=True,
+        )  # fmt: skip
+        survive_oom(trainer, plan_first=False)
+        if resume:
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        else:
+            simgpu.fail_at(200)
+            trainer.train()
+        return memo_of(trainer).limit
+
+    learned = limit_on(64, resume=False)
+    assert learned < math.inf
+    assert limit_on(64, resume=True) == learned
+    assert limit_on(128, resume=True) == math.inf
+
+
+def test_a_limit_that_was_learned_without_checkpointing_is_open_again_with_it(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, per_device_train_batch_size=2)
+    survive_oom(trainer)
+    Run(trainer, {0: [60, 850]})  # two rows; between them it is measured whether they add up; and one of them
+
+    memo = memo_of(trainer)
+    assert memo.rungs == ["checkpointing"]
+    assert memo.limit == math.inf
 
 
 def test_a_checkpoint_of_a_run_without_it_can_be_taken_up(tmp_path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM, Trainer
+from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
 
 from tests.models import tiny_llama
 from tests.survival.failing import Run, padded, small_trainer
@@ -113,6 +113,37 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
     assert entry.finding.summary in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "why"),
+    [
+        ("args", "_n_gpu", 2, "nn.DataParallel over 2 cards is not supported"),
+        ("", "is_model_parallel", True, "a model spread over several cards is not supported yet"),
+        ("model", "_tp_size", 2, "tensor, context and sequence parallelism are not supported"),
+    ],
+)
+def test_one_process_with_several_cards_is_refused(tmp_path, where: str, name: str, value, why: str) -> None:
+    trainer = small_trainer(tmp_path)
+    setattr(getattr(trainer, where) if where else trainer, name, value)
+
+    with pytest.raises(ValueError, match=why):
+        survive_oom(trainer)
+
+
+def test_a_model_that_exchanges_its_parameters_in_training_is_not_resumed(tmp_path) -> None:
+    trainer = small_trainer(tmp_path)
+    head = trainer.model.lm_head
+
+    class Exchanges(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+    trainer.add_callback(Exchanges())
+    survive_oom(trainer)
+
+    with pytest.raises(torch.OutOfMemoryError, match="the model has other parameters than when training began"):
+        Run(trainer, {2: [250]})
 
 
 @pytest.mark.parametrize("on_refusal", ["error", "warn"])

@@ -75,7 +75,8 @@ def survive_oom(
     fits is remembered, also in checkpoints. Where everything fits it costs nothing. Call it before `trainer.train()`.
 
     Args:
-        trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's `SFTTrainer`, `DPOTrainer`, `RewardTrainer`, in one process.
+        trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in one process, under
+            DDP, and the first two under FSDP2 and DeepSpeed ZeRO.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
         ladder: what to switch on, in order, when the smallest piece does not fit either: "checkpointing".
         plan_first: compute the longest rows before step 1, to know beforehand how many fit at once. Leaves no trace.
