@@ -1,6 +1,8 @@
 """What the tests of survival share: small runs, errors at a chosen allocation, and what a run is made of."""
 
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,7 +139,9 @@ class Run:
 
     @property
     def logged(self) -> list[dict[str, float]]:
-        untold = ("runtime", "per_second", "out_of_memory", "_time")
+        untold = ["runtime", "per_second", "out_of_memory", "_time"]
+        if find_spec("trl") and int(version("trl").partition(".")[0]) < 1:
+            untold.append("logits/")  # it exchanges a mean over tokens, and they are put together by pairs
         return [
             {k: v for k, v in logs.items() if not any(u in k for u in untold)}
             for logs in self.trainer.state.log_history

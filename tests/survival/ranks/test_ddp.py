@@ -42,7 +42,8 @@ def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
         assert fact["failed"] == fact["planned"]
         assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
         assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
-        assert fact["logged"] <= max(1e-6, TOLERANCE.get(name, 0) / 10)
+        # transformers before 5 rounds a loss to four digits: two that are equal may be one apart in the last.
+        assert fact["logged"] <= max(3e-5, TOLERANCE.get(name, 0) / 10)
         assert fact["digest"] == facts[0]["digest"], "all ranks have the same weights, bit for bit"
         assert fact["as one"] == (fact["planned"] == 0), "who has not failed computes as always"
     assert sum(fact["failed"] for fact in facts) > 0
