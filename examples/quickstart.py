@@ -118,7 +118,7 @@ def main() -> None:
     )
     callbacks = [CudaCacheCallback(interval=10), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()]
     if options.too_large:
-        callbacks.append(SurviveOOM())
+        callbacks.append(SurviveOOM(plan_first=False))  # to be seen surviving, not foreseeing
     trainer = GeneratingTrainer(
         model=model,
         args=args,

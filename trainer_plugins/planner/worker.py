@@ -64,7 +64,8 @@ def predict(request: Any) -> Any:
         rules = AllocatorRules.of(parse(request.allocator))
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
-    not_reliable = list(_ready(request.device))
+    not_reliable: list[str] = []
+    _make_ready(request.device)
     world = World(
         device=request.device,
         **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
@@ -145,18 +146,15 @@ def predict(request: Any) -> Any:
 _installed: dict[str, str] = {}
 
 
-def _ready(device: str) -> list[str]:
-    """Make the device one that can be pretended, once for the process; what is then not reliable is returned."""
-    if device != "cuda":
-        return []
-    if device not in _installed:
+def _make_ready(device: str) -> None:
+    """Make the device one that can be pretended, once for the process."""
+    if device == "cuda" and device not in _installed:
         from trainer_plugins.planner import fake_cuda
 
         try:
             _installed[device] = fake_cuda.install()
         except fake_cuda.NoFakeCuda as error:
             raise PlanError(str(error)) from error
-    return []
 
 
 def _told_in_one_line(work: Any, *args: Any) -> Any:
@@ -223,3 +221,6 @@ if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.filterwarnings("ignore")
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what was planted in torch is not there for its C++ objects to die with; the results are on disk

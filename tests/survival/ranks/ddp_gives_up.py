@@ -7,7 +7,8 @@ import sys
 from tests.survival.failing import Run, small_trainer
 from trainer_plugins import survive_oom
 
-faulthandler.dump_traceback_later(100, exit=True)
-trainer = small_trainer(sys.argv[1])
-survive_oom(trainer, min_micro_batch=4, ladder=())
-Run(trainer, {1: [250]} if os.environ["RANK"] == "1" else {})
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)
+    trainer = small_trainer(sys.argv[1])
+    survive_oom(trainer, min_micro_batch=4, ladder=())
+    Run(trainer, {1: [250]} if os.environ["RANK"] == "1" else {})

@@ -112,7 +112,7 @@ class Run:
         self.num_forwards += torch.is_grad_enabled()
 
     def training_step(self, *args, **kwargs):
-        self.allocations.begin(self.fail_at.get(len(self.num_allocations), []))
+        self.allocations.begin(list(self.fail_at.get(len(self.num_allocations), [])))
         try:
             return self._training_step(*args, **kwargs)
         finally:
