@@ -89,4 +89,4 @@ def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
     found = MemoryPlan.from_json(by_hand.stdout)
     compiled = MemoryPlan.from_json(plan(*asked).stdout)
     assert found.allocated_peak_bytes == compiled.allocated_peak_bytes
-    assert not (tmp_path / "empty").exists(), "nothing was compiled"
+    assert not list((tmp_path / "empty").glob("*.so")), "nothing was compiled"
