@@ -28,7 +28,9 @@ class Evaluation:
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._limit = math.inf
-        self._weights: dict[str, Weight] = {}
+        self._weights: dict[tuple[str, bool], Weight] = {}
+        """By the layout, and whether losses are divided by a number that the caller gives: the Trainer does."""
+        self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer.accelerator)
 
@@ -44,6 +46,11 @@ class Evaluation:
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: Any) -> Any:
         """Loss, and outputs where they are asked for, as `trainer.compute_loss` gives them."""
+        trainer = self._attached.trainer
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # whose forward passes reach the other ranks
+            return self._attached.compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
+            )
 
         def compute(some: Inputs) -> Any:  # a copy for each attempt: trainers take labels out of theirs
             with self._gathers.held():
@@ -51,10 +58,8 @@ class Evaluation:
                     model, dict(some), return_outputs=return_outputs, num_items_in_batch=num_items
                 )
 
-        trainer = self._attached.trainer
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            return compute(inputs)  # whose forward passes reach the other ranks
         self._gathers.begin()
+        self._is_over_items = num_items is not None
         before = Snapshot(trainer, "eval")
         if cells(inputs) > self._limit:
             try:
@@ -77,6 +82,8 @@ class Evaluation:
         before = Snapshot(trainer, "eval")
         if failures:
             self._lower(num, num_cells)
+        elif num == 1:
+            raise IndivisibleError("it is one example")
         weight = self._weight(layout, inputs, compute, before)
         whole, whole_share = weight.of(inputs, num), family.share.of(inputs, num)
         spans = deque(_spans(0, sizes(num, num_cells, self._limit, 1)))
@@ -116,7 +123,8 @@ class Evaluation:
         return type(outputs)(**wanted)
 
     def _weight(self, layout: Layout, inputs: Inputs, compute: Compute, before: Snapshot) -> Weight:
-        if layout.name not in self._weights:
+        key = (layout.name, self._is_over_items)
+        if key not in self._weights:
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)
@@ -125,12 +133,12 @@ class Evaluation:
 
             try:
                 with self._gathers.measuring():
-                    self._weights[layout.name] = certify_values(
+                    self._weights[key] = certify_values(
                         self._attached.trainer, self._attached.family, layout, inputs, loss
                     )
             finally:
                 before.restore()
-        return self._weights[layout.name]
+        return self._weights[key]
 
     def _lower(self, num: int, num_cells: int) -> None:
         limit = lower(num, num_cells, self._limit, 1)

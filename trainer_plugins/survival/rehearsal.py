@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.layouts import Completions, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.limit import cells
 from trainer_plugins.survival.longest import longest_rows
 from trainer_plugins.survival.run import Run
@@ -48,12 +47,10 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
         num_fit, climbed = rehearsal.most(), []
-        for rung in run.attached.ladder:
-            if not num_fit and climb(rung, run.model):
-                climbed.append(rung)
-                num_fit = rehearsal.most()
+        while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
+            climbed.append(rung)
+            num_fit = rehearsal.most()
     run.memo.is_rehearsed = True
-    run.memo.rungs += climbed
     if num_fit < rehearsal.num:
         run.memo.limit = rehearsal.cells(max(num_fit, min(run.attached.min_micro_batch, rehearsal.num)))
     if num_fit < rehearsal.num or climbed:
@@ -70,7 +67,7 @@ class _Rehearsal:
     def __init__(self, run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
-        self._inputs = _longest_batch(run.attached.trainer)
+        self._inputs = _longest_batch(run)
         self._layout: Layout | None = None
         self.num = 0
         """How many examples it has; 0 where there is none, or it cannot be divided."""
@@ -122,28 +119,35 @@ class _Rehearsal:
         )
 
     def _compute(self, model: nn.Module, num: int) -> None:
-        """Forward and backward of so many of them."""
+        """Forward and backward of so many of them. Ranks that rehearse by themselves do so unequally often."""
         self._num_tried += 1
         attached = self._run.attached
-        with attached.trainer.compute_loss_context_manager():
-            loss = attached.compute_loss(model, self._some(num), num_items_in_batch=self._num_items)
-        attached.backward(loss * self._scale, **self._run.ranks.options)
+        with self._run.gathers.apart():
+            with attached.trainer.compute_loss_context_manager():
+                loss = self._run.compute_loss(model, self._some(num), self._num_items)
+            attached.backward(loss * self._scale, **self._run.ranks.options)
 
     def _some(self, num: int) -> dict[str, Any]:
         assert self._layout is not None
         return self._layout.take(self._inputs, self.num - num, self.num)  # the short one is the last
 
 
-def _longest_batch(trainer: Any) -> Inputs:
+def _longest_batch(run: Run) -> Inputs:
     """As the data loader would make it; empty where rows cannot be had without consuming them."""
+    trainer: Any = run.attached.trainer
+    if any(isinstance(layout, Completions) for layout in run.attached.family.layouts):
+        # `_prepare_inputs` would generate, and put that in the place of what the next micro-batches train on.
+        logger.info("nothing is rehearsed: how long completions become is not known before they are generated")
+        return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     rows = longest_rows(dataset, trainer._train_batch_size)
     if dataset is None or collate is None or not rows:
         logger.info("nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__)
         return {}
-    # A copy of the collator: one may keep a generator of its own.
-    batch: Inputs = trainer._prepare_inputs(copy.deepcopy(collate)([dataset[index] for index in rows]))
+    # A copy of the collator: one may keep a generator of its own. But none of a model: that of seq2seq keeps it too.
+    collate = copy.deepcopy(collate, {id(module): module for module in trainer.model.modules()})
+    batch: Inputs = trainer._prepare_inputs(collate([dataset[index] for index in rows]))
     return batch
 
 
