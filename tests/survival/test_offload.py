@@ -38,7 +38,10 @@ def trained(folder: Path, simgpu, capacity_mib: int, **options) -> tuple[LlamaFo
         folder,
         deep_and_mostly_frozen(),
         train_dataset=rows,
-        **{"use_cpu": False, "steps": 2, "optim": "sgd", "per_device_train_batch_size": 1},
+        use_cpu=False,
+        steps=2,
+        optim="sgd",
+        per_device_train_batch_size=1,
     )
     if options:
         with survive_oom(trainer, **options):
