@@ -4,7 +4,14 @@ import gc
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.models import tiny_llama
 from tests.survival.failing import Allocations, ragged_rows, small_trainer
@@ -79,6 +86,55 @@ def test_loss_metrics_and_predictions_are_those_of_the_whole(tmp_path, family: s
     first, second = remarks(tmp_path / "parts", "out-of-memory-survived")
     assert first.finding.summary.startswith("an evaluation batch of 8 ")
     assert second.finding.summary.startswith("an evaluation batch of ")
+
+
+def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
+    """Loss and metrics, tokens and labels, and the number of allocations of an evaluation that generates."""
+    seen = []
+
+    def keep(predictions):
+        seen.extend([predictions.predictions, predictions.label_ids])
+        return {"sum": float(predictions.predictions.sum())}
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that rows do not all generate the same
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    trainer = small_trainer(
+        tmp_path,
+        model,
+        compute_metrics=keep,
+        trainer_class=Seq2SeqTrainer,
+        args_class=Seq2SeqTrainingArguments,
+        per_device_eval_batch_size=8,
+        predict_with_generate=True,
+        **options,
+    )
+    trainer.eval_dataset = ragged_rows(20)
+    if fail_at:
+        survive_oom(trainer)
+    with Allocations() as allocations:
+        allocations.begin(list(fail_at))
+        metrics = trainer.evaluate(max_new_tokens=12)
+    assert allocations.num_failed == len(fail_at)
+    told = ("runtime", "per_second", "preparation_time")
+    return {name: value for name, value in metrics.items() if not name.endswith(told)}, seen, allocations.num
+
+
+@pytest.mark.parametrize("options", [{}, {"generation_num_beams": 3}], ids=["greedy", "beams"])
+def test_what_is_generated_is_what_the_whole_would_have_been(tmp_path, options) -> None:
+    expected, (tokens, labels), num = generated(tmp_path / "whole", **options)
+    # While it generates, a part of it again, and in the forward pass for the loss of a later batch.
+    metrics, (small_tokens, small_labels), _ = generated(tmp_path / "parts", (num // 9, num // 5, num), **options)
+
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert (small_tokens == tokens).all()
+    assert len({tuple(row) for row in tokens.tolist()}) > 10, "rows generate different tokens"
+    assert (small_labels == labels).all()
+    first, *_ = remarks(tmp_path / "parts", "out-of-memory-survived")
+    assert "8 rows to generate from did not fit" in first.finding.summary
 
 
 def test_one_row_that_does_not_fit_ends_it_with_the_words_of_the_error(tmp_path) -> None:
