@@ -178,6 +178,17 @@ def test_one_row_that_does_not_fit_switches_checkpointing_on(tmp_path) -> None:
     assert not trainer.model.is_gradient_checkpointing
 
 
+def test_a_second_training_goes_on_with_what_the_first_has_switched_on(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, per_device_train_batch_size=1)
+    survival = survive_oom(trainer)
+    Run(trainer, {0: [200]})
+    trainer.train()
+
+    assert memo_of(trainer).rungs == ["checkpointing"]
+    survival.detach()
+    assert not trainer.model.is_gradient_checkpointing
+
+
 @pytest.mark.parametrize(
     ("options", "num_rows", "why"),
     [

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Allocations, ragged_rows, small_trainer
+from tests.survival.failing import Allocations, padded, ragged_rows, small_trainer
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
 from trainer_plugins.units import MIB
@@ -142,6 +142,40 @@ def test_one_row_that_does_not_fit_ends_it_with_the_words_of_the_error(tmp_path)
         torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*nothing smaller to try than one example"
     ):
         evaluated(tmp_path, (30,), per_device_eval_batch_size=1)
+
+
+def test_one_sequence_that_is_longer_than_the_limit_is_computed_as_it_is(tmp_path) -> None:
+    """Which does not lie as those do by which the limit was found: nothing was measured of it."""
+
+    def loss(fail_at: list[int]) -> float:
+        trainer = small_trainer(tmp_path, data_collator=packed, per_device_eval_batch_size=8)
+        trainer.eval_dataset = [*ragged_rows(16), {"input_ids": torch.arange(1, 81)}]
+        if fail_at:
+            survive_oom(trainer)
+        with Allocations() as allocations:
+            allocations.begin(fail_at)
+            return trainer.evaluate()["eval_loss"]
+
+    assert loss([60]) == pytest.approx(loss([]), rel=1e-6)
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 1
+
+
+def test_a_loss_that_is_asked_for_otherwise_is_weighed_otherwise(tmp_path) -> None:
+    """The Trainer gives the number of tokens by which a loss is divided. Without it a loss is a mean."""
+    trainer = small_trainer(tmp_path, per_device_eval_batch_size=8)
+    trainer.eval_dataset = ragged_rows(8)
+
+    def mean() -> float:
+        with torch.no_grad():
+            return float(trainer.compute_loss(trainer.model.eval(), padded(ragged_rows(8))))
+
+    expected = mean()
+    survive_oom(trainer)
+    with Allocations() as allocations:
+        allocations.begin([60])
+        trainer.evaluate()
+    assert mean() == pytest.approx(expected, rel=1e-6)
+    assert allocations.num_failed == 1
 
 
 def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> None:

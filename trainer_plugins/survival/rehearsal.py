@@ -7,7 +7,7 @@ then is the limit that later micro-batches are divided by beforehand, so that no
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -46,10 +46,13 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
             rehearsal = _Rehearsal(run, num_items, scale)
         if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
-        num_fit, climbed = rehearsal.most(), []
-        while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
-            climbed.append(rung)
-            num_fit = rehearsal.most()
+        found = None
+        # What no sampler draws may be no row to train on. A rank that others wait for does not go on as if it were.
+        with nullcontext() if run.ranks.in_step else run.memo.harmless():
+            found = rehearsal.find()
+        if found is None:
+            return
+    num_fit, climbed = found
     run.memo.is_rehearsed = True
     if num_fit < rehearsal.num:
         run.memo.limit = rehearsal.cells(max(num_fit, min(run.attached.min_micro_batch, rehearsal.num)))
@@ -79,9 +82,14 @@ class _Rehearsal:
             if self.num:
                 break
 
-    def most(self) -> int:
-        """How many of them fit at once."""
-        return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
+    def find(self) -> tuple[int, list[str]]:
+        """How many of them fit at once, and what was switched on, one rung after the other, because none did."""
+        run, climbed = self._run, []
+        num_fit = self._most()
+        while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
+            climbed.append(rung)
+            num_fit = self._most()
+        return num_fit, climbed
 
     def cells(self, num: int) -> int:
         return cells(self._some(num))
@@ -117,6 +125,9 @@ class _Rehearsal:
             else "Take gradient checkpointing, or shorter sequences.",
             amount=float(num_fit),
         )
+
+    def _most(self) -> int:
+        return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
 
     def _compute(self, model: nn.Module, num: int) -> None:
         """Forward and backward of so many of them. Ranks that rehearse by themselves do so unequally often."""
