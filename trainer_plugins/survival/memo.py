@@ -91,7 +91,9 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if rung:
             self.rungs.append(rung)
             self._switched_on.append(rung)
-            self.limit = math.inf  # it was learned without this rung
+            self.limit = math.inf  # it was learned without this rung, and so was what is too much
+            if self.pace is not None:
+                self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
         return rung
 
     def remark(self, args: TrainingArguments, step: int, finding: Finding) -> None:
