@@ -167,7 +167,9 @@ def test_a_loss_that_is_asked_for_otherwise_is_weighed_otherwise(tmp_path) -> No
 
     def mean() -> float:
         with torch.no_grad():
-            return float(trainer.compute_loss(trainer.model.eval(), padded(ragged_rows(8))))
+            loss, outputs = trainer.compute_loss(trainer.model.eval(), padded(ragged_rows(8)), return_outputs=True)
+        assert len(outputs.logits) == 8
+        return float(loss)
 
     expected = mean()
     survive_oom(trainer)
@@ -176,6 +178,34 @@ def test_a_loss_that_is_asked_for_otherwise_is_weighed_otherwise(tmp_path) -> No
         trainer.evaluate()
     assert mean() == pytest.approx(expected, rel=1e-6)
     assert allocations.num_failed == 1
+
+
+def test_what_trl_counts_is_counted_once(tmp_path) -> None:
+    """It fails at the end of the first batch, and, after four passes that measure, at the end of its second part."""
+    pytest.importorskip("trl")
+    from tests.survival.test_trl import sft
+
+    def metrics(fail_after: int) -> tuple[dict[str, float], int]:
+        trainer, begun, fail_in = sft(tmp_path), [], (1, 7) if fail_after else ()
+        trainer.model.lm_head.weight.data.mul_(30)  # for entropies that differ from part to part
+        with Allocations() as allocations:
+
+            def fail(*_) -> None:
+                begun.append(allocations.num)
+                if len(begun) in fail_in:
+                    allocations.fail_at = [allocations.num + fail_after]
+
+            trainer.model.register_forward_pre_hook(fail)
+            if fail_after:
+                survive_oom(trainer)
+            told = trainer.evaluate(trainer.train_dataset)
+        assert allocations.num_failed == len(fail_in)
+        logged = trainer.state.log_history[-1] | told
+        numbers = {n: v for n, v in logged.items() if not n.endswith(("time", "per_second", "survived"))}
+        return numbers, begun[1] - begun[0]
+
+    expected, num = metrics(0)
+    assert metrics(int(0.93 * num))[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> None:

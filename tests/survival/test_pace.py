@@ -86,3 +86,32 @@ def test_a_thrashing_allocator_is_given_room() -> None:
     ):
         pace.computed(4096, is_divided=False)
         assert pace.after_step(math.inf if num_retries < 3 else limit, num_retries) == (limit, is_thrashing)
+
+
+def test_an_allocator_that_retries_in_a_step_that_failed_does_not_thrash() -> None:
+    pace = Pace()
+    for num_retries in (1, 2, 3):
+        pace.computed(4096, is_divided=True)
+        pace.failed(4096, 2048)
+        assert pace.after_step(2048, num_retries) == (2048, False)
+
+
+def test_more_is_tried_ever_more_seldom() -> None:
+    pace, limit, grown = Pace(patience_steps=2, too_much=8192), 2048.0, []
+    for step in range(20):
+        pace.computed(int(limit), is_divided=True)
+        if limit > 2048:
+            limit = pace.failed(4096, 2048)
+            assert limit == 2048
+        limit, _ = pace.after_step(limit, 0)
+        grown += [step] if limit > 2048 else []
+    assert grown == [1, 6, 15], "after 2, 4 and 8 clean steps"
+
+
+def test_after_thrashing_what_made_it_thrash_is_too_much() -> None:
+    pace, limit = Pace(patience_steps=1), math.inf
+    for num_retries in (1, 2):
+        pace.computed(4096, is_divided=False)
+        limit, _ = pace.after_step(limit, num_retries)
+    pace.computed(2048, is_divided=True)
+    assert pace.after_step(limit, 2) == (3072, False), "the middle, and not twice as much"

@@ -106,9 +106,17 @@ def test_nothing_fails_in_training_on_a_card_that_is_too_small(tmp_path, simgpu,
 DROPOUT = {"model": {"attention_dropout": 0.2}, "data_collator": drawing}
 
 
+class CountsPasses(Trainer):
+    def __init__(self, model, **kwargs) -> None:
+        model.register_buffer("num_passes", torch.zeros(()))
+        model.register_forward_pre_hook(lambda module, _: module.num_passes.add_(1) and None)
+        super().__init__(model, **kwargs)
+
+
 def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> None:
     caplog.set_level(logging.INFO, "trainer_plugins")
-    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, **DROPOUT)
+    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, trainer_class=CountsPasses, **DROPOUT)
+    assert rehearsed.trainer.model.num_passes == 8
     assert caplog.text.count("in 1 forward and backward passes") == caplog.text.count("they fit at once") == 1
     alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **DROPOUT)
 
