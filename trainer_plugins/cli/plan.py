@@ -36,6 +36,9 @@ def plan(
     eval_batches: Annotated[int, typer.Option(help="How many batches evaluation has, where there is one.")] = 8,
     timeout: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the plan, with its timeline, as a page to this file.")
+    ] = None,
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
@@ -49,6 +52,8 @@ def plan(
     try:
         if num_gpus < 1:
             raise PlanError(f"--num-gpus: a run needs at least one, got {num_gpus}")
+        if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+            raise PlanError(f"--html: {html} is no file in a folder that is there")
         request = PlanRequest(
             source=ConfigSource(
                 config=read_config(Path(model)),
@@ -71,6 +76,10 @@ def plan(
     except PlanError as error:
         print(f"trainer-plugins plan: {error}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
+    if html is not None:
+        from trainer_plugins.report.plan_html import plan_page
+
+        html.write_text(plan_page(outcome), encoding="utf-8")
     if as_json:
         print(outcome.to_json())
     else:
