@@ -21,7 +21,9 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.figures: set[int] = set()
-        self.words, self.attributes, self._open = "", [], []
+        self.words = ""
+        self.attributes: list[tuple[str, str | None]] = []
+        self._open: list[str] = []
         self.paths: dict[str, str] = {}
         self.feed(text)
         self.close()

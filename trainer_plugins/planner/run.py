@@ -11,11 +11,12 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
 
@@ -34,6 +35,7 @@ def plan_run(
     allocator: str | None = None,
     num_gpus: int = 1,
     has_padding: bool | None = None,
+    calibration: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> MemoryPlan:
     """Predict what a run will need of its card, without one. Ten seconds or more, of which most is imports.
@@ -54,6 +56,7 @@ def plan_run(
         num_gpus: how many cards train together.
         has_padding: whether batches have padding, which decides about masks. None: with a Trainer as in its batch; with
             a config where there is more than one row.
+        calibration: whether a context that `calibrate` has measured on this machine is counted, where there is one.
         timeout_seconds: after which the prediction is given up.
 
     Raises:
@@ -80,6 +83,8 @@ def plan_run(
             peft=_peft(peft_config),
         )
         request = PlanRequest(source=source, card=card, allocator=text, num_gpus=num_gpus, has_padding=has_padding)
+    if calibration and request.card is not None:
+        request = replace(request, card=with_measured_context(request.card))
     (outcome,) = predict_all([request], timeout_seconds)
     if isinstance(outcome, PlanError):
         raise outcome
