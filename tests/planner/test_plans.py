@@ -22,6 +22,8 @@ CHECKPOINTING = (
     *("--gradient_checkpointing", "True"),
     *("--gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
 )
+REENTRANT = ("--gradient_checkpointing_kwargs", '{"use_reentrant": true}')
+WIDE = {"num_hidden_layers": 2, "intermediate_size": 8192}
 
 
 def request(
@@ -73,6 +75,9 @@ REQUESTS = {
     "mixtral": request("mixtral-4.7b", *CHECKPOINTING, rows=2, sequence_length=1024),
     "bert": request("bert-base", rows=16, sequence_length=512, dtype="float32"),
     "bert, padded": request("bert-base", rows=16, sequence_length=512, dtype="float32", padded=True),
+    "wide": request(tiny(**WIDE), "--optim", "sgd", rows=8),
+    "wide, checkpointing": request(tiny(**WIDE), "--optim", "sgd", *CHECKPOINTING, rows=8),
+    "wide, reentrant": request(tiny(**WIDE), "--optim", "sgd", "--gradient_checkpointing", "True", *REENTRANT, rows=8),
     # What is wrong, and what nothing is known about.
     "no model": request({"hello": 1}),
     "unknown model": request({"model_type": "no-such-model"}),
@@ -179,6 +184,19 @@ def test_experts_are_all_there(outcomes):
     experts = 16 * 8 * 3 * 2048 * 5632
     assert experts < plan.num_parameters < 1.1 * experts
     assert plan.fits is True
+
+
+@pytest.mark.parametrize("name", ["wide", "wide, checkpointing", "wide, reentrant"])
+def test_what_a_backward_makes_is_of_the_module_whose_forward_made_the_node(outcomes, name):
+    """Only the MLP of a layer has tensors of this size, and no module runs where there is no checkpointing."""
+    plan = plan_of(outcomes, name)
+    large = [tensor for tensor in plan.top_tensors if tensor.num_bytes == 8 * 2048 * 8192 * 2]
+    made = [tensor for tensor in large if tensor.moment == "backward"]
+    assert plan.moment == "backward"
+    assert len(made) >= 4
+    assert {tensor.moment for tensor in large} <= {"forward", "backward"}
+    (layer,) = {tensor.module.rpartition(".mlp")[0] for tensor in made}
+    assert layer in ("model.layers.0", "model.layers.1")
 
 
 def test_padding_makes_masks(outcomes):

@@ -77,7 +77,13 @@ def _card_here(device: torch.device) -> Card | None:
     properties = module.get_device_properties(device)
     capability = (properties.major, properties.minor)
     if device.type == _SIMGPU:
-        return Card(name=_SIMGPU, capacity_bytes=properties.total_memory, capability=capability, context_bytes=0)
+        return Card(
+            name=_SIMGPU,
+            capacity_bytes=properties.total_memory,
+            capability=capability,
+            context_bytes=0,
+            context_source="it has none",
+        )
     return Card(name=properties.name, capacity_bytes=properties.total_memory, capability=capability)
 
 

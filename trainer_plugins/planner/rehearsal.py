@@ -1,7 +1,7 @@
 """Run an unmodified Trainer on tensors without bytes: three optimizer steps, and whatever else its run will do."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,15 @@ def _name_parameters(model: Any, tracker: Tracker) -> None:
             storage.module = name.rpartition(".")[0]
 
 
+def _name_after(parameter: Any, tensors: Iterable[Any], tracker: Tracker) -> None:
+    """What belongs to a parameter is of its module, whatever has made it."""
+    owner = tracker.storage_of(parameter)
+    for tensor in tensors:
+        storage = tracker.storage_of(tensor)
+        if owner is not None and storage is not None:
+            storage.module = owner.module
+
+
 @contextlib.contextmanager
 def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
     """Follow the run from moment to moment, and say what its tensors turn out to be."""
@@ -70,15 +79,23 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
         return training_step(*args, **kwargs)
 
     def run_backward(*args: Any, **kwargs: Any) -> None:
-        tracker.moment = "backward"
-        backward(*args, **kwargs)
-        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        tracker.tag(gradients, "gradients")
+        with tracker.graph.backward():
+            if tracker.moment == "backward":  # reentrant checkpointing: one inside of another
+                backward(*args, **kwargs)
+                return
+            tracker.moment = "backward"
+            backward(*args, **kwargs)
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                tracker.tag([parameter.grad], "gradients")
+                _name_after(parameter, [parameter.grad], tracker)
         tracker.moment = "optimizer step"  # clipping belongs to it
 
     def stepped(optimizer: Any, *_: Any) -> None:
-        states = (value for state in optimizer.state.values() for value in state.values())
-        tracker.tag((value for value in states if isinstance(value, torch.Tensor)), "optimizer states")
+        for parameter, state in optimizer.state.items():
+            states = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            tracker.tag(states, "optimizer states")
+            _name_after(parameter, states, tracker)
 
     generate = getattr(trainer.model, "generate", None)
 
@@ -101,16 +118,18 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
-    """Know the innermost module that is running. In a backward without checkpointing there is none."""
+    """Know the innermost module that is running, and that in whose forward a node of the backward was made."""
     names = {id(module): name for name, module in model.named_modules()}
     outer: list[str] = []
 
     def enter(module: Any, _: Any) -> None:
         outer.append(tracker.module)
         tracker.module = names.get(id(module), tracker.module)
+        tracker.graph.enter(tracker.module)
 
     def leave(*_: Any) -> None:
         tracker.module = outer.pop() if outer else ""
+        tracker.graph.enter(tracker.module)
 
     hooks = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_plugins.planner import kernels
+from trainer_plugins.planner.graph import Graph
 
 ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
@@ -68,6 +69,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.moment = "load"
         self.module = ""
+        """The module that is running."""
+
+        self.graph = Graph()
+        """Which module a node of the backward comes from."""
+
         self.stream = 0
         """The stream in whose pool memory is taken; who runs work on another one sets it around that."""
 
@@ -222,7 +228,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if category is None:
                 is_logits = len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
                 category = "logits and loss" if is_logits else "activations"
-            record = Storage(num_bytes, self.stream, self.moment, operation, self.module, category, shape, dtype)
+            module = self.module or self.graph.module_running()
+            record = Storage(num_bytes, self.stream, self.moment, operation, module, category, shape, dtype)
         self._storages.append(record)
         index = len(self._storages) - 1
         if num_bytes:

@@ -53,18 +53,21 @@ def predict(request: Any) -> Any:
     from trainer_plugins.allocator.model import AllocatorRules
     from trainer_plugins.allocator.settings import parse
     from trainer_plugins.planner import build, refusals
+    from trainer_plugins.planner.cards import about_context
     from trainer_plugins.planner.environment import World, in_world
     from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
     from trainer_plugins.planner.rehearsal import rehearse
     from trainer_plugins.planner.replay import live_at_peak, replay
     from trainer_plugins.planner.strategies import strategy_of
+    from trainer_plugins.planner.tried import untried
 
     card = request.card
     try:
         rules = AllocatorRules.of(parse(request.allocator))
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
-    not_reliable: list[str] = []
+    versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft")}
+    not_reliable = untried(versions)
     _make_ready(request.device)
     world = World(
         device=request.device,
@@ -130,7 +133,7 @@ def predict(request: Any) -> Any:
         failed_request_bytes=on_card.failed_request_bytes if card is not None else None,
         failed_request=f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}" if failed else None,
         not_reliable=tuple(not_reliable),
-        assumptions=tuple(rehearsed.assumptions),
+        assumptions=(*rehearsed.assumptions, *([about_context(card)] if context and card is not None else [])),
         known_error=KNOWN_ERROR if request.device == "cuda" else "the simulated card is met within 1 % in the tests",
         device=request.device,
         gpu=card.name if card is not None else None,
@@ -138,7 +141,7 @@ def predict(request: Any) -> Any:
         context_bytes=context,
         num_parameters=sizes[0],
         num_trainable_parameters=sizes[1],
-        versions={"torch": torch.__version__, **_versions("transformers", "accelerate", "peft")},
+        versions=versions,
         timeline=shown.timeline,
     )
 
