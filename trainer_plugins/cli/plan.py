@@ -35,7 +35,17 @@ def plan(
         bool | None, typer.Option(help="Whether batches have padding. Unless said, those of several rows do.")
     ] = None,
     eval_batches: Annotated[int, typer.Option(help="How many batches evaluation has, where there is one.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the largest micro-batches that fit, the effective batch kept.")
+    ] = False,
+    search_lengths: Annotated[
+        str | None, typer.Option(help="With --search: lengths to try, with commas; --seq-length unless given.")
+    ] = None,
+    explain_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SWITCH", help="What a switch would save: a name, several with +, or all. Repeatable."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Give up after so many seconds; a search: for each way to run.")] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     run_dir: Annotated[
         Path | None,
@@ -83,6 +93,19 @@ def plan(
             launch_file=str(accelerate_config) if accelerate_config is not None else None,
             has_padding=padding,
         )
+        if search or search_lengths is not None or explain_change:
+            from trainer_plugins.cli.plan_search import explain_changes, search_batches
+
+            if search and explain_change:
+                raise PlanError("--search and --explain-change ask for different tables: give one")
+            if not search and search_lengths is not None:
+                raise PlanError("--search-lengths belongs to --search")
+            fits = (
+                explain_changes(request, explain_change, timeout, as_json)
+                if explain_change
+                else search_batches(request, search_lengths, timeout, as_json)
+            )
+            raise typer.Exit(0 if fits is not False else _EXIT_DOES_NOT_FIT)
         (outcome,) = predict_all([request], timeout)
         if isinstance(outcome, PlanError):
             raise outcome

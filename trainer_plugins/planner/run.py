@@ -19,6 +19,7 @@ from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
+from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 DEFAULT_TIMEOUT_SECONDS = 600
 
@@ -99,6 +100,26 @@ def predict_all(
     Raises:
         PlanError: the subprocess ended early; the message says how, and after how many.
     """
+    return [_outcome(result) for result in _results(requests, timeout_seconds)]
+
+
+def search_run(request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> SearchResult:
+    """Look for the largest micro-batches of a run, in one subprocess.
+
+    Args:
+        request: what to search.
+        timeout_seconds: for each way to run; together they may take as long as all of these.
+
+    Raises:
+        PlanError: the input is wrong, or the subprocess ended early.
+    """
+    (result,) = _results([request], timeout_seconds * request.num_ways)
+    if "search" not in result:
+        raise _refusal(result)
+    return SearchResult.from_dict(result["search"])
+
+
+def _results(requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess are for one kind of device")
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
@@ -109,7 +130,8 @@ def predict_all(
         code = _run(command, log, timeout_seconds, {**_environment(), "TMPDIR": folder})
         if code != 0:
             raise PlanError(_how_it_ended(code, log.read_text(errors="replace")))
-        return [_outcome(result) for result in json.loads(answered.read_text())]
+        results: list[dict[str, Any]] = json.loads(answered.read_text())
+        return results
 
 
 def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment: Mapping[str, str]) -> int:
@@ -139,7 +161,7 @@ def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment:
         process.wait()
 
 
-def _python(request: PlanRequest) -> list[str]:
+def _python(request: PlanRequest | SearchRequest) -> list[str]:
     python = [sys.executable, "-X", "faulthandler"]
     if request.device == "simgpu":
         capacity = request.card.capacity_bytes if request.card is not None else 1 << 40
@@ -180,6 +202,10 @@ def _crashed_at(log: str) -> str:
 def _outcome(result: Mapping[str, Any]) -> MemoryPlan | PlanError:
     if "plan" in result:
         return MemoryPlan.from_json(json.dumps(result["plan"]))
+    return _refusal(result)
+
+
+def _refusal(result: Mapping[str, Any]) -> PlanError:
     return NotPredicted(result["not_predicted"]) if "not_predicted" in result else PlanError(result["error"])
 
 
