@@ -100,6 +100,8 @@ def plan(
                 raise PlanError("--search and --explain-change ask for different tables: give one")
             if not search and search_lengths is not None:
                 raise PlanError("--search-lengths belongs to --search")
+            if html is not None or run_dir is not None:
+                raise PlanError("--html and --calibrate are for one plan, not for a table of many")
             fits = (
                 explain_changes(request, explain_change, timeout, as_json)
                 if explain_change
