@@ -34,11 +34,32 @@ class KernelRules:
         return rule(args) if rule is not None else 0
 
 
+def picks_by_mask(func: Any, args: Any) -> bool:
+    """Whether the size of a result is the number of ones in a mask: `x[mask]`, and what it is made of."""
+    if func is aten.masked_select.default:
+        return True
+    return func is aten.index.Tensor and any(each is not None and each.dtype == torch.bool for each in args[1])
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, around the one for which CUDA has a kernel and torch's shape rule refuses."""
+    """Run an operation, around those whose result CUDA knows and torch's shape rules refuse.
+
+    A mask has no values here: it picks everything, which is the most that it can.
+    """
+    if picks_by_mask(func, args):
+        if func is aten.masked_select.default:
+            whole, _ = torch.broadcast_tensors(args[0], args[1])
+            return args[0].new_empty(whole.numel())
+        return func(args[0], [index for each in args[1] for index in _all_of(each)], **kwargs)
     if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
         return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
     return func(*args, **kwargs)
+
+
+def _all_of(index: Any) -> list[Any]:
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
 def _flash_backward(args: Any) -> int:

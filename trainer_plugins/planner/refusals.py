@@ -10,6 +10,20 @@ _WITHOUT_RULE = {
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
+_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer"})
+"""The Trainers of TRL that train on what their data set has; most others generate in their steps."""
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Look at the class of a Trainer.
+
+    Raises:
+        NotPredicted: it is one of TRL's whose steps are not known here.
+    """
+    of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    if of_trl and of_trl[0] not in _OF_TRL:
+        raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
+
 
 def refuse_arguments(args: Any) -> None:
     """Look at TrainingArguments.

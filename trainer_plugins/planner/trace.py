@@ -77,6 +77,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         self.fake_mode: Any = None
         self.scalars_answered: dict[str, int] = {}
+        self.checks_hold = True
+        """The answer to `all`, but for that of a batch's mask."""
+
+        self.masks_pick_all = False
+        """Whether something was picked by a mask, whose ones nobody can count here."""
+
         self.allocated_bytes = 0
         self._card = card
         self._has_padding = has_padding
@@ -173,6 +179,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = torch.ops.aten.add_.Tensor
         if self._card is not None:
             self._use_kernels(func, args)
+        self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
         result = kernels.run(func, args, kwargs)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
@@ -266,6 +273,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
             return not self._has_padding
+        if operation == "aten::all":
+            return self.checks_hold
         if tensor.dtype == torch.bool:
             return operation not in ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
         if tensor.dtype.is_floating_point:

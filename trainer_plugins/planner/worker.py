@@ -70,6 +70,7 @@ def predict(request: Any) -> Any:
         device=request.device,
         **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
         has_padding=request.has_padding is True,
+        is_packed=request.is_packed,
     )
     _forget_accelerate()
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
@@ -79,10 +80,13 @@ def predict(request: Any) -> Any:
         with strategy.around(tracker):
             rehearsed = _told_in_one_line(build.rehearsal_of, request.source, request.has_padding, folder)
             trainer = rehearsed.trainer
+            refusals.refuse_trainer(trainer)
             refusals.refuse_model(trainer.model)
             tracker.vocabulary = _vocabulary_of(trainer.model)
             strategy.prepare(trainer)
             _told_in_one_line(rehearse, rehearsed, tracker)
+        if tracker.masks_pick_all:
+            rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
         trace = strategy.on_one_rank(tracker.trace())
         parameters = [*trainer.model.parameters()]
         sizes = sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
