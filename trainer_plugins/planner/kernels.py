@@ -48,8 +48,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if picks_by_mask(func, args):
         if func is aten.masked_select.default:
-            whole, _ = torch.broadcast_tensors(args[0], args[1])
-            return args[0].new_empty(whole.numel())
+            return args[0].new_empty(aten.broadcast_tensors([args[0], args[1]])[0].numel())
         return func(args[0], [index for each in args[1] for index in _all_of(each)], **kwargs)
     if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
         return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()

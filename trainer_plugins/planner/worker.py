@@ -52,7 +52,7 @@ def predict(request: Any) -> Any:
 
     from trainer_plugins.allocator.model import AllocatorRules
     from trainer_plugins.allocator.settings import parse
-    from trainer_plugins.planner import build, refusals
+    from trainer_plugins.planner import build, eight_bit, refusals
     from trainer_plugins.planner.environment import World, in_world
     from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
     from trainer_plugins.planner.rehearsal import rehearse
@@ -83,6 +83,9 @@ def predict(request: Any) -> Any:
             refusals.refuse_trainer(trainer)
             refusals.refuse_model(trainer.model)
             tracker.vocabulary = _vocabulary_of(trainer.model)
+            states = eight_bit.stand_in(trainer)
+            if states is not None and states.is_paged:
+                not_reliable.append(eight_bit.PAGED)
             strategy.prepare(trainer)
             _told_in_one_line(rehearse, rehearsed, tracker)
         if tracker.masks_pick_all:
