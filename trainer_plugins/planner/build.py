@@ -305,6 +305,8 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
     from transformers.trainer_utils import TrainerMemoryTracker
 
+    for module in (sent["model"], *sent["others"].values()):
+        _made_known(module)
     trainer = sent["class"].__new__(sent["class"])
     vars(trainer).update(sent["others"])
     trainer.args, trainer.model, trainer.deepspeed = args, sent["model"], None
@@ -325,6 +327,16 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     trainer.control, trainer.state = TrainerControl(), TrainerState()
     trainer._train_batch_size = args.train_batch_size
     return trainer
+
+
+def _made_known(model: Any) -> None:
+    """Whose outputs are recorded transformers notes when a model is constructed, which here it is not."""
+    from transformers import modeling_utils
+
+    recorded = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
+    for part in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(part, modeling_utils.PreTrainedModel):
+            dict.__setitem__(recorded, str(part.__class__), part._can_record_outputs)
 
 
 def _placed(module: Any, trainer: Any) -> None:

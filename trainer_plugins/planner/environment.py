@@ -4,6 +4,7 @@ Without these a run on fake tensors ends well and gives wrong numbers. `in_world
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,7 +133,9 @@ def _optimizers_take_lists(patches: _Patches) -> None:
 
 
 def _attention_as_on_the_card(patches: _Patches, world: World) -> None:
-    chosen = attention.cuda_attention if world.device == "cuda" else attention.simgpu_attention
+    chosen: Any = attention.simgpu_attention
+    if world.device == "cuda":
+        chosen = functools.partial(attention.cuda_attention, capability=world.capability)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", chosen)
 
 

@@ -1,6 +1,6 @@
 """What kernels of a card need beside their results, as far as it is known, and where torch cannot say a result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from trainer_plugins.units import KIB
 aten = torch.ops.aten
 
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+
+_CUBLASLT_WORKSPACE_BYTES = 1024 * KIB
+"""aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,14 @@ class KernelRules:
         """One for each thread with a handle: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize."""
         return 4096 * 8 * KIB if self.capability[0] in (9, 10) else (4096 * 2 + 16 * 8) * KIB
 
-    def is_matmul(self, func: Any) -> bool:
-        return func in _MATMULS
+    def workspaces(self, func: Any, args: Any) -> Iterator[tuple[str, int]]:
+        """What libraries keep from their first use in a thread on, by name."""
+        if func in _MATMULS:
+            yield "cuBLAS", self.cublas_workspace_bytes
+        if (
+            func is aten.addmm.default and args[0].dim() == 1
+        ):  # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias
+            yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
     def transient_bytes(self, func: Any, args: Any) -> int:
         """What a kernel takes while it runs and gives back before it returns."""

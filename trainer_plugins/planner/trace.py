@@ -91,7 +91,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._host_bytes: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._host_now = self._host_peak = 0
-        self._workspaces: set[int] = set()
+        self._workspaces: set[tuple[int, str]] = set()
 
     def trace(self) -> Trace:
         """Everything so far."""
@@ -210,11 +210,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _use_kernels(self, func: Any, args: Any) -> None:
         assert self._card is not None
-        if self._card.is_matmul(func) and args[-1].device.type == self.device:
-            thread = threading.get_ident()  # each has a handle, and a workspace with it
-            if thread not in self._workspaces:
-                self._workspaces.add(thread)
-                self.keep_workspace(self._card.cublas_workspace_bytes, "cuBLAS")
+        for library, num_bytes in self._card.workspaces(func, args):
+            used = (threading.get_ident(), library)  # each thread has a handle, and a workspace with it
+            if args[-1].device.type == self.device and used not in self._workspaces:
+                self._workspaces.add(used)
+                self.keep_workspace(num_bytes, library)
 
     def _alloc(
         self, num_bytes: int, operation: str, tensor: Any, category: str | None = None, like: Storage | None = None

@@ -96,7 +96,7 @@ def predict(request: Any) -> Any:
         not_reliable += strategy.not_reliable
         pinned = strategy.host_pinned_bytes_per_node()
     if request.device == "simgpu":
-        rules = AllocatorRules(falling_addresses=True)  # its own, whatever the settings say
+        rules = AllocatorRules(small_segments_fall=True)  # its own, whatever the settings say
     free = replay(trace, None, rules)
     context = card.context_bytes if card is not None else 0
     shown = free
