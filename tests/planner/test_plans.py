@@ -89,7 +89,7 @@ REQUESTS = {
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
     "compile": request(tiny(), "--torch_compile", "True"),
     "liger": request(tiny(), "--use_liger_kernel", "True"),
-    "8 bit": request(tiny(), "--optim", "adamw_bnb_8bit"),
+    "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_2")),
     "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
     "ddp": request(tiny(), num_gpus=8),
@@ -233,7 +233,7 @@ def test_bad_input_is_one_line(outcomes, name, line):
     [
         ("compile", "torch.compile"),
         ("liger", "Liger kernels"),
-        ("8 bit", "the optimizer adamw_bnb_8bit"),
+        ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("quantized", "quantized model"),
         ("ddp", "DDP on 8 GPUs"),

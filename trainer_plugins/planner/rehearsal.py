@@ -32,6 +32,8 @@ def rehearse(run: Any, tracker: Tracker) -> None:
     num_batches = OPTIMIZER_STEPS * trainer.args.gradient_accumulation_steps
     trainer.get_train_dataloader = lambda: _loader(trainer, run.make_batch, num_batches)
     _name_parameters(trainer.model, tracker)
+    for model in other_models(trainer):
+        tracker.tag((*model.parameters(), *model.buffers()), "frozen weights")
     tracker.moment = "forward"
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer)
@@ -47,6 +49,13 @@ def rehearse(run: Any, tracker: Tracker) -> None:
             _save(trainer, tracker)
         if run.saves and run.resumes:
             _resume(trainer, tracker)
+
+
+def other_models(trainer: Any) -> list[Any]:
+    """Models that a Trainer holds beside the one it trains: a reference, a teacher, a reward."""
+    trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
+    others = {id(value): value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)}
+    return [value for key, value in others.items() if key not in trained]
 
 
 def _name_parameters(model: Any, tracker: Tracker) -> None:

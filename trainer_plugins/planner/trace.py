@@ -83,6 +83,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         self.fake_mode: Any = None
         self.scalars_answered: dict[str, int] = {}
+        self.checks_hold = True
+        """The answer to `all`, but for that of a batch's mask."""
+
+        self.masks_pick_all = False
+        """Whether something was picked by a mask, whose ones nobody can count here."""
+
         self.allocated_bytes = 0
         self._card = card
         self._has_padding = has_padding
@@ -91,7 +97,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._host_bytes: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._host_now = self._host_peak = 0
-        self._workspaces: set[int] = set()
+        self._workspaces: set[tuple[int, str]] = set()
 
     def trace(self) -> Trace:
         """Everything so far."""
@@ -179,6 +185,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = torch.ops.aten.add_.Tensor
         if self._card is not None:
             self._use_kernels(func, args)
+        self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
         result = kernels.run(func, args, kwargs)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
@@ -209,11 +216,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _use_kernels(self, func: Any, args: Any) -> None:
         assert self._card is not None
-        if self._card.is_matmul(func) and args[-1].device.type == self.device:
-            thread = threading.get_ident()  # each has a handle, and a workspace with it
-            if thread not in self._workspaces:
-                self._workspaces.add(thread)
-                self.keep_workspace(self._card.cublas_workspace_bytes, "cuBLAS")
+        for library, num_bytes in self._card.workspaces(func, args):
+            used = (threading.get_ident(), library)  # each thread has a handle, and a workspace with it
+            if args[-1].device.type == self.device and used not in self._workspaces:
+                self._workspaces.add(used)
+                self.keep_workspace(num_bytes, library)
 
     def _alloc(
         self, num_bytes: int, operation: str, tensor: Any, category: str | None = None, like: Storage | None = None
@@ -273,6 +280,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
             return not self._has_padding
+        if operation == "aten::all":
+            return self.checks_hold
         if tensor.dtype == torch.bool:
             return operation not in ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
         if tensor.dtype.is_floating_point:

@@ -109,7 +109,7 @@ def rules_of(request: Any) -> Any:
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
     if request.device == "simgpu":
-        rules = AllocatorRules(falling_addresses=True)  # its own, whatever the settings say
+        rules = AllocatorRules(small_segments_fall=True)  # its own, whatever the settings say
     return rules
 
 
@@ -120,7 +120,7 @@ def watch(request: Any) -> Watched:
     Raises:
         PlanError: the input is wrong, or nothing here can say what it will need.
     """
-    from trainer_plugins.planner import build, refusals
+    from trainer_plugins.planner import build, eight_bit, refusals
     from trainer_plugins.planner.environment import World, in_world
     from trainer_plugins.planner.rehearsal import rehearse
     from trainer_plugins.planner.strategies import strategy_of
@@ -132,6 +132,7 @@ def watch(request: Any) -> Watched:
         device=request.device,
         **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
         has_padding=request.has_padding is True,
+        is_packed=request.is_packed,
     )
     _forget_accelerate()
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
@@ -141,10 +142,16 @@ def watch(request: Any) -> Watched:
         with strategy.around(tracker):
             rehearsed = _told_in_one_line(build.rehearsal_of, request.source, request.has_padding, folder)
             trainer = rehearsed.trainer
+            refusals.refuse_trainer(trainer)
             refusals.refuse_model(trainer.model)
             tracker.vocabulary = _vocabulary_of(trainer.model)
+            states = eight_bit.stand_in(trainer)
+            if states is not None and states.is_paged:
+                not_reliable.append(eight_bit.PAGED)
             strategy.prepare(trainer)
             _told_in_one_line(rehearse, rehearsed, tracker)
+        if tracker.masks_pick_all:
+            rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
         trace = strategy.on_one_rank(tracker.trace())
         parameters = [*trainer.model.parameters()]
         sizes = sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
