@@ -36,11 +36,16 @@ def packed(rows):
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
+def without_cache():
+    """With one, transformers before 5 lets packed sequences look at each other."""
+    return tiny_llama(use_cache=False).double()
+
+
 FAMILIES: dict[str, dict] = {
     "causal": {},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "sequence classification": {"make_model": classifier, "data_collator": classes},
-    "packed": {"data_collator": packed},
+    "packed": {"data_collator": packed, "make_model": without_cache},
 }
 
 
@@ -148,7 +153,7 @@ def test_one_sequence_that_is_longer_than_the_limit_is_computed_as_it_is(tmp_pat
     """Which does not lie as those do by which the limit was found: nothing was measured of it."""
 
     def loss(fail_at: list[int]) -> float:
-        trainer = small_trainer(tmp_path, data_collator=packed, per_device_eval_batch_size=8)
+        trainer = small_trainer(tmp_path, without_cache(), data_collator=packed, per_device_eval_batch_size=8)
         trainer.eval_dataset = [*ragged_rows(16), {"input_ids": torch.arange(1, 81)}]
         if fail_at:
             survive_oom(trainer)

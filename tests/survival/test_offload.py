@@ -70,7 +70,9 @@ def test_without_it_the_row_does_not_fit(tmp_path, simgpu) -> None:
 
 
 def test_little_stays_on_the_card_between_forward_and_backward(simgpu) -> None:
-    simgpu.set_capacity(64 * MIB)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    simgpu.set_capacity(256 * MIB)
     model = deep_and_mostly_frozen().to("simgpu")
     ids = torch.randint(1, 64, (1, 512), device="simgpu")
 

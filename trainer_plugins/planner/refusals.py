@@ -21,12 +21,12 @@ def refuse_trainer(trainer: Any) -> None:
     Raises:
         NotPredicted: it is one of TRL's whose steps are not known here, or the optimizer has kernels of its own.
     """
-    home = type(trainer.optimizer).__module__.partition(".")[0]
-    if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
-        raise NotPredicted(f"an optimizer of {home} given to the Trainer: name it in TrainingArguments.optim")
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if of_trl and of_trl[0] not in _OF_TRL:
         raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
+    home = type(trainer.optimizer).__module__.partition(".")[0]
+    if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
+        raise NotPredicted(f"an optimizer of {home} given to the Trainer: name it in TrainingArguments.optim")
 
 
 def refuse_arguments(args: Any) -> None:
