@@ -30,6 +30,10 @@ LONGEST_BATCH = 657
 """Tokens in the longest batch of PEFT's comparison, which nobody has written down. Fitted on the reserved memory of
 `FITTED_ROW`, which therefore proves nothing about reserved memory; the other rows saw the same batches."""
 
+LEARNED_FROM = "fitcheck 2026-09-15"
+"""The source whose reserved memory taught where new segments lie (`AllocatorRules.rising_segment_bytes`), and which
+therefore proves nothing about it."""
+
 RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
 """The first release after a development version that nobody can install."""
 
@@ -197,9 +201,11 @@ def summary(errors: Sequence[float]) -> list[str]:
     return [str(len(errors)), f"{mean(sizes):.3f}", f"{median(sizes):.3f}", f"{max(errors, key=abs):+.2f}"]
 
 
-def is_fitted(row: Row, counter: str) -> bool:
-    """Whether this figure decided a parameter of the prediction."""
-    return row.key == FITTED_ROW and counter == "reserved"
+def no_evidence(row: Row, counter: str) -> str:
+    """What this figure decided of the prediction, which it then is no evidence for; empty where it decided nothing."""
+    if counter != "reserved":
+        return ""
+    return "fitted" if row.key == FITTED_ROW else "learned from" if row.source == LEARNED_FROM else ""
 
 
 def print_rows(rows: Sequence[Row], found: Predicted) -> None:
@@ -217,22 +223,22 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
             line = [row.name]
             for counter in counters:
                 measured, predicted = row.measured[counter], found.sizes[row.key][counter]
-                told = "fitted" if is_fitted(row, counter) else f"{error(predicted, measured):+.3f}"
+                told = f"{error(predicted, measured):+.3f} {no_evidence(row, counter)}".strip()
                 line += [gib(measured), gib(predicted), told]
             lines.append(line)
         table(head, lines)
-    print("\n### All of them\n\nErrors in percent, without what was fitted.")
+    print("\n### All of them\n\nErrors in percent. What decided something of the prediction is a line of its own.")
     lines = []
     for source in [*dict.fromkeys(row.source for row in rows), ""]:
         for counter, name in COUNTERS.items():
-            errors = [
-                error(found.sizes[row.key][counter], row.measured[counter])
-                for row in rows
-                if row.source.startswith(source) and row.key in found.sizes and counter in row.measured
-                if not is_fitted(row, counter)
-            ]
-            if errors:
-                lines.append([source or "all", name, *summary(errors)])
+            errors: dict[str, list[float]] = {"": [], "fitted": [], "learned from": []}
+            for row in rows:
+                if (source or row.source) == row.source and row.key in found.sizes and counter in row.measured:
+                    size = found.sizes[row.key][counter]
+                    errors[no_evidence(row, counter)].append(error(size, row.measured[counter]))
+            for decided, sizes in errors.items():
+                if sizes and (source or not decided):
+                    lines.append([source or "all", f"{name}, {decided}" if decided else name, *summary(sizes)])
     table(["source", "counter", "rows", "mean", "median", "worst"], lines)
     for key, reason in found.refused.items():
         print(f"\nNot predicted, {key}: {reason}")
