@@ -4,6 +4,7 @@ import pytest
 
 from tests.planner.test_plans import request, tiny
 from trainer_plugins import MemoryPlan
+from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
 from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import KIB, MIB
@@ -18,6 +19,8 @@ REQUESTS = {
     "groups on a10g": request(GROUPS, gpu="a10g", sequence_length=LENGTH, dtype="float16"),
     "biases": request(GPT2, gpu="a10g", sequence_length=32, dtype="float32"),
     "no biases": request(tiny(), gpu="a10g", sequence_length=32, dtype="float32"),
+    "bf16": request(tiny(), "--bf16", "True", gpu="a10g", sequence_length=32, dtype="float32"),
+    "fp16": request(tiny(), "--fp16", "True", gpu="a10g", sequence_length=32, dtype="float32"),
 }
 CUBLAS = (4096 * 2 + 16 * 8) * KIB  # aten/src/ATen/cuda/CublasHandlePool.cpp, of a card that is no Hopper
 
@@ -44,3 +47,12 @@ def test_a_product_with_a_bias_has_a_workspace_of_its_own(outcomes, name, lt_byt
     plan = outcomes[name]
     assert isinstance(plan, MemoryPlan), plan
     assert plan.breakdown["workspaces"] == 2 * CUBLAS + lt_bytes  # cuBLAS for the backward's thread too
+
+
+def test_fp16_needs_three_numbers_more_than_bf16(outcomes):
+    """torch/amp/grad_scaler.py: the scale, the steps that it has held, and the loss once more, multiplied by it."""
+    bf16, fp16 = outcomes["bf16"], outcomes["fp16"]
+    assert isinstance(bf16, MemoryPlan), bf16
+    assert isinstance(fp16, MemoryPlan), fp16
+    assert fp16.moment == bf16.moment == "backward"
+    assert fp16.allocated_peak_bytes == bf16.allocated_peak_bytes + 3 * MIN_BLOCK_BYTES
