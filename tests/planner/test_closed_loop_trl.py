@@ -12,8 +12,16 @@ trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
-from trl import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
+from trl import (  # noqa: E402
+    DPOConfig,
+    DPOTrainer,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 SETTINGS = {
     "max_steps": 3,
@@ -53,16 +61,22 @@ def sft(path, data=None, peft_config=None, **settings) -> SFTTrainer:
 def dpo(path, ref_model=None, peft_config=None, **settings) -> DPOTrainer:
     """The longest answers are at the end of the data, where a prediction that takes the first ones would not look."""
     args = DPOConfig(str(path), per_device_train_batch_size=4, **{**SETTINGS, **settings})
-    answers = [(40, 50), (40, 50), *[(80, 50), (50, 80)] * 7]
-    pairs = [{"prompt": words(40), "chosen": f" {words(a)}", "rejected": f" {words(b)}"} for a, b in answers]
     return DPOTrainer(
-        llama(),
-        ref_model,
-        args,
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(),
-        peft_config=peft_config,
+        llama(), ref_model, args, train_dataset=pairs(), processing_class=tokenizer(), peft_config=peft_config
     )
+
+
+def pairs() -> Dataset:
+    answers = [(40, 50), (40, 50), *[(80, 50), (50, 80)] * 7]
+    return Dataset.from_list(
+        [{"prompt": words(40), "chosen": f" {words(a)}", "rejected": f" {words(b)}"} for a, b in answers]
+    )
+
+
+def reward(path) -> RewardTrainer:
+    args = RewardConfig(str(path), per_device_train_batch_size=4, **SETTINGS)
+    judge = LlamaForSequenceClassification(llama(num_labels=1).config)
+    return RewardTrainer(judge, args, train_dataset=pairs(), processing_class=tokenizer())
 
 
 RUNS = {
@@ -75,6 +89,7 @@ RUNS = {
     "dpo, autocast": lambda path: dpo(path, llama(), bf16=True),
     "dpo, reference computed before": lambda path: dpo(path, llama(), precompute_ref_log_probs=True),
     "dpo, lora": lambda path: dpo(path, peft_config=LORA),
+    "reward": reward,
 }
 
 
