@@ -169,7 +169,7 @@ def test_lora_of_a_7b_model_on_24_gb(outcomes):
 
 def test_an_encoder_decoder(outcomes):
     plan = plan_of(outcomes, "t5-xl")
-    assert 2.7e9 < plan.num_parameters < 2.9e9
+    assert plan.num_parameters == 2_849_757_184  # of google/t5-v1_1-xl, whose head has weights of its own
     assert plan.moments["save"].allocated_bytes == pytest.approx(12 * plan.num_parameters, rel=0.01)
 
 

@@ -121,6 +121,8 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
         dtype = _dtype(source, config, assumptions)
         model_class = _class_of(config)
         model = model_class._from_config(config, dtype=dtype)
+        if source.config.get("tie_word_embeddings") is False:
+            _untie(model)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and transformers has errors of its own for some
@@ -128,6 +130,20 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
     if source.peft is not None:
         model = _with_peft(model, source.peft)
     return model, assumptions
+
+
+def _untie(model: Any) -> None:
+    """Give the head weights of its own where the config's class has overruled the config, as T5's does.
+
+    `from_pretrained` does so too where a checkpoint has both (modeling_utils.py, tie_weights), as that of T5 1.1 has.
+    """
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None or head.weight is not embeddings.weight:
+        return
+    head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
+    for name, module in model.named_modules():
+        if module is head:
+            getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)  # transformers 5
 
 
 def _dtype(source: ConfigSource, config: Any, assumptions: list[str]) -> torch.dtype:

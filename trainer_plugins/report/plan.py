@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.units import percent, size
+from trainer_plugins.units import MIB, percent, size
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
@@ -53,6 +53,8 @@ def _figures(plan: MemoryPlan) -> Table:
 def _breakdown(plan: MemoryPlan) -> Table:
     table = _table(f"allocated at the peak ({plan.moment})", "", "")
     for category, num_bytes in sorted(plan.breakdown.items(), key=lambda pair: -pair[1]):
+        if num_bytes * 20 < MIB:
+            continue  # a few buffers, which would read as 0.0 MiB
         share = num_bytes / plan.allocated_peak_bytes if plan.allocated_peak_bytes else 0.0
         table.add_row(category, size(num_bytes), percent(share))
     return table
