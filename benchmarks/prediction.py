@@ -263,16 +263,13 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
         lines.append([row.source.partition(" ")[0], row.name, own, *others])
     print("\n### Beside other estimators\n\nErrors in percent; - where it cannot be asked, or does not predict it.")
     table(["source", "run", "this planner", *asked], lines)
-    print()
-    lines = [
-        ["this planner", *summary([error(ours[row.key], row.measured["allocated"]) for row in rows if row.key in ours])]
-    ]
+    of_cards = [[row for row in rows if row.gpu == gpu] for gpu in dict.fromkeys(row.gpu for row in rows)]
+    own_errors = [[error(ours[row.key], row.measured["allocated"]) for row in of if row.key in ours] for of in of_cards]
+    lines = [["this planner", *(word for one in own_errors for word in summary(one))]]
     for name, peer in asked.items():
-        package = PEERS[name][0] or name
-        lines.append(
-            [package, *summary(errors(name, rows))] if not peer.refused else [package, peer.refused, "", "", ""]
-        )
-    table(["estimator", "rows", "mean", "median", "worst"], lines)
+        words = [word for of in of_cards for word in summary(errors(name, of))]
+        lines.append([PEERS[name][0] or name, *([peer.refused] if peer.refused else words)])
+    table(["estimator", *(word for of in of_cards for word in (of[0].gpu, "mean", "median", "worst"))], lines)
 
 
 def main(words: Sequence[str]) -> None:
