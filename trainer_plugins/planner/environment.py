@@ -63,6 +63,7 @@ def in_world(world: World) -> Iterator[Tracker]:
     tracker = Tracker(world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding)
     patches = _Patches()
     try:
+        _data_can_be_set(patches)
         _modules_can_be_moved(patches)
         _optimizers_take_lists(patches)
         _attention_as_on_the_card(patches, world)
@@ -83,25 +84,21 @@ def in_world(world: World) -> Iterator[Tracker]:
 
 
 def _modules_can_be_moved(patches: _Patches) -> None:
-    """Module.to assigns `parameter.data`, which a fake tensor refuses: parameters are replaced, in the same order."""
+    """Module.to replaces the parameters where they are fake, and an optimizer or an engine would keep the old ones."""
     original: Any = torch.nn.Module._apply
 
-    def apply(self: Any, fn: Any, recurse: bool = True, memo: dict[int, Any] | None = None) -> Any:
+    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         if not any(isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())):
             return original(self, fn, recurse)
-        memo = {} if memo is None else memo
         if recurse:
             for child in self.children():
-                apply(child, fn, recurse, memo)
-        for key, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in memo:
-                memo[id(parameter)] = (
-                    _moved(parameter, fn),
-                    parameter,
-                )  # the old one is kept, or its id is given again
-            self._parameters[key] = memo[id(parameter)][0]
+                apply(child, fn, recurse)
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    moved = fn(parameter)
+                if moved is not parameter:
+                    parameter.data = moved
         for key, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[key] = fn(buffer)
@@ -110,14 +107,15 @@ def _modules_can_be_moved(patches: _Patches) -> None:
     patches.set(torch.nn.Module, "_apply", apply)
 
 
-def _moved(parameter: Any, fn: Any) -> Any:
-    with torch.no_grad():
-        moved = fn(parameter)
-    if moved is parameter or (moved.device == parameter.device and moved.dtype == parameter.dtype):
-        return parameter
-    new = torch.nn.Parameter(moved.detach(), parameter.requires_grad)
-    new.__dict__.update({name: value for name, value in vars(parameter).items() if name.startswith("_is_hf")})
-    return new
+def _data_can_be_set(patches: _Patches) -> None:
+    """`tensor.data = other` takes the device along, which a fake tensor notes for itself."""
+    data: Any = torch.Tensor.data
+
+    def set_data(tensor: Any, other: Any) -> None:
+        data.__set__(tensor, other)
+        tensor.fake_device = other.device
+
+    patches.set(FakeTensor, "data", property(data.__get__, set_data))
 
 
 def _optimizers_take_lists(patches: _Patches) -> None:

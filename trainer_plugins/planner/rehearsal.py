@@ -45,7 +45,7 @@ def rehearse(run: Any, tracker: Tracker) -> None:
                 trainer.evaluate()
         if run.saves:
             _save(trainer, tracker)
-        if run.saves and run.resumes:
+        if run.saves and run.resumes and not trainer.is_deepspeed_enabled:
             _resume(trainer, tracker)
 
 
@@ -125,7 +125,7 @@ def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
 
 def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
     loader: Any = torch.utils.data.DataLoader(
-        range(num_batches),  # type: ignore[arg-type]
+        range(num_batches * trainer.accelerator.num_processes),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
     )
@@ -184,7 +184,11 @@ def _like(shapes: Any) -> Any:
 def _save(trainer: Any, tracker: Tracker) -> None:
     """Tensors go to the host one by one: transformers/modeling_utils.py, save_pretrained, and torch.save."""
     with tracker.during("save"):
-        for tensor in trainer.model.state_dict().values():
+        states = trainer.model.state_dict()
+        if trainer.is_deepspeed_enabled:
+            with contextlib.suppress(ValueError):  # it refuses where weights shall not be gathered
+                states = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        for tensor in states.values():
             tensor.to("cpu")
 
 

@@ -6,9 +6,11 @@ turns what was seen into the trace of one rank.
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
-from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.launch.lint.document import ConfigError, read_mapping
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Trace, Tracker
 
@@ -58,7 +60,9 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
         NotPredicted: there is no strategy here for it.
     """
     if getattr(args, "deepspeed", None):
-        raise NotPredicted("DeepSpeed (TrainingArguments.deepspeed)")
+        from trainer_plugins.planner.zero import zero_strategy
+
+        return zero_strategy(_deepspeed_config(args.deepspeed), request, args)
     if getattr(args, "fsdp", None):
         raise NotPredicted("FSDP (TrainingArguments.fsdp)")
     if request.launch_file is not None:
@@ -66,3 +70,12 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
     if request.num_gpus > 1:
         raise NotPredicted(f"DDP on {request.num_gpus} GPUs")
     return SingleGpu()
+
+
+def _deepspeed_config(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    try:
+        return read_mapping(Path(given))[0]
+    except ConfigError as error:
+        raise PlanError(f"--deepspeed: {error}") from error

@@ -85,7 +85,7 @@ def predict(request: Any) -> Any:
             _told_in_one_line(rehearse, rehearsed, tracker)
         trace = strategy.on_one_rank(tracker.trace())
         parameters = [*trainer.model.parameters()]
-        sizes = sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
+        sizes = sum(map(_size, parameters)), sum(_size(each) for each in parameters if each.requires_grad)
         not_reliable += strategy.not_reliable
         pinned = strategy.host_pinned_bytes_per_node()
     if request.device == "simgpu":
@@ -203,7 +203,13 @@ def _forget_accelerate() -> None:
 def _vocabulary_of(model: Any) -> int:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
-    return int(weight.shape[0]) if weight is not None and weight.ndim == 2 else -1
+    shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))
+    return int(shape[0]) if len(shape) == 2 else -1
+
+
+def _size(parameter: Any) -> int:
+    """Elements of a parameter, also of one of which this rank holds a part."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _versions(*names: str) -> dict[str, str]:
@@ -219,6 +225,7 @@ def _versions(*names: str) -> dict[str, str]:
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a card that is there is left alone
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["DS_ACCELERATOR"] = "cuda"
     warnings.filterwarnings("ignore")
     main(*sys.argv[1:])
     sys.stdout.flush()
