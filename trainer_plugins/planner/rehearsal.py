@@ -125,7 +125,7 @@ def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
 
 def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
     loader: Any = torch.utils.data.DataLoader(
-        range(num_batches),  # type: ignore[arg-type]
+        range(num_batches * trainer.accelerator.num_processes),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
     )

@@ -58,6 +58,9 @@ class PlanRequest:
     """The text of PYTORCH_ALLOC_CONF."""
 
     num_gpus: int = 1
+    num_nodes: int = 1
+    """Machines that these cards are in, as many in each."""
+
     launch_file: str | None = None
     """accelerate's config file."""
 

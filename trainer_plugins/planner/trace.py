@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One card's events, in their order; `host_peak_bytes` is the peak of the run's tensors in main memory."""
+    """One card's events, in their order; `host_peak_bytes` is the peak of the run's tensors in a node's main memory."""
 
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
@@ -70,6 +70,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module = ""
         self.stream = 0
         """The stream in whose pool memory is taken; who runs work on another one sets it around that."""
+
+        self.category: str | None = None
+        """What everything is that is made now; None where that is found out."""
+
+        self.host_ranks = 1
+        """How many processes of a node do on the host what this one does."""
 
         self.vocabulary = -1
         """The last dimension by which logits are known."""
@@ -100,6 +106,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.moment = before
+
+    @contextmanager
+    def as_category(self, category: str) -> Iterator[None]:
+        """Say what all is that is made inside."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
 
     def tag(self, tensors: Iterable[Any], category: str) -> None:
         """Say what the storages of these tensors are."""
@@ -219,6 +234,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         else:
             dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "bytes"
+            category = category or self.category
             if category is None:
                 is_logits = len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
                 category = "logits and loss" if is_logits else "activations"
@@ -253,8 +269,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def died(_: Any) -> None:
             self._host_now -= self._host_bytes.pop(key)[1]
 
-        self._host_bytes[key] = (weakref.ref(storage, died), storage.nbytes())
-        self._host_now += storage.nbytes()
+        num_bytes = storage.nbytes() * self.host_ranks
+        self._host_bytes[key] = (weakref.ref(storage, died), num_bytes)
+        self._host_now += num_bytes
         self._host_peak = max(self._host_peak, self._host_now)
 
     def _scalar(self, tensor: FakeTensor) -> bool | float | int | None:
