@@ -42,10 +42,11 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         for name, answer in streams.answers(tracker).items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(patch.object(torch.cuda, "device_count", lambda: num_local))
+        # Of the two ways to ask which accelerator there is, one looks at how torch was built.
+        stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device)))
         stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
         # All ranks have batches of one size; here their sizes would be asked of tensors that have no values.
         stack.enter_context(patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor))
-        stack.enter_context(_meshes_are_real())
         yield stack
 
 
@@ -55,16 +56,3 @@ def forget_accelerate() -> None:
 
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-
-
-def _meshes_are_real() -> Any:
-    """A DeviceMesh is a table of the numbers of ranks, which it reads."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    original = DeviceMesh.__init__
-
-    def made(mesh: Any, *args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():
-            original(mesh, *args, **kwargs)
-
-    return patch.object(DeviceMesh, "__init__", made)

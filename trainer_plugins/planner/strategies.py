@@ -64,11 +64,15 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
 
         return zero_strategy(_deepspeed_config(args.deepspeed), request, args)
     if getattr(args, "fsdp", None):
-        raise NotPredicted("FSDP (TrainingArguments.fsdp)")
+        from trainer_plugins.planner.fsdp2 import Fsdp2
+
+        return Fsdp2(request)
     if request.launch_file is not None:
         raise NotPredicted(f"what {request.launch_file} launches: files of accelerate")
     if request.num_gpus > 1:
-        raise NotPredicted(f"DDP on {request.num_gpus} GPUs")
+        from trainer_plugins.planner.ddp import Ddp
+
+        return Ddp(request)
     return SingleGpu()
 
 

@@ -1,0 +1,89 @@
+"""FSDP2: torch's own `fully_shard`, as accelerate and the Trainer call it, on tensors without bytes. Imports torch."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.ranks import as_first_rank
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.trace import Trace, Tracker
+
+
+class Fsdp2:
+    """Weights, gradients and optimizer states divided among the cards, and gathered layer by layer."""
+
+    not_reliable: tuple[str, ...] = (
+        "FSDP2: gathers and reductions are those of torch's own fully_shard; checked on CPU, and against nobody's GPU",
+    )
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+
+    @contextlib.contextmanager
+    def around(self, tracker: Tracker) -> Iterator[None]:
+        with as_first_rank(self._request, tracker) as stack:
+            for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
+                stack.enter_context(_as_buffers(name, tracker))
+            stack.enter_context(_mesh_has_values())
+            stack.enter_context(_data_is_moved_with_its_device())
+            # accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
+            stack.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
+            yield
+
+    def prepare(self, trainer: Any) -> None:
+        version = trainer.accelerator.state.fsdp_plugin.fsdp_version
+        if version != 2:
+            raise NotPredicted(f"FSDP1 (fsdp_version {version}), which torch has deprecated; fsdp_version 2 is")
+
+    def on_one_rank(self, trace: Trace) -> Trace:
+        return trace
+
+    def host_pinned_bytes_per_node(self) -> int:
+        return 0
+
+
+def _as_buffers(name: str, tracker: Tracker) -> Any:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+    original = getattr(module, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with tracker.as_category("sharding buffers"):
+            return original(*args, **kwargs)
+
+    return patch.object(module, name, counted)
+
+
+def _mesh_has_values() -> Any:
+    """A DeviceMesh is a table of the numbers of ranks, which it reads."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init as module
+
+    original = module.init_device_mesh
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **kwargs)
+
+    return patch.object(module, "init_device_mesh", made)
+
+
+def _data_is_moved_with_its_device() -> Any:
+    """`parameter.data = parameter.to(device)` moves a tensor; a fake one keeps the name of the device it was on."""
+    plain: Any = torch.Tensor.data
+
+    def assign(tensor: Any, value: Any) -> None:
+        plain.__set__(tensor, value)
+        if isinstance(value, FakeTensor):
+            tensor.fake_device = value.fake_device
+
+    return patch.object(FakeTensor, "data", property(plain.__get__, assign), create=True)
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset())
