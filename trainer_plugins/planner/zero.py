@@ -12,7 +12,7 @@ from trainer_plugins.planner.zero_config import refuse_config
 
 
 class Zero:
-    """Optimizer states, gradients and weights in parts, each on one rank, of this and of each step."""
+    """Optimizer states, gradients and weights in parts, each of them on one rank."""
 
     not_reliable: tuple[str, ...] = (
         "ZeRO: the figures are those of DeepSpeed's own engine run on tensors without bytes; it has been held against "
@@ -33,8 +33,10 @@ class Zero:
     def around(self, tracker: Tracker) -> Iterator[None]:
         from trainer_plugins.planner.zero_engine import engine_without_bytes
 
-        with as_first_rank(self._request, tracker), engine_without_bytes(tracker, self._pinned):
+        with as_first_rank(self._request, tracker), engine_without_bytes(tracker, self._pinned) as engines:
             yield
+            if not any(engine.zero_optimization() for engine in engines):
+                raise NotPredicted("DeepSpeed: the Trainer of this run has made no engine with ZeRO")
 
     def prepare(self, trainer: Any) -> None:
         pass

@@ -20,7 +20,7 @@ _PLANNED = frozenset(
         *("disable_python_gc", "activation_checkpointing"),  # the latter does nothing to a model of transformers
     }
 )
-_OFF = (None, False, 0, 1, 0.0, "", {}, [])
+_ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def refuse_config(config: dict[str, Any]) -> None:
@@ -53,20 +53,17 @@ def _unplanned(config: dict[str, Any]) -> Iterator[str]:
         yield "SuperOffload (offload_optimizer.super_offload)"
     if part(zero, "offload_optimizer.ratio") not in (None, 1, "auto"):
         yield "an optimizer offloaded in part (offload_optimizer.ratio)"
-    for key, value in zero.items():
-        if key.removeprefix("zero_") in ("hpz_partition_size", *_QUANTIZED) and value not in _OFF:
-            yield f"ZeRO++ ({key})"
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        yield "ZeRO++ (zero_hpz_partition_size)"
+    yield from (f"ZeRO++ ({key})" for key in _ZERO_PLUS_PLUS if zero.get(key))
     if zero.get("zenflow"):
         yield "ZenFlow (zero_optimization.zenflow)"
     if zero.get("leaf_module"):
         yield "leaf modules (zero_optimization.leaf_module)"
     for key, value in config.items():
         enabled = value.get("enabled", True) if isinstance(value, dict) else value
-        if key not in _PLANNED and value not in _OFF and enabled not in _OFF:
+        if key not in _PLANNED and value and enabled:
             yield f"DeepSpeed's {key}"
     kind = part(config, "optimizer.type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw"):
         yield f"DeepSpeed's optimizer {kind}"
-
-
-_QUANTIZED = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")

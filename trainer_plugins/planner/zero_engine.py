@@ -47,8 +47,9 @@ class PinnedMemory:
 
 
 @contextlib.contextmanager
-def engine_without_bytes(tracker: Tracker, pinned: PinnedMemory) -> Iterator[None]:
-    """Be in force while an engine is made and runs."""
+def engine_without_bytes(tracker: Tracker, pinned: PinnedMemory) -> Iterator[list[Any]]:
+    """Be in force while an engine is made and runs. Yields the engines that are made."""
+    engines: list[Any] = []
     with contextlib.ExitStack() as stack:
         _state_ends(stack)
         _ranks_agree(stack)
@@ -57,7 +58,8 @@ def engine_without_bytes(tracker: Tracker, pinned: PinnedMemory) -> Iterator[Non
         _ops_are_not_built(stack)
         _memory_is_pinned(stack, pinned)
         _buffers_are_known(stack, tracker)
-        yield
+        _engines_are_watched(stack, tracker, engines)
+        yield engines
 
 
 def _state_ends(stack: contextlib.ExitStack) -> None:
@@ -157,20 +159,36 @@ def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedMemory) -> None
 
 
 def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
-    """What is gathered is a buffer, and what the engine makes at its start belongs to the load."""
-    from deepspeed import DeepSpeedEngine
+    """What is gathered is a buffer, and so is what gradients are reduced in."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    fetch, make, step = PartitionedParameterCoordinator.fetch_sub_module, DeepSpeedEngine.__init__, DeepSpeedEngine.step
-    consolidate = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
+    for kind, name in (
+        (PartitionedParameterCoordinator, "fetch_sub_module"),
+        (DeepSpeedZeroOptimizer, "setup_buckets"),
+    ):
+        stack.enter_context(patch.object(kind, name, _making_buffers(getattr(kind, name), tracker)))
 
-    def fetched(*args: Any, **kwargs: Any) -> Any:
+
+def _making_buffers(original: Any, tracker: Tracker) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
         with tracker.as_category("sharding buffers"):
-            return fetch(*args, **kwargs)
+            return original(*args, **kwargs)
+
+    return made
+
+
+def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines: list[Any]) -> None:
+    """What an engine makes at its start belongs to the load; and a step that it skips would be a number too low."""
+    from deepspeed import DeepSpeedEngine
+
+    make, step = DeepSpeedEngine.__init__, DeepSpeedEngine.step
+    consolidate = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
 
     def made(engine: Any, *args: Any, **kwargs: Any) -> None:
         with tracker.during("load"):
             make(engine, *args, **kwargs)
+        engines.append(engine)
 
     def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
         _name_parts(engine.optimizer, tracker)
@@ -186,7 +204,6 @@ def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
         finally:
             tracker.host_ranks = ranks
 
-    stack.enter_context(patch.object(PartitionedParameterCoordinator, "fetch_sub_module", fetched))
     stack.enter_context(patch.object(DeepSpeedEngine, "__init__", made))
     stack.enter_context(patch.object(DeepSpeedEngine, "step", stepped))
     stack.enter_context(patch.object(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated))
@@ -202,9 +219,7 @@ def _name_parts(optimizer: Any, tracker: Tracker) -> None:
 
     for name, category in _PARTS.items():
         tracker.tag(of(name), category)
-    for bucket in of("ipg_buckets"):
-        buffers = getattr(bucket, "buffer", None)
-        tracker.tag(buffers if isinstance(buffers, list) else [buffers], "sharding buffers")
+    tracker.tag((getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers")
 
 
 _PARTS = {
