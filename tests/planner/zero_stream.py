@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine does, as a list: run on two CPU ranks with bytes, or in the planner without. For test_zero.py.
+"""What DeepSpeed's engine does, as a list: on two CPU ranks with bytes, or in the planner without. For test_zero.py.
 
 `zero_stream.py ranks FOLDER` is one rank of a launch, `zero_stream.py planner FOLDER` the planner's subprocess. Both
 write, for each case, every collective (name, elements, dtype), every weight that is released, and the sizes of parts.
@@ -22,27 +22,42 @@ PINNED = {"device": "cpu", "pin_memory": True}
 CASES: dict[str, dict[str, Any]] = {
     "3, checkpointing": {
         "zero": {
-            **{"stage": 3, "sub_group_size": 50_000, "stage3_param_persistence_threshold": 2048},
-            **{"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 9000, "overlap_comm": True},
+            "stage": 3,
+            "sub_group_size": 50_000,
+            "stage3_param_persistence_threshold": 2048,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": 9000,
+            "overlap_comm": True,
         },
         "gradient_checkpointing": True,
         "gradient_accumulation_steps": 2,
     },
     "3, offloaded": {
         "zero": {
-            **{"stage": 3, "offload_optimizer": PINNED, "offload_param": PINNED, "stage3_max_reuse_distance": 0},
-            **{"stage3_max_live_parameters": 60_000, "stage3_param_persistence_threshold": "auto"},
+            "stage": 3,
+            "offload_optimizer": PINNED,
+            "offload_param": PINNED,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 60_000,
+            "stage3_param_persistence_threshold": "auto",
         },
     },
     "2": {"zero": {"stage": 2, "reduce_bucket_size": 40_000, "allgather_bucket_size": 30_000, "overlap_comm": True}},
     "1, offloaded": {
         "zero": {"stage": 1, "round_robin_gradients": True, "offload_optimizer": {"device": "cpu"}},
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": 3,
     },
 }
 CONFIG = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 499},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False},
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "vocab_size": 499,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_cache": False,
     "architectures": ["LlamaForCausalLM"],
 }
 LENGTH = 32
@@ -53,15 +68,17 @@ COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "
 def arguments(case: dict[str, Any], folder: str) -> dict[str, Any]:
     given = {name: value for name, value in case.items() if name != "zero"}
     return {
-        **{
-            "output_dir": folder,
-            "max_steps": NUM_STEPS,
-            "per_device_train_batch_size": 1,
-            "bf16": True,
-            "report_to": "none",
-        },
-        **{"save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no", "optim": "adamw_torch"},
-        **{"deepspeed": {**AUTO, "zero_optimization": case["zero"]}, **given},
+        "output_dir": folder,
+        "max_steps": NUM_STEPS,
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "optim": "adamw_torch",
+        "deepspeed": {**AUTO, "zero_optimization": case["zero"]},
+        **given,
     }
 
 
@@ -70,8 +87,7 @@ class Recorder:
 
     def __init__(self) -> None:
         import torch
-        from deepspeed import DeepSpeedEngine
-        from deepspeed import comm
+        from deepspeed import DeepSpeedEngine, comm
         from deepspeed.accelerator import get_accelerator
         from deepspeed.runtime.zero import partition_parameters
 
@@ -124,8 +140,12 @@ class Recorder:
         engine = self.engines.pop()
         nothing, *made = self.held
         return {
-            **{"stream": self.stream, "held": [each - nothing for each in made], "parts": parts(engine)},
-            **{"world_size": engine.world_size, "num_steps": engine.global_steps, "pinned": self.pinned},
+            "stream": self.stream,
+            "held": [each - nothing for each in made],
+            "parts": parts(engine),
+            "world_size": engine.world_size,
+            "num_steps": engine.global_steps,
+            "pinned": self.pinned,
         }
 
 
@@ -164,7 +184,7 @@ def parts(engine: Any) -> dict[str, Any]:
 
 
 def states(optimizer: Any) -> list[int]:
-    sizes = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
     for state in optimizer.optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             sizes[name] += state[name].numel()

@@ -39,9 +39,7 @@ class Ddp:
             stack.enter_context(patch.object(dist.Logger, "set_runtime_stats_and_log", lambda logger: None))  # timers
             # It reads the sizes that other ranks send; here they are this one's.
             stack.enter_context(
-                patch.object(
-                    torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
-                )
+                patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_, **__: None)
             )
             rebuild, build = dist.Reducer._rebuild_buckets, DistributedDataParallel._ddp_init_helper
 

@@ -15,9 +15,6 @@ OPTIMIZER_STEPS = 3
 """In the first the optimizer makes its states. The second has them, and the third is the first whose blocks lie where
 one like it has left them: what is reserved grows until then."""
 
-_MICRO_STEPS_RUN = 2
-"""The second micro-batch of a step adds to gradients; the third does what the second did."""
-
 _EVALUATION_STEPS_RUN = 2
 
 
@@ -133,15 +130,19 @@ def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
 
 
 def _skip_like_micro_steps(trainer: Any) -> None:
-    """Do nothing in the micro-steps that repeat the one before; their batches are on the card all the same."""
+    """Do nothing between the first micro-step and the last; the batches of all are on the card all the same.
+
+    The second adds to the gradients of the first. The last does no other than that, and with ranks it is the one after
+    which they are reduced, or an engine steps.
+    """
     training_step = trainer.training_step
-    count = 0
+    count, last = 0, trainer.args.gradient_accumulation_steps - 1
 
     def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
-        position = count % trainer.args.gradient_accumulation_steps
+        position = count % (last + 1)
         count += 1
-        if position >= _MICRO_STEPS_RUN:
+        if 0 < position < last:
             return torch.zeros((), device=trainer.args.device)
         return training_step(model, inputs, *args, **kwargs)
 

@@ -138,7 +138,7 @@ def predict(request: Any) -> Any:
         context_bytes=context,
         num_parameters=sizes[0],
         num_trainable_parameters=sizes[1],
-        versions={"torch": torch.__version__, **_versions("transformers", "accelerate", "peft")},
+        versions={"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")},
         timeline=shown.timeline,
     )
 
@@ -203,8 +203,8 @@ def _forget_accelerate() -> None:
 def _vocabulary_of(model: Any) -> int:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
-    shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))
-    return int(shape[0]) if len(shape) == 2 else -1
+    shape: list[int] = [*getattr(weight, "ds_shape", getattr(weight, "shape", ()))]
+    return shape[0] if len(shape) == 2 else -1
 
 
 def _size(parameter: Any) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.ranks import as_first_rank
+from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Trace, Tracker
 from trainer_plugins.planner.zero_config import refuse_config
@@ -35,8 +36,8 @@ class Zero:
 
         with as_first_rank(self._request, tracker), engine_without_bytes(tracker, self._pinned) as engines:
             yield
-            if not any(engine.zero_optimization() for engine in engines):
-                raise NotPredicted("DeepSpeed: the Trainer of this run has made no engine with ZeRO")
+            if not engines or engines[-1].global_steps < OPTIMIZER_STEPS:
+                raise NotPredicted("DeepSpeed: in this run no engine takes the steps of the Trainer")
 
     def prepare(self, trainer: Any) -> None:
         pass

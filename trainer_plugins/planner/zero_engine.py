@@ -38,7 +38,7 @@ class PinnedMemory:
         return self._block(1 << max(0, length - 1).bit_length())[:length].view(dtype).view(shape)
 
     def _block(self, size: int) -> torch.Tensor:
-        use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+        use_count: Any = torch._C._storage_Use_Count
         for block in self._blocks:
             if block.numel() == size and use_count(block.untyped_storage()._cdata) == _HELD_HERE:
                 return block
