@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from trainer_plugins.planner import zero_views
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.trace import Tracker
 
@@ -160,19 +161,22 @@ def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedMemory) -> None
 
 def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
     """What is gathered is a buffer, and so is what gradients are reduced in."""
+    from deepspeed.runtime.zero import stage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    for kind, name in (
-        (PartitionedParameterCoordinator, "fetch_sub_module"),
-        (DeepSpeedZeroOptimizer, "setup_buckets"),
-    ):
-        stack.enter_context(patch.object(kind, name, _making_buffers(getattr(kind, name), tracker)))
+    makers: tuple[tuple[Any, str, Any], ...] = (
+        (PartitionedParameterCoordinator, "fetch_sub_module", zero_views.while_gathering),
+        (stage3, "reduce_scatter_coalesced", zero_views.while_reducing),
+        (DeepSpeedZeroOptimizer, "setup_buckets", contextlib.nullcontext),
+    )
+    for owner, name, views in makers:
+        stack.enter_context(patch.object(owner, name, _making_buffers(getattr(owner, name), tracker, views)))
 
 
-def _making_buffers(original: Any, tracker: Tracker) -> Any:
+def _making_buffers(original: Any, tracker: Tracker, views: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> Any:
-        with tracker.as_category("sharding buffers"):
+        with tracker.as_category("sharding buffers"), views():
             return original(*args, **kwargs)
 
     return made
