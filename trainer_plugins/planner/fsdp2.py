@@ -41,6 +41,7 @@ class Fsdp2:
                 tracker.host_ranks = 1
             for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
                 stack.enter_context(_as_buffers(name, tracker))
+            stack.enter_context(_gradients_are_known(tracker))
             stack.enter_context(_mesh_has_values())
             stack.enter_context(_data_is_moved_with_its_device())
             # accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
@@ -70,6 +71,23 @@ def _as_buffers(name: str, tracker: Tracker) -> Any:
             return original(*args, **kwargs)
 
     return patch.object(module, name, counted)
+
+
+def _gradients_are_known(tracker: Tracker) -> Any:
+    """Those that are not reduced yet are whole, and belong to no parameter of the model."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    original = FSDPParamGroup.post_backward
+
+    def told(group: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(group, *args, **kwargs)
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            kept = (getattr(parameter, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            tracker.tag((each for each in kept if each is not None), "gradients")
+        return result
+
+    return patch.object(FSDPParamGroup, "post_backward", told)
 
 
 def _mesh_has_values() -> Any:

@@ -16,7 +16,8 @@ OPTIMIZER_STEPS = 3
 one like it has left them: what is reserved grows until then."""
 
 _MICRO_STEPS_RUN = 2
-"""The second micro-batch of a step adds to gradients; the third does what the second did."""
+"""The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which ranks
+reduce."""
 
 _EVALUATION_STEPS_RUN = 2
 
@@ -141,7 +142,7 @@ def _skip_like_micro_steps(trainer: Any) -> None:
         nonlocal count
         position = count % trainer.args.gradient_accumulation_steps
         count += 1
-        if position >= _MICRO_STEPS_RUN:
+        if _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1:
             return torch.zeros((), device=trainer.args.device)
         return training_step(model, inputs, *args, **kwargs)
 
