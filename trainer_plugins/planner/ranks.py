@@ -52,6 +52,8 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         # Of the two ways to ask which accelerator there is, one looks at how torch was built.
         stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device)))
         stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
+        # The first rank has what it sends; and it would send tensors without bytes.
+        stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
         # All ranks have batches of one size; here their sizes would be asked of tensors that have no values.
         stack.enter_context(patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor))
         _prove()

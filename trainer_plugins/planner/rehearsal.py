@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.planner import sharded_checkpoint
 from trainer_plugins.planner.trace import Tracker
 
 Batch = dict[str, Any]
@@ -44,10 +45,11 @@ def rehearse(run: Any, tracker: Tracker) -> None:
             _skip_like_evaluation_steps(trainer, num_batches)
             with tracker.during("evaluation"):
                 trainer.evaluate()
+        is_sharded = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
         if run.saves:
-            _save(trainer, tracker)
+            (sharded_checkpoint.save if is_sharded else _save)(trainer, tracker)
         if run.saves and run.resumes:
-            _resume(trainer, tracker)
+            (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
 
 
 def _name_parameters(model: Any, tracker: Tracker) -> None:
