@@ -99,9 +99,9 @@ def test_states_are_those_of_the_paper(both):
 
 
 def test_pinned_blocks_are_kept_and_used_again():
-    from trainer_plugins.planner.zero_engine import PinnedMemory
+    from trainer_plugins.planner.zero_engine import PinnedBlocks
 
-    pinned = PinnedMemory()
+    pinned = PinnedBlocks()
     first = pinned.empty((300, 3), torch.float32)
     assert (first.shape, first.dtype, pinned.num_bytes) == ((300, 3), torch.float32, 4096)
     second = pinned.empty((2000,), torch.bfloat16)

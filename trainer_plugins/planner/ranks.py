@@ -12,16 +12,22 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.planner import streams
+from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Tracker
 
 
 @contextlib.contextmanager
 def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib.ExitStack]:
-    """Let torch, accelerate and transformers find a launched process. Yields where to put what else is needed."""
+    """Let torch, accelerate and transformers find a launched process. Yields where to put what else is needed.
+
+    Raises:
+        NotPredicted: this torch cannot.
+    """
     from accelerate import Accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,13 +47,24 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         stack.callback(dist.destroy_process_group)
         for name, answer in streams.answers(tracker).items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream))
         stack.enter_context(patch.object(torch.cuda, "device_count", lambda: num_local))
         # Of the two ways to ask which accelerator there is, one looks at how torch was built.
         stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device)))
         stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
+        # The first rank has what it sends; and it would send tensors without bytes.
+        stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
         # All ranks have batches of one size; here their sizes would be asked of tensors that have no values.
         stack.enter_context(patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor))
+        _prove()
         yield stack
+
+
+def _prove() -> None:
+    try:
+        dist.broadcast(torch.empty(1, device="cuda"), 0)
+    except UnsupportedOperatorException as error:
+        raise NotPredicted(f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors") from error
 
 
 def forget_accelerate() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.planner import sharded_checkpoint
 from trainer_plugins.planner.trace import Tracker
 
 Batch = dict[str, Any]
@@ -14,6 +15,10 @@ Batch = dict[str, Any]
 OPTIMIZER_STEPS = 3
 """In the first the optimizer makes its states. The second has them, and the third is the first whose blocks lie where
 one like it has left them: what is reserved grows until then."""
+
+_MICRO_STEPS_RUN = 2
+"""The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which ranks
+reduce."""
 
 _EVALUATION_STEPS_RUN = 2
 
@@ -40,10 +45,11 @@ def rehearse(run: Any, tracker: Tracker) -> None:
             _skip_like_evaluation_steps(trainer, num_batches)
             with tracker.during("evaluation"):
                 trainer.evaluate()
+        is_sharded = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
         if run.saves:
-            _save(trainer, tracker)
+            (sharded_checkpoint.save if is_sharded else _save)(trainer, tracker)
         if run.saves and run.resumes and not trainer.is_deepspeed_enabled:
-            _resume(trainer, tracker)
+            (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
 
 
 def _name_parameters(model: Any, tracker: Tracker) -> None:
@@ -130,19 +136,15 @@ def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
 
 
 def _skip_like_micro_steps(trainer: Any) -> None:
-    """Do nothing between the first micro-step and the last; the batches of all are on the card all the same.
-
-    The second adds to the gradients of the first. The last does no other than that, and with ranks it is the one after
-    which they are reduced, or an engine steps.
-    """
+    """Do nothing in the micro-steps that repeat the one before; their batches are on the card all the same."""
     training_step = trainer.training_step
-    count, last = 0, trainer.args.gradient_accumulation_steps - 1
+    count = 0
 
     def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
-        position = count % (last + 1)
+        position = count % trainer.args.gradient_accumulation_steps
         count += 1
-        if 0 < position < last:
+        if _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1:
             return torch.zeros((), device=trainer.args.device)
         return training_step(model, inputs, *args, **kwargs)
 

@@ -57,18 +57,21 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
     """Choose by what the launch and the arguments ask for.
 
     Raises:
+        PlanError: what they ask for contradicts itself.
         NotPredicted: there is no strategy here for it.
     """
-    if getattr(args, "deepspeed", None):
+    _refuse_other_batches(request, args)
+    if getattr(args, "deepspeed", None) or request.deepspeed is not None:
         from trainer_plugins.planner.zero import zero_strategy
 
-        return zero_strategy(_deepspeed_config(args.deepspeed), request, args)
-    if getattr(args, "fsdp", None):
+        return zero_strategy(_deepspeed_config(request, args), request, args)
+    several = request.num_gpus > 1 or request.environment.get("ACCELERATE_USE_FSDP") == "true"
+    if several and request.device != "cuda":
+        raise NotPredicted(f"several ranks on {request.device}")
+    if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
         from trainer_plugins.planner.fsdp2 import Fsdp2
 
         return Fsdp2(request)
-    if request.launch_file is not None:
-        raise NotPredicted(f"what {request.launch_file} launches: files of accelerate")
     if request.num_gpus > 1:
         from trainer_plugins.planner.ddp import Ddp
 
@@ -76,10 +79,23 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
     return SingleGpu()
 
 
-def _deepspeed_config(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return given
+def _refuse_other_batches(request: PlanRequest, args: Any) -> None:
+    """Of what makes the micro-batch of a rank another one than its arguments say."""
+    if getattr(args, "parallelism_config", None) is not None:
+        raise NotPredicted("tensor, context and replicated parallelism (parallelism_config)")
+    loading, rows = args.accelerator_config, args.per_device_train_batch_size
+    if request.num_gpus > 1 and loading.split_batches:
+        if rows % request.num_gpus:
+            raise PlanError(f"split_batches cannot divide {rows} rows among {request.num_gpus} GPUs")
+        raise NotPredicted("split_batches (accelerator_config)")
+    if request.num_gpus > 1 and loading.dispatch_batches:
+        raise NotPredicted("dispatch_batches (accelerator_config)")
+
+
+def _deepspeed_config(request: PlanRequest, args: Any) -> dict[str, Any]:
+    """As it was written: by the Trainer's arguments, which go before a launcher's."""
+    given = getattr(args, "deepspeed", None) or request.deepspeed
     try:
-        return read_mapping(Path(given))[0]
+        return given if isinstance(given, dict) else read_mapping(Path(str(given)))[0]
     except ConfigError as error:
         raise PlanError(f"--deepspeed: {error}") from error

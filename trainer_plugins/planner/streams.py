@@ -53,6 +53,9 @@ def answers(tracker: Tracker) -> dict[str, Any]:
         def query(self) -> bool:
             return True
 
+        def is_capturing(self) -> bool:
+            return False
+
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Stream) and other.number == self.number
 

@@ -91,6 +91,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._host_bytes: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._host_now = self._host_peak = 0
+        self._pinned: set[int] = set()
+        self._pinned_now = 0
+        self.pinned_peak_bytes = 0
+        """Of a node's main memory, what is pinned."""
+
         self._workspaces: set[int] = set()
 
     def trace(self) -> Trace:
@@ -165,6 +170,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep_workspace(self, num_bytes: int, operation: str) -> None:
         """What a library takes at its first use, and keeps."""
         self._alloc(num_bytes, operation, None, category="workspaces")
+
+    def pin(self, tensor: Any) -> None:
+        """Say that a tensor on the host is pinned: it takes a power of two, ATen/core/CachingHostAllocator.h."""
+        key = _key(tensor.untyped_storage())
+        if key in self._pinned or key not in self._host_bytes:
+            return
+        reference, before = self._host_bytes[key]
+        after = (1 << max(0, tensor.untyped_storage().nbytes() - 1).bit_length()) * self.host_ranks
+        self._host_bytes[key] = (reference, after)
+        self._pinned.add(key)
+        self._pinned_now += after
+        self._host_now += after - before
+        self._host_peak = max(self._host_peak, self._host_now)
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._pinned_now)
+
+    def is_pinned(self, tensor: Any) -> bool:
+        """Whether `pin` was told."""
+        return _key(tensor.untyped_storage()) in self._pinned
 
     def emptied(self) -> None:
         """The cache was given back by the program."""
@@ -267,7 +290,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
 
         def died(_: Any) -> None:
-            self._host_now -= self._host_bytes.pop(key)[1]
+            num_bytes = self._host_bytes.pop(key)[1]
+            self._host_now -= num_bytes
+            if key in self._pinned:
+                self._pinned.remove(key)
+                self._pinned_now -= num_bytes
 
         num_bytes = storage.nbytes() * self.host_ranks
         self._host_bytes[key] = (weakref.ref(storage, died), num_bytes)

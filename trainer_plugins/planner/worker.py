@@ -54,12 +54,16 @@ def predict(request: Any) -> Any:
     from trainer_plugins.allocator.settings import parse
     from trainer_plugins.planner import build, refusals
     from trainer_plugins.planner.environment import World, in_world
+    from trainer_plugins.planner.launched import resolved
     from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
+    from trainer_plugins.planner.ranks import forget_accelerate
     from trainer_plugins.planner.rehearsal import rehearse
     from trainer_plugins.planner.replay import live_at_peak, replay
     from trainer_plugins.planner.strategies import strategy_of
 
     card = request.card
+    request = resolved(request)
+    os.environ.update(request.environment)
     try:
         rules = AllocatorRules.of(parse(request.allocator))
     except ValueError as error:
@@ -71,7 +75,7 @@ def predict(request: Any) -> Any:
         **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
         has_padding=request.has_padding is True,
     )
-    _forget_accelerate()
+    forget_accelerate()
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
         args = build.arguments_of(request.source)
         refusals.refuse_arguments(args)
@@ -190,14 +194,6 @@ def _where(error: BaseException) -> str:
             place = f" (in {Path(code.co_filename).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return place
-
-
-def _forget_accelerate() -> None:
-    """A process has one state of accelerate; each prediction is another run."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 def _vocabulary_of(model: Any) -> int:

@@ -1,6 +1,9 @@
 """DeepSpeed ZeRO-1, 2 and 3: DeepSpeed's own engine, on one rank of many, on tensors without bytes. Imports torch."""
 
+import base64
 import contextlib
+import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,10 +26,10 @@ class Zero:
     )
 
     def __init__(self, config: dict[str, Any], request: PlanRequest) -> None:
-        from trainer_plugins.planner.zero_engine import PinnedMemory
+        from trainer_plugins.planner.zero_engine import PinnedBlocks
 
         self._request = request
-        self._pinned = PinnedMemory()
+        self._pinned = PinnedBlocks()
         if config["zero_optimization"]["stage"] == 3:
             self.not_reliable += ("ZeRO-3, host: reading a checkpoint at load is not counted",)
 
@@ -34,6 +37,7 @@ class Zero:
     def around(self, tracker: Tracker) -> Iterator[None]:
         from trainer_plugins.planner.zero_engine import engine_without_bytes
 
+        os.environ.update(_exported(self._request))
         with as_first_rank(self._request, tracker), engine_without_bytes(tracker, self._pinned) as engines:
             yield
             if not engines or engines[-1].global_steps < OPTIMIZER_STEPS:
@@ -47,6 +51,14 @@ class Zero:
 
     def host_pinned_bytes_per_node(self) -> int:
         return self._pinned.num_bytes * (self._request.num_gpus // self._request.num_nodes)
+
+
+def _exported(request: PlanRequest) -> dict[str, str]:
+    """What `accelerate launch` tells its processes: accelerate/utils/launch.py, prepare_deepspeed_cmd_env."""
+    if request.deepspeed is None:
+        return {}
+    config = base64.urlsafe_b64encode(json.dumps(request.deepspeed).encode()).decode()
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}
 
 
 def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Any) -> Zero:

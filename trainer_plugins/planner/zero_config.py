@@ -1,5 +1,6 @@
 """What of a DeepSpeed config can be planned for. Its keys are those of `launch/lint`, in the words of that page."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,8 @@ def refuse_config(config: dict[str, Any]) -> None:
         PlanError: DeepSpeed does not know a key of it, or stops at a value.
         NotPredicted: it asks for what nothing here can say anything about, by name.
     """
-    document = Document(name="deepspeed", deepspeed=config)
+    written = {key: value for key, value in config.items() if value != math.inf}  # accelerate's steps_per_print
+    document = Document(name="deepspeed", deepspeed=written)
     for finding in schema_findings(document):
         if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
             raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")

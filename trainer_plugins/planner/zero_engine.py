@@ -19,7 +19,7 @@ from trainer_plugins.planner.trace import Tracker
 _HELD_HERE = 2  # by the tensor, and by the Python object of the storage
 
 
-class PinnedMemory:
+class PinnedBlocks:
     """torch's allocator of pinned memory: blocks of powers of two, which are kept when a tensor dies.
 
     ATen/core/CachingHostAllocator.h: `size_t roundSize = c10::llvm::PowerOf2Ceil(size)`, and free lists by that size.
@@ -48,7 +48,7 @@ class PinnedMemory:
 
 
 @contextlib.contextmanager
-def engine_without_bytes(tracker: Tracker, pinned: PinnedMemory) -> Iterator[list[Any]]:
+def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[list[Any]]:
     """Be in force while an engine is made and runs. Yields the engines that are made."""
     engines: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
         stack.enter_context(patch.object(builder, "load", lambda *_, **__: _Op()))
 
 
-def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedMemory) -> None:
+def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedBlocks) -> None:
     """accelerator/abstract_accelerator.py: everything that the engine pins goes through these two."""
     from deepspeed.accelerator import get_accelerator
 
