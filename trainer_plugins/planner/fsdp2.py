@@ -44,8 +44,8 @@ class Fsdp2:
             stack.enter_context(_gradients_are_known(tracker))
             stack.enter_context(_mesh_has_values())
             stack.enter_context(_data_is_moved_with_its_device())
-            # accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
-            stack.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
+            for each in _parameters_have_addresses():
+                stack.enter_context(each)
             yield
 
     def prepare(self, trainer: Any) -> None:
@@ -113,6 +113,34 @@ def _data_is_moved_with_its_device() -> Any:
             tensor.fake_device = value.fake_device
 
     return patch.object(FakeTensor, "data", property(plain.__get__, assign), create=True)
+
+
+def _parameters_have_addresses() -> Iterator[Any]:
+    """accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
+
+    Only there: whoever else finds an address behind it copies bytes, and there are none.
+    """
+    from accelerate import accelerator as module
+
+    addresses = patch.object(FakeTensor, "data_ptr", _address, create=True)
+    prepare, shard = module.Accelerator._prepare_fsdp2, module.fsdp2_prepare_model
+
+    def prepared(*args: Any) -> Any:
+        addresses.start()
+        try:
+            return prepare(*args)
+        finally:
+            addresses.stop()
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        addresses.stop()
+        try:
+            return shard(*args, **kwargs)
+        finally:
+            addresses.start()
+
+    yield patch.object(module.Accelerator, "_prepare_fsdp2", prepared)
+    yield patch.object(module, "fsdp2_prepare_model", sharded)
 
 
 def _address(tensor: Any) -> int:

@@ -10,7 +10,7 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
 
 # Findings of form that stop a launch, or would make it another one than was written.
 _MALFORMED = ("config-duplicate-key", "config-unknown-key", "config-wrong-type", "config-removed-key")
@@ -22,6 +22,8 @@ _REFUSED = {
 }
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _FREE_PORT = "0"
+GPUS_PER_NODE = 8
+"""Where nobody says how many."""
 
 
 def resolved(request: PlanRequest) -> PlanRequest:
@@ -32,7 +34,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
         NotPredicted: it launches what there is no strategy for.
     """
     if request.launch_file is None:
-        return replace(request, num_gpus=max(1, request.num_gpus))
+        return _in_nodes(replace(request, num_gpus=max(1, request.num_gpus)))
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}
@@ -59,6 +61,12 @@ def resolved(request: PlanRequest) -> PlanRequest:
     if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
         raise NotPredicted(f"FSDP1 ({name}; fsdp_version 2 is)")
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
+
+
+def _in_nodes(request: PlanRequest) -> PlanRequest:
+    whole, rest = divmod(request.num_gpus, GPUS_PER_NODE)
+    told = request.num_nodes > 1 or not isinstance(request.source, ConfigSource)
+    return request if told or rest or whole < 2 else replace(request, num_nodes=whole)
 
 
 def _document(path: str) -> Document:

@@ -107,6 +107,8 @@ def predict(request: Any) -> Any:
         breakdown[storage.category] += num_bytes
     if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
         not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
+    if request.num_nodes > 1 and request.launch_file is None:
+        rehearsed.assumptions.append(f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes")
     return MemoryPlan(
         allocated_peak_bytes=free.allocated_peak_bytes,
         reserved_peak_bytes=shown.reserved_peak_bytes,
