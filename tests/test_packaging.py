@@ -38,6 +38,7 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
         "trainer_plugins/testing/nvml/nvml.c",
         "trainer_plugins/testing/simgpu/backend.cpp",
         "trainer_plugins/planner/fake_cuda.cpp",
+        "trainer_plugins/report/plan.html.jinja",
     ],
 )
 def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -133,6 +134,20 @@ def read_timeline(path: Path) -> list[Entry]:
     """
     with path.open(encoding="utf-8", errors="replace") as lines:
         return [entry for entry in map(from_line, lines) if entry is not None]
+
+
+def read_run(run_dir: Path) -> dict[int, list[Entry]]:
+    """Read the timelines of a run, by rank.
+
+    Raises:
+        ValueError: there are none.
+        OSError: a file cannot be read.
+    """
+    found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in run_dir.glob("memory/rank-*.jsonl"))
+    files = {int(match[1]): path for match, path in found if match}
+    if not files:
+        raise ValueError(f"{run_dir} has no memory/rank-*.jsonl: give the output_dir of a run that had MemoryWatchdog")
+    return {rank: read_timeline(path) for rank, path in sorted(files.items())}
 
 
 class Timeline:

@@ -22,6 +22,8 @@ CHECKPOINTING = (
     *("--gradient_checkpointing", "True"),
     *("--gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
 )
+REENTRANT = ("--gradient_checkpointing_kwargs", '{"use_reentrant": true}')
+WIDE = {"num_hidden_layers": 2, "intermediate_size": 8192}
 
 
 def request(
@@ -73,6 +75,9 @@ REQUESTS = {
     "mixtral": request("mixtral-4.7b", *CHECKPOINTING, rows=2, sequence_length=1024),
     "bert": request("bert-base", rows=16, sequence_length=512, dtype="float32"),
     "bert, padded": request("bert-base", rows=16, sequence_length=512, dtype="float32", padded=True),
+    "wide": request(tiny(**WIDE), "--optim", "sgd", rows=8),
+    "wide, checkpointing": request(tiny(**WIDE), "--optim", "sgd", *CHECKPOINTING, rows=8),
+    "wide, reentrant": request(tiny(**WIDE), "--optim", "sgd", "--gradient_checkpointing", "True", *REENTRANT, rows=8),
     # What is wrong, and what nothing is known about.
     "no model": request({"hello": 1}),
     "unknown model": request({"model_type": "no-such-model"}),
@@ -84,7 +89,7 @@ REQUESTS = {
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
     "compile": request(tiny(), "--torch_compile", "True"),
     "liger": request(tiny(), "--use_liger_kernel", "True"),
-    "8 bit": request(tiny(), "--optim", "adamw_bnb_8bit"),
+    "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_2")),
     "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
     "ddp": request(tiny(), num_gpus=8),
@@ -182,6 +187,19 @@ def test_experts_are_all_there(outcomes):
     assert plan.fits is True
 
 
+@pytest.mark.parametrize("name", ["wide", "wide, checkpointing", "wide, reentrant"])
+def test_what_a_backward_makes_is_of_the_module_whose_forward_made_the_node(outcomes, name):
+    """Only the MLP of a layer has tensors of this size, and no module runs where there is no checkpointing."""
+    plan = plan_of(outcomes, name)
+    large = [tensor for tensor in plan.top_tensors if tensor.num_bytes == 8 * 2048 * 8192 * 2]
+    made = [tensor for tensor in large if tensor.moment == "backward"]
+    assert plan.moment == "backward"
+    assert len(made) >= 4
+    assert {tensor.moment for tensor in large} <= {"forward", "backward"}
+    (layer,) = {tensor.module.rpartition(".mlp")[0] for tensor in made}
+    assert layer in ("model.layers.0", "model.layers.1")
+
+
 def test_padding_makes_masks(outcomes):
     assert (
         plan_of(outcomes, "bert, padded").allocated_peak_bytes
@@ -217,7 +235,7 @@ def test_bad_input_is_one_line(outcomes, name, line):
     [
         ("compile", "torch.compile"),
         ("liger", "Liger kernels"),
-        ("8 bit", "the optimizer adamw_bnb_8bit"),
+        ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("quantized", "quantized model"),
         ("ddp", "DDP on 8 GPUs"),

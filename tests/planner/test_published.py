@@ -47,9 +47,12 @@ def test_the_architectures_are_those_of_transformers() -> None:
         assert hasattr(transformers, config.architectures[0]), name
 
 
-def test_two_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
-    runs = ("smollm2-135m LORA r32 fp16 b2 s512", "tinyllama-1.1b LORA r32 fp16 b2 s2048")
-    keys = [f"fitcheck 2026-09-15: {run} efficient checkpointing" for run in runs]
+def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
+    """Of 2026-09-15 the direction of addresses was learned (allocator/model.py), of 2026-09-16 nothing was."""
+    keys = [
+        "fitcheck 2026-09-15: tinyllama-1.1b LORA r32 fp16 b2 s2048 efficient checkpointing",
+        "fitcheck 2026-09-16: smollm2-1.7b LORA r32 fp16 b1 s2048 eager checkpointing",
+    ]
     measured = {row.key: row.measured for row in published()}
 
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Several GPUs: what ranks make and send, against real ranks on the CPU; what a launch file starts; 1024 GPUs on paper."""
+"""Several GPUs: what ranks make and send, against real ranks on the CPU; what a launch file starts; 1024 GPUs."""
 
 import contextlib
 import json
@@ -67,7 +67,9 @@ def test_fsdp2_gathers_and_reduces_what_real_ranks_do(real, predicted, name):
     buffers = Counter({(stream, size): n for (kind, stream, size), n in made.items() if kind == "sharding buffers"})
     sent = Counter(facts["gathered"]) + Counter(facts["unsharded"]) + Counter(facts["reduced"])
     assert sum_by_size(buffers) == sent
-    reduced = Counter({size: n for (kind, stream, size), n in made.items() if (kind, stream) == ("gradients", REDUCED_TO)})
+    reduced = Counter(
+        {size: n for (kind, stream, size), n in made.items() if (kind, stream) == ("gradients", REDUCED_TO)}
+    )
     assert reduced == Counter(facts["gradients"])
     assert plan["num_gpus"] == 2
     assert plan["breakdown"]["weights"] == facts["weights"]
@@ -108,7 +110,9 @@ def small(*flags: str, launch_file: str | None = None, num_gpus: int = 8, **fiel
     return type(asked)(**{**{name: getattr(asked, name) for name in asked.__slots__}, "launch_file": launch_file})
 
 
-ONE_MACHINE = [name for name in names() if "multinode" not in name and name not in ("single_device", "one_gpu_7b_offload")]
+ONE_MACHINE = [
+    name for name in names() if "multinode" not in name and name not in ("single_device", "one_gpu_7b_offload")
+]
 SHARDED = '{"version": 2, "cpu_offload": true, "reshard_after_forward": true}'
 
 

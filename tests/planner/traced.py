@@ -24,7 +24,8 @@ def noted(_: object, trace: Trace) -> Trace:
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    Ddp.on_one_rank = Fsdp2.on_one_rank = noted
+    for strategy in (Ddp, Fsdp2):
+        strategy.on_one_rank = noted  # type: ignore[method-assign,assignment]
     worker.main(*sys.argv[1:])
     Path(f"{sys.argv[2]}.seen").write_text(json.dumps(SEEN))
     os._exit(0)  # as the worker does

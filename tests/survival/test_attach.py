@@ -10,6 +10,7 @@ from transformers import Trainer
 from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_trainer, survive
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.finality import is_reentrant
 from trainer_plugins.survival.run import memo_of
 from trainer_plugins.timeline import Remark, read_timeline
 from trainer_plugins.units import MIB
@@ -105,6 +106,7 @@ def test_the_limit_goes_with_the_checkpoint(tmp_path, restores: bool) -> None:
     assert off_by_steps(first.gradients + second.gradients, whole.gradients) <= 1e-12
     assert min(second.num_allocations) >= 1.8 * max(whole.num_allocations), "each is divided beforehand"
     assert len(remarks(tmp_path, "out-of-memory-survived")) == 1
+    assert [logs["step"] for logs in second.trainer.state.log_history if "out_of_memory_survived" in logs] == [1]
 
 
 def test_the_limit_of_another_way_to_train_is_not_taken_up(tmp_path) -> None:
@@ -170,10 +172,22 @@ def test_one_row_that_does_not_fit_switches_checkpointing_on(tmp_path) -> None:
     survived = Run(trainer, {0: [whole.num_allocations[0] * 3 // 4]})
 
     assert trainer.model.is_gradient_checkpointing
+    assert not is_reentrant(trainer.model), "which would finish gradients in parts"
     assert gradients_off_by(survived, whole) <= 1e-12
     assert (
         "in one piece, with checkpointing switched on" in remarks(tmp_path, "out-of-memory-survived")[0].finding.summary
     )
+    survival.detach()
+    assert not trainer.model.is_gradient_checkpointing
+
+
+def test_a_second_training_goes_on_with_what_the_first_has_switched_on(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, per_device_train_batch_size=1)
+    survival = survive_oom(trainer)
+    Run(trainer, {0: [200]})
+    trainer.train()
+
+    assert memo_of(trainer).rungs == ["checkpointing"]
     survival.detach()
     assert not trainer.model.is_gradient_checkpointing
 

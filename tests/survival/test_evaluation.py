@@ -4,10 +4,17 @@ import gc
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.models import tiny_llama
-from tests.survival.failing import Allocations, ragged_rows, small_trainer
+from tests.survival.failing import Allocations, padded, ragged_rows, small_trainer
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
 from trainer_plugins.units import MIB
@@ -29,11 +36,16 @@ def packed(rows):
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
+def without_cache():
+    """With one, transformers before 5 lets packed sequences look at each other."""
+    return tiny_llama(use_cache=False).double()
+
+
 FAMILIES: dict[str, dict] = {
     "causal": {},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "sequence classification": {"make_model": classifier, "data_collator": classes},
-    "packed": {"data_collator": packed},
+    "packed": {"data_collator": packed, "make_model": without_cache},
 }
 
 
@@ -81,11 +93,124 @@ def test_loss_metrics_and_predictions_are_those_of_the_whole(tmp_path, family: s
     assert second.finding.summary.startswith("an evaluation batch of ")
 
 
+def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
+    """Loss and metrics, tokens and labels, and the number of allocations of an evaluation that generates."""
+    seen = []
+
+    def keep(predictions):
+        seen.extend([predictions.predictions, predictions.label_ids])
+        return {"sum": float(predictions.predictions.sum())}
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that rows do not all generate the same
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    trainer = small_trainer(
+        tmp_path,
+        model,
+        compute_metrics=keep,
+        trainer_class=Seq2SeqTrainer,
+        args_class=Seq2SeqTrainingArguments,
+        per_device_eval_batch_size=8,
+        predict_with_generate=True,
+        **options,
+    )
+    trainer.eval_dataset = ragged_rows(20)
+    if fail_at:
+        survive_oom(trainer)
+    with Allocations() as allocations:
+        allocations.begin(list(fail_at))
+        metrics = trainer.evaluate(max_new_tokens=12)
+    assert allocations.num_failed == len(fail_at)
+    told = ("runtime", "per_second", "preparation_time")
+    return {name: value for name, value in metrics.items() if not name.endswith(told)}, seen, allocations.num
+
+
+@pytest.mark.parametrize("options", [{}, {"generation_num_beams": 3}], ids=["greedy", "beams"])
+def test_what_is_generated_is_what_the_whole_would_have_been(tmp_path, options) -> None:
+    expected, (tokens, labels), num = generated(tmp_path / "whole", **options)
+    # While it generates, a part of it again, and in the forward pass for the loss of a later batch.
+    metrics, (small_tokens, small_labels), _ = generated(tmp_path / "parts", (num // 9, num // 5, num), **options)
+
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert (small_tokens == tokens).all()
+    assert len({tuple(row) for row in tokens.tolist()}) > 10, "rows generate different tokens"
+    assert (small_labels == labels).all()
+    first, *_ = remarks(tmp_path / "parts", "out-of-memory-survived")
+    assert "8 rows to generate from did not fit" in first.finding.summary
+
+
 def test_one_row_that_does_not_fit_ends_it_with_the_words_of_the_error(tmp_path) -> None:
     with pytest.raises(
         torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*nothing smaller to try than one example"
     ):
         evaluated(tmp_path, (30,), per_device_eval_batch_size=1)
+
+
+def test_one_sequence_that_is_longer_than_the_limit_is_computed_as_it_is(tmp_path) -> None:
+    """Which does not lie as those do by which the limit was found: nothing was measured of it."""
+
+    def loss(fail_at: list[int]) -> float:
+        trainer = small_trainer(tmp_path, without_cache(), data_collator=packed, per_device_eval_batch_size=8)
+        trainer.eval_dataset = [*ragged_rows(16), {"input_ids": torch.arange(1, 81)}]
+        if fail_at:
+            survive_oom(trainer)
+        with Allocations() as allocations:
+            allocations.begin(fail_at)
+            return trainer.evaluate()["eval_loss"]
+
+    assert loss([60]) == pytest.approx(loss([]), rel=1e-6)
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 1
+
+
+def test_a_loss_that_is_asked_for_otherwise_is_weighed_otherwise(tmp_path) -> None:
+    """The Trainer gives the number of tokens by which a loss is divided. Without it a loss is a mean."""
+    trainer = small_trainer(tmp_path, per_device_eval_batch_size=8)
+    trainer.eval_dataset = ragged_rows(8)
+
+    def mean() -> float:
+        with torch.no_grad():
+            loss, outputs = trainer.compute_loss(trainer.model.eval(), padded(ragged_rows(8)), return_outputs=True)
+        assert len(outputs.logits) == 8
+        return float(loss)
+
+    expected = mean()
+    survive_oom(trainer)
+    with Allocations() as allocations:
+        allocations.begin([60])
+        trainer.evaluate()
+    assert mean() == pytest.approx(expected, rel=1e-6)
+    assert allocations.num_failed == 1
+
+
+def test_what_trl_counts_is_counted_once(tmp_path) -> None:
+    """It fails at the end of the first batch, and, after four passes that measure, at the end of its second part."""
+    pytest.importorskip("trl")
+    from tests.survival.test_trl import sft
+
+    def metrics(fail_after: int) -> tuple[dict[str, float], int]:
+        trainer, begun, fail_in = sft(tmp_path), [], (1, 7) if fail_after else ()
+        trainer.model.lm_head.weight.data.mul_(30)  # for entropies that differ from part to part
+        with Allocations() as allocations:
+
+            def fail(*_) -> None:
+                begun.append(allocations.num)
+                if len(begun) in fail_in:
+                    allocations.fail_at = [allocations.num + fail_after]
+
+            trainer.model.register_forward_pre_hook(fail)
+            if fail_after:
+                survive_oom(trainer)
+            told = trainer.evaluate(trainer.train_dataset)
+        assert allocations.num_failed == len(fail_in)
+        logged = trainer.state.log_history[-1] | told
+        numbers = {n: v for n, v in logged.items() if not n.endswith(("time", "per_second", "survived"))}
+        return numbers, begun[1] - begun[0]
+
+    expected, num = metrics(0)
+    assert metrics(int(0.93 * num))[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> None:

@@ -241,6 +241,34 @@ def test_bf16_autocast(tmp_path) -> None:
     assert gradients_off_by(survived, whole) <= 2 * gradients_off_by(other_size, whole)
 
 
+def with_scaler(tmp_path, scale: float, **settings) -> Trainer:
+    """accelerate takes the fp16 of cards only: what it would set there is set here."""
+    trainer = causal(tmp_path, model=tiny_llama(), fp16=True, **settings)
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return trainer
+
+
+def test_fp16_with_a_scaled_loss(tmp_path) -> None:
+    whole, survived = survive(lambda: with_scaler(tmp_path, 2.0**10, steps=3), {0: 0.8, 3: 0.3})
+    other_size = Run(
+        with_scaler(tmp_path, 2.0**10, steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    )
+
+    assert survived.trainer.accelerator.scaler.get_scale() == 2.0**11, "no step was passed over, and it grew once"
+    assert gradients_off_by(other_size, whole) > 1e-5, "it was computed in half precision"
+    assert whole.trainer.accelerator.scaler.get_scale() == 2.0**11
+    assert gradients_off_by(survived, whole) <= 2 * gradients_off_by(other_size, whole)
+
+
+def test_a_step_whose_scaled_gradients_overflow_is_passed_over_as_ever(tmp_path) -> None:
+    whole, survived = survive(lambda: with_scaler(tmp_path, 2.0**40, steps=3), {0: 0.8, 3: 0.3})
+
+    assert survived.trainer.accelerator.scaler.get_scale() == whole.trainer.accelerator.scaler.get_scale() < 2.0**40
+    for ours, theirs in zip(survived.weights, whole.weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
 class AutocastAround(Trainer):
     """Autocast in effect from one piece to the next, with its cache of cast weights."""
 

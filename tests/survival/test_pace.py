@@ -4,29 +4,36 @@ import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import small_trainer
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.pace import Pace
 from trainer_plugins.units import MIB
 
 
-def trained(tmp_path, simgpu, capacity_mib: int, steps: int, model):
+def trained(tmp_path, simgpu, capacity_mib: int, steps: int, model, *callbacks, plan_first=False):
     torch.accelerator.empty_cache()
     simgpu.set_capacity(capacity_mib * MIB)
     trainer = small_trainer(
         tmp_path, model, steps=steps, train_dataset=token_rows(64 * steps, 64), data_collator=None,
         use_cpu=False, per_device_train_batch_size=64, gradient_accumulation_steps=1,
     )  # fmt: skip
-    survive_oom(trainer, plan_first=False)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    survive_oom(trainer, plan_first=plan_first)
     trainer.train()
     return trainer
 
 
+EACH_CLEAN_STEP = (0.0, math.inf, 1, 0, False, False, 0, 0, 0)
+
+
 @pytest.mark.parametrize(("capacity_mib", "last"), [(12, [21, 21, 22]), (10, [16, 16, 16, 16])])
 def test_a_limit_grows_and_goes_back_where_more_does_not_fit(tmp_path, simgpu, monkeypatch, capacity_mib, last) -> None:
-    monkeypatch.setattr(Pace.__init__, "__defaults__", (0.0, math.inf, 1, 0, False, False, 0, 0, 0))  # each clean step
+    monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
     model.register_forward_pre_hook(lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True)
@@ -39,6 +46,36 @@ def test_a_limit_grows_and_goes_back_where_more_does_not_fit(tmp_path, simgpu, m
     assert rows[-len(last) :] == last
 
 
+class FailsOnce(TrainerCallback):
+    def __init__(self, simgpu) -> None:
+        self.simgpu = simgpu
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.simgpu.fail_at(150)
+
+
+def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(tmp_path, simgpu, monkeypatch) -> None:
+    monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
+    rows: list[int] = []
+    model = tiny_llama()
+    model.register_forward_pre_hook(lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True)
+
+    trained(tmp_path, simgpu, 40, 8, model, FailsOnce(simgpu), plan_first=True)
+
+    assert max(rows[1:]) == 32, "all but the first pass of the rehearsal"
+    failed = rows.index(16)
+    assert rows[failed : failed + 4] == [16] * 4, "half a micro-batch failed"
+    assert rows[-3:] == [21, 21, 22]
+
+
+def test_what_was_too_much_without_checkpointing_may_fit_with_it() -> None:
+    memo = SurvivalMemo()
+    memo.pace = Pace(fits=26, too_much=13)
+    assert memo.climb(("checkpointing",), tiny_llama()) == "checkpointing"
+    assert (memo.limit, memo.pace.fits, memo.pace.too_much) == (math.inf, 0, math.inf)
+
+
 def test_a_thrashing_allocator_is_given_room() -> None:
     pace = Pace()
     for num_retries, limit, is_thrashing in (
@@ -49,3 +86,32 @@ def test_a_thrashing_allocator_is_given_room() -> None:
     ):
         pace.computed(4096, is_divided=False)
         assert pace.after_step(math.inf if num_retries < 3 else limit, num_retries) == (limit, is_thrashing)
+
+
+def test_an_allocator_that_retries_in_a_step_that_failed_does_not_thrash() -> None:
+    pace = Pace()
+    for num_retries in (1, 2, 3):
+        pace.computed(4096, is_divided=True)
+        pace.failed(4096, 2048)
+        assert pace.after_step(2048, num_retries) == (2048, False)
+
+
+def test_more_is_tried_ever_more_seldom() -> None:
+    pace, limit, grown = Pace(patience_steps=2, too_much=8192), 2048.0, []
+    for step in range(20):
+        pace.computed(int(limit), is_divided=True)
+        if limit > 2048:
+            limit = pace.failed(4096, 2048)
+            assert limit == 2048
+        limit, _ = pace.after_step(limit, 0)
+        grown += [step] if limit > 2048 else []
+    assert grown == [1, 6, 15], "after 2, 4 and 8 clean steps"
+
+
+def test_after_thrashing_what_made_it_thrash_is_too_much() -> None:
+    pace, limit = Pace(patience_steps=1), math.inf
+    for num_retries in (1, 2):
+        pace.computed(4096, is_divided=False)
+        limit, _ = pace.after_step(limit, num_retries)
+    pace.computed(2048, is_divided=True)
+    assert pace.after_step(limit, 2) == (3072, False), "the middle, and not twice as much"

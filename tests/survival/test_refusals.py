@@ -166,7 +166,10 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(tmp_path, o
     ("wrong", "why"),
     [
         ({"min_micro_batch": 0}, "min_micro_batch counts examples, 1 or more, got 0"),
-        ({"ladder": ("offload",)}, r"ladder is a tuple of names out of \('checkpointing',\), got \('offload',\)"),
+        (
+            {"ladder": ("sharding",)},
+            r"ladder is a tuple of names out of \('checkpointing', 'offload'\), got \('sharding',\)",
+        ),
         ({"on_refusal": "ignore"}, "on_refusal is 'error' or 'warn', got 'ignore'"),
     ],
 )

@@ -1,5 +1,6 @@
 """The longest rows are computed before step 1: nothing fails in training then, and nothing else is different."""
 
+import copy
 import gc
 import json
 import logging
@@ -10,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from tests.models import tiny_llama
 from tests.survival.failing import Gradients, off_by, off_by_steps, padded, small_trainer
@@ -105,9 +106,17 @@ def test_nothing_fails_in_training_on_a_card_that_is_too_small(tmp_path, simgpu,
 DROPOUT = {"model": {"attention_dropout": 0.2}, "data_collator": drawing}
 
 
+class CountsPasses(Trainer):
+    def __init__(self, model, **kwargs) -> None:
+        model.register_buffer("num_passes", torch.zeros(()))
+        model.register_forward_pre_hook(lambda module, _: module.num_passes.add_(1) and None)
+        super().__init__(model, **kwargs)
+
+
 def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> None:
     caplog.set_level(logging.INFO, "trainer_plugins")
-    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, **DROPOUT)
+    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, trainer_class=CountsPasses, **DROPOUT)
+    assert rehearsed.trainer.model.num_passes == 8
     assert caplog.text.count("in 1 forward and backward passes") == caplog.text.count("they fit at once") == 1
     alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **DROPOUT)
 
@@ -164,6 +173,69 @@ def test_what_is_streamed_is_not_looked_at(tmp_path, simgpu, caplog) -> None:
     assert "nothing is rehearsed: Streamed cannot be asked for single rows" in caplog.text
     assert set(small.codes) == {"out-of-memory-survived"}
     assert off_by(small.weights, large.weights) <= 1e-4, "float32, after Adam"
+
+
+class KeepsTheModel:
+    """As the collator of sequence-to-sequence models does."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.seen: list[int] = []
+
+    def __call__(self, examples):
+        self.seen.append(self.model.lm_head.weight.data_ptr())
+        return padded(examples)
+
+    def __deepcopy__(self, memo):
+        other = KeepsTheModel(copy.deepcopy(self.model, memo))
+        other.seen = self.seen
+        return other
+
+
+def test_the_model_that_a_collator_keeps_is_not_copied(tmp_path, simgpu, caplog) -> None:
+    caplog.set_level(logging.INFO, "trainer_plugins")
+    collator = KeepsTheModel(tiny_llama())
+    trainer = small_trainer(
+        tmp_path, collator.model, use_cpu=False, per_device_train_batch_size=32, train_dataset=rows(),
+        data_collator=collator,
+    )  # fmt: skip
+    survive_oom(trainer)
+    trainer.train()
+
+    assert "rehearsed the 32 longest rows" in caplog.text
+    assert set(collator.seen) == {trainer.model.lm_head.weight.data_ptr()}
+
+
+class WithoutTheLast(Trainer):
+    def _get_train_sampler(self, *_):
+        return range(256)
+
+
+def test_a_row_that_no_sampler_draws_may_be_none_to_train_on(tmp_path, simgpu, caplog) -> None:
+    no_tokens = {"input_ids": torch.full((100,), 5000)}
+    options = {"train_dataset": [*rows(), no_tokens], "trainer_class": WithoutTheLast}
+    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, **options)
+    alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **options)
+
+    assert "SurvivalMemo failed; training goes on" in caplog.text
+    assert off_by_steps(rehearsed.gradients, alone.gradients) == 0
+
+
+def test_completions_are_not_generated_before_their_time(tmp_path, simgpu, caplog) -> None:
+    pytest.importorskip("trl")
+    from tests.survival.test_trl import grpo
+
+    caplog.set_level(logging.INFO, "trainer_plugins")
+
+    def losses(folder, attach: bool) -> list[float]:
+        trainer = grpo(folder, use_cpu=False)
+        if attach:
+            survive_oom(trainer)
+        trainer.train()
+        return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+    assert losses(tmp_path / "attached", True) == losses(tmp_path / "alone", False)
+    assert "nothing is rehearsed: how long completions become" in caplog.text
 
 
 LENGTHS = [3, 9, 1, 7, 5]

@@ -29,7 +29,7 @@ def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **opt
         "report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
         "bf16": False, "dataloader_pin_memory": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
     }  # fmt: skip
-    args = config(str(tmp_path), **settings, **options)
+    args = config(str(tmp_path), **{**settings, **options})
     tokenizer = ByT5Tokenizer(extra_ids=0)
     return trainer_class(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **dict(into_trainer))
 

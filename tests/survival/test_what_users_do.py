@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, small_trainer, survive
+from tests.survival.failing import Run, gradients_off_by, padded, ragged_rows, small_trainer, survive
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.run import memo_of
 
 
 class WithPenalty(Trainer):
@@ -86,6 +87,25 @@ def test_a_loss_that_a_callback_computes_between_steps_adds_no_gradient(tmp_path
 
     whole, survived = survive(make, {1: 0.6})
     assert gradients_off_by(survived, whole) <= 1e-12
+
+
+@pytest.mark.parametrize("on_refusal", ["error", "warn"])
+def test_nor_is_one_within_a_step_taken_for_a_micro_batch(tmp_path, on_refusal: str) -> None:
+    """Divided, it has a gradient before anybody asks for one."""
+
+    class Looks(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            memo_of(self.trainer).limit = 20
+            float(self.trainer.compute_loss(model.train(), padded(ragged_rows(4))))
+
+    trainer = small_trainer(tmp_path)
+    looks = Looks()
+    looks.trainer = trainer
+    trainer.add_callback(looks)
+    survive_oom(trainer, on_refusal=on_refusal)
+    with pytest.raises(RuntimeError, match=r"once for each compute_loss, so the gradients of this step are wrong"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_rows_without_a_class_do_not_count(tmp_path) -> None:

@@ -48,8 +48,11 @@ class AllocatorRules:
     """The share of the card that this process may reserve; None is all of it."""
 
     large_segment_bytes: int = _LARGE_SEGMENT_BYTES
-    falling_addresses: bool = False
-    """New segments lie below the earlier ones, as Linux maps host memory. It decides between blocks of one size."""
+    small_segments_fall: bool = False
+    """A new segment lies below the earlier ones, which decides between free blocks of one size. No source of CUDA's
+    says so: published figures of a T4 with large equal blocks are met to the byte this way, and missed by up to 9 % the
+    other way. In the small pool a new one lies above on CUDA, and below where Linux maps host memory (the simulated
+    card)."""
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
@@ -139,7 +142,7 @@ class AllocatorModel:
         """How often the whole cache was given back because the card was full (`num_alloc_retries`)."""
 
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._next_address = 1 << 46
+        self._lowest_address, self._highest_address = 1 << 46, 1 << 47
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
         self._collect_above_bytes = (
@@ -252,11 +255,11 @@ class AllocatorModel:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_addresses(self, num_bytes: int) -> int:
-        if self.rules.falling_addresses:
-            self._next_address -= num_bytes + _GAP_BYTES
-            return self._next_address
-        self._next_address += num_bytes + _GAP_BYTES
-        return self._next_address - num_bytes
+        if num_bytes > _SMALL_SEGMENT_BYTES or self.rules.small_segments_fall:
+            self._lowest_address -= num_bytes + _GAP_BYTES
+            return self._lowest_address
+        self._highest_address += num_bytes + _GAP_BYTES
+        return self._highest_address - num_bytes
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
         if self.rules.expandable_segments:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,14 +37,34 @@ def plan(
         bool | None, typer.Option(help="Whether batches have padding. Unless said, those of several rows do.")
     ] = None,
     eval_batches: Annotated[int, typer.Option(help="How many batches evaluation has, where there is one.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the largest micro-batches that fit, the effective batch kept.")
+    ] = False,
+    search_lengths: Annotated[
+        str | None, typer.Option(help="With --search: lengths to try, with commas; --seq-length unless given.")
+    ] = None,
+    explain_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SWITCH", help="What a switch would save: a name, several with +, or all. Repeatable."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Give up after so many seconds; a search: for each way to run.")] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--calibrate", help="Compare with this output_dir of the real run, and keep its context."),
+    ] = None,
+    calibration: Annotated[bool, typer.Option(help="Count the context that was measured here for the card.")] = True,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the plan, with its timeline, as a page to this file.")
+    ] = None,
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be predicted.
     """
+    from trainer_plugins.planner.calibrate import calibrate, timelines_of
     from trainer_plugins.planner.cards import card_of
+    from trainer_plugins.planner.contexts import with_measured_context
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
     from trainer_plugins.planner.run import predict_all, read_config
@@ -51,6 +72,13 @@ def plan(
     try:
         if num_gpus is not None and num_gpus < 1:
             raise PlanError(f"--num-gpus: a run needs at least one, got {num_gpus}")
+        if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+            raise PlanError(f"--html: {html} is no file in a folder that is there")
+        if run_dir is not None:
+            timelines_of(run_dir)  # what is wrong with them is said before anything is predicted
+        card = card_of(gpu) if gpu is not None else None
+        if card is not None and calibration and run_dir is None:
+            card = with_measured_context(card)
         request = PlanRequest(
             source=ConfigSource(
                 config=read_config(Path(model)),
@@ -61,26 +89,51 @@ def plan(
                 peft=_adapter(lora_r, lora_target, peft_config),
                 num_evaluation_batches=eval_batches,
             ),
-            card=card_of(gpu) if gpu is not None else None,
+            card=card,
             allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")),
             num_gpus=num_gpus or 0,
             launch_file=str(accelerate_config) if accelerate_config is not None else None,
             has_padding=padding,
         )
+        if search or search_lengths is not None or explain_change:
+            from trainer_plugins.cli.plan_search import explain_changes, search_batches
+
+            if search and explain_change:
+                raise PlanError("--search and --explain-change ask for different tables: give one")
+            if not search and search_lengths is not None:
+                raise PlanError("--search-lengths belongs to --search")
+            if html is not None or run_dir is not None:
+                raise PlanError("--html and --calibrate are for one plan, not for a table of many")
+            fits = (
+                explain_changes(request, explain_change, timeout, as_json)
+                if explain_change
+                else search_batches(request, search_lengths, timeout, as_json)
+            )
+            raise typer.Exit(0 if fits is not False else _EXIT_DOES_NOT_FIT)
         (outcome,) = predict_all([request], timeout)
         if isinstance(outcome, PlanError):
             raise outcome
-    except PlanError as error:
+        found = calibrate(outcome, run_dir) if run_dir is not None else None
+        if html is not None:
+            from trainer_plugins.report.plan_html import plan_page
+
+            html.write_text(plan_page(outcome), encoding="utf-8")
+    except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {error}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if as_json:
-        print(outcome.to_json())
+        compared = {} if found is None else {"calibration": asdict(found)}
+        print(json.dumps({**asdict(outcome), **compared}, indent=2, default=str))
     else:
         from rich.console import Console
 
         from trainer_plugins.report.plan import plan_report
 
         Console().print(plan_report(outcome))
+        if found is not None:
+            from trainer_plugins.report.calibration import calibration_report
+
+            Console().print(calibration_report(found))
     if outcome.fits is False:
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
 

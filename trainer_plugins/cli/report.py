@@ -1,6 +1,5 @@
 """`trainer-plugins report`: what happened to memory in a run."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +11,11 @@ def report(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run
     from rich.console import Console
 
     from trainer_plugins.report.text import memory_report
-    from trainer_plugins.timeline import read_timeline
+    from trainer_plugins.timeline import read_run
 
-    found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in run_dir.glob("memory/rank-*.jsonl"))
-    files = {int(match[1]): path for match, path in found if match}
-    if not files:
-        raise typer.BadParameter(
-            f"{run_dir} has no memory/rank-*.jsonl: give the output_dir of a run that had MemoryWatchdog"
-        )
-    Console().print(memory_report({rank: read_timeline(path) for rank, path in files.items()}))
-    print("files: " + ", ".join(str(path) for _, path in sorted(files.items())))
+    try:
+        timelines = read_run(run_dir)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    Console().print(memory_report(timelines))
+    print("files: " + ", ".join(str(run_dir / "memory" / f"rank-{rank}.jsonl") for rank in timelines))

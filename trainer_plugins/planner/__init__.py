@@ -1,6 +1,17 @@
 """What a run will need of its card, before it is launched: the real training step on tensors without bytes."""
 
+from trainer_plugins.planner.calibrate import Calibration, Difference, calibrate
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, NotPredicted, PlanError, TensorAtPeak
 from trainer_plugins.planner.run import plan_run
 
-__all__ = ["MemoryPlan", "MomentPeak", "NotPredicted", "PlanError", "TensorAtPeak", "plan_run"]
+__all__ = [
+    "Calibration",
+    "Difference",
+    "MemoryPlan",
+    "MomentPeak",
+    "NotPredicted",
+    "PlanError",
+    "TensorAtPeak",
+    "calibrate",
+    "plan_run",
+]

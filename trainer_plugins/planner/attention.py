@@ -9,6 +9,7 @@ from torch.nn import functional
 aten = torch.ops.aten
 
 _FLASH_MAX_HEAD = 256
+_AMPERE = (8, 0)
 _MASK_ALIGNMENT = 16
 
 
@@ -21,12 +22,16 @@ def cuda_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    capability: tuple[int, int],
 ) -> Any:
     """`scaled_dot_product_attention` as CUDA chooses, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
     In half precision without a mask flash, which knows groups of heads; with a mask, or in float32, the
     memory-efficient kernel, which does not; what neither takes is computed with all scores in memory. cuDNN's kernel,
     which some builds prefer on compute capability 9 and 10, keeps what flash keeps.
+
+    Before compute capability 8.0 there is no flash, and no memory-efficient kernel for bfloat16.
     """
     if torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype("cuda")
@@ -35,10 +40,12 @@ def cuda_attention(
             attn_mask = attn_mask.to(dtype)
     size = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
+    has_flash = is_half and capability >= _AMPERE
+    has_efficient = query.dtype != torch.float64 and (query.dtype != torch.bfloat16 or capability >= _AMPERE)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # transformers/attention.cpp, convert_boolean_attn_mask: once a layer, and kept for the backward.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
-    if is_half and attn_mask is None and size <= _FLASH_MAX_HEAD and value.shape[-1] == size:
+    if has_flash and attn_mask is None and size <= _FLASH_MAX_HEAD and value.shape[-1] == size:
         missing = (-size) % 8
         given_scale = scale if scale is not None else size**-0.5
         if missing:
@@ -47,7 +54,7 @@ def cuda_attention(
             query, key, value, dropout_p, is_causal, False, scale=given_scale
         )[0]
         return result[..., :size] if missing else result
-    if not enable_gqa and size % (8 if is_half else 4) == 0 and query.dtype != torch.float64:
+    if has_efficient and not enable_gqa and size % (8 if is_half else 4) == 0:
         if attn_mask is not None:
             attn_mask = _aligned(attn_mask)
             attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner import refusals, ship
+from trainer_plugins.planner import fused_head, refusals, ship
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS, Batch
+from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS, Batch, other_models
 from trainer_plugins.planner.request import ConfigSource, TrainerSource
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
@@ -283,6 +283,8 @@ def _constructed(trainer_class: Any, **kwargs: Any) -> Any:
 def _of_trainer(source: TrainerSource, args: Any, has_padding: bool | None, output_dir: str) -> Rehearsed:
     sent = ship.loads(source.trainer, source.main_file)
     trainer = _revived(sent, rehearsed_arguments(args, output_dir))
+    if trainer.args.device.type == "cuda":
+        fused_head.kernels_take_nothing()
     batch = ship.loads(source.batch, source.main_file)
     evaluation = ship.loads(source.evaluation_batch, source.main_file) if source.evaluation_batch else None
     return Rehearsed(
@@ -303,6 +305,8 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
     from transformers.trainer_utils import TrainerMemoryTracker
 
+    for module in (sent["model"], *sent["others"].values()):
+        _made_known(module)
     trainer = sent["class"].__new__(sent["class"])
     vars(trainer).update(sent["others"])
     trainer.args, trainer.model, trainer.deepspeed = args, sent["model"], None
@@ -316,11 +320,30 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     trainer.optimizer, trainer.lr_scheduler, trainer._created_lr_scheduler = sent["optimizer"], None, False
     if trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
+    for module in other_models(trainer):
+        _placed(module, trainer)
     trainer.model_wrapped = trainer.model
     trainer.callback_handler = CallbackHandler([DefaultFlowCallback], trainer.model, None, None, None)
     trainer.control, trainer.state = TrainerControl(), TrainerState()
     trainer._train_batch_size = args.train_batch_size
     return trainer
+
+
+def _made_known(model: Any) -> None:
+    """Whose outputs are recorded transformers notes when a model is constructed, which here it is not."""
+    from transformers import modeling_utils
+
+    recorded = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
+    for part in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(part, modeling_utils.PreTrainedModel):
+            dict.__setitem__(recorded, str(part.__class__), part._can_record_outputs)
+
+
+def _placed(module: Any, trainer: Any) -> None:
+    """Where its constructor had it: on the card, and prepared by accelerate if it was."""
+    if vars(module).pop("_is_accelerate_prepared", False):
+        trainer.accelerator.prepare_model(module, evaluation_mode=True)
+    module.to(trainer.args.device)
 
 
 def _copied(value: Any) -> Any:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.units import GIB, MIB, parse_size
+from trainer_plugins.units import GIB, MIB, parse_size, size
+
+GUESSED_CONTEXT_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,39 +19,57 @@ class Card:
     """What torch reports as its total memory, which is less than what is sold."""
 
     capability: tuple[int, int] = (9, 0)
-    context_bytes: int = 512 * MIB
-    """What CUDA, its libraries and their code take in one process. It differs with the driver and what is imported:
-    141 MiB on a T4 and 750 MB on an RTX A6000 have been published, 1343 MiB on a V100 with the torch of 2022."""
+    context_bytes: int = GUESSED_CONTEXT_BYTES
+    """What CUDA, its libraries and their code take in one process. It differs with the driver and what is imported."""
+
+    context_source: str | None = None
+    """Who has measured that context; None: nobody, it is a guess."""
 
 
-def _card(name: str, capacity_gib: float, capability: tuple[int, int], context_mib: int = 512) -> Card:
+def about_context(card: Card) -> str:
+    """Say what the context of a plan rests on, in one line."""
+    if card.context_source is not None:
+        return f"the context of {size(card.context_bytes)} on {card.name}: {card.context_source}"
+    return (
+        f"a context of {size(card.context_bytes)} on {card.name} is a guess: "
+        "contexts of 141 MiB to 1.3 GiB have been published; --calibrate measures it"
+    )
+
+
+def _card(
+    name: str,
+    capacity_gib: float,
+    capability: tuple[int, int],
+    context: tuple[int, str] | None = None,
+) -> Card:
     return Card(
         name=name,
         capacity_bytes=int(capacity_gib * GIB),
         capability=capability,
-        context_bytes=context_mib * MIB,
+        context_bytes=context[0] if context is not None else GUESSED_CONTEXT_BYTES,
+        context_source=context[1] if context is not None else None,
     )
 
 
-# The capacities are those of torch's own out-of-memory messages ("GPU 0 has a total capacity of 79.11 GiB"), the
-# smallest where drivers differ.
+# Each capacity stands in somebody's message of torch ("GPU 0 has a total capacity of 79.10 GiB"), the smallest that was
+# found, because drivers and ECC differ; that of the RTX 6000 Ada is the RTX A6000's, which has as many chips.
 CARDS = (
-    _card("t4", 14.56, (7, 5), 141),
+    _card("t4", 14.56, (7, 5), (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4")),
     _card("v100-16gb", 15.77, (7, 0)),
     _card("v100-32gb", 31.73, (7, 0)),
     _card("rtx3090", 23.68, (8, 6)),
     _card("rtx4090", 23.51, (8, 9)),
     _card("rtx5090", 31.36, (12, 0)),
-    _card("rtxa6000", 47.40, (8, 6), 715),
+    _card("rtxa6000", 47.40, (8, 6), (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000")),
     _card("rtx6000ada", 47.40, (8, 9)),
     _card("a10g", 21.98, (8, 6)),
     _card("l4", 21.95, (8, 9)),
-    _card("l40s", 44.31, (8, 9)),
+    _card("l40s", 44.34, (8, 9)),
     _card("a100-40gb", 39.38, (8, 0)),
     _card("a100-80gb", 79.14, (8, 0)),
     _card("h100-80gb", 79.10, (9, 0)),
-    _card("h200-141gb", 139.71, (9, 0)),
-    _card("b200-180gb", 178.34, (10, 0)),
+    _card("h200-141gb", 139.72, (9, 0)),
+    _card("b200-180gb", 178.35, (10, 0)),
 )
 _BY_NAME = {card.name: card for card in CARDS}
 

@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -21,6 +20,7 @@ from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Trace, Tracker
 
 aten = torch.ops.aten
+dist: Any = torch.distributed  # its C++ is in no stub
 
 
 class Ddp:
@@ -39,9 +39,12 @@ class Ddp:
             stack.enter_context(patch.object(dist.Logger, "set_runtime_stats_and_log", lambda logger: None))  # timers
             # It reads the sizes that other ranks send; here they are this one's.
             stack.enter_context(
-                patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_, **__: None)
+                patch.object(
+                    torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
+                )
             )
-            rebuild, build = dist.Reducer._rebuild_buckets, DistributedDataParallel._ddp_init_helper
+            rebuild = dist.Reducer._rebuild_buckets
+            build: Any = DistributedDataParallel._ddp_init_helper
 
             def rebuilt(reducer: Any) -> Any:
                 with tracker.as_category("sharding buffers"), counts.while_rebuilding():

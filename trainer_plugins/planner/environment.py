@@ -4,6 +4,7 @@ Without these a run on fake tensors ends well and gives wrong numbers. `in_world
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ class World:
 
     has_padding: bool = False
     """Whether batches have padding: then masks are real, and attention takes another kernel."""
+
+    is_packed: bool = False
+    """Whether several sequences share a row without padding, told apart by their positions: then too."""
 
 
 class _Patches:
@@ -68,7 +72,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         _optimizers_take_lists(patches)
         _attention_as_on_the_card(patches, world)
         _no_tracing_path(patches)
-        _masks(patches, world.has_padding)
+        _masks(patches, tracker, world)
         _resized_storages_are_seen(patches, tracker)
         _shapes_of_dtensor_are_not(patches, tracker)
         _kv_cache_is_known(patches, tracker)
@@ -127,7 +131,9 @@ def _optimizers_take_lists(patches: _Patches) -> None:
 
 
 def _attention_as_on_the_card(patches: _Patches, world: World) -> None:
-    chosen = attention.cuda_attention if world.device == "cuda" else attention.simgpu_attention
+    chosen: Any = attention.simgpu_attention
+    if world.device == "cuda":
+        chosen = functools.partial(attention.cuda_attention, capability=world.capability)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", chosen)
 
 
@@ -139,18 +145,27 @@ def _no_tracing_path(patches: _Patches) -> None:
         patches.set(module, "is_fake_tensor", lambda tensor: False)
 
 
-def _masks(patches: _Patches, has_padding: bool) -> None:
+def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
     """Whether a mask is all ones decides whether there is a mask: a question to values, which are not there.
 
-    The tracker answers `mask.all()`; this is the other way to ask, of transformers 5.
+    The tracker answers `mask.all()`; this is the other way to ask, of transformers 5. And whether the positions of a
+    row begin anew in its middle, which is asked by `all` too.
     """
     import transformers.masking_utils as module
 
     def fast_all(original: Any, tensor: Any) -> bool:
         original(tensor)
-        return not has_padding
+        return not world.has_padding
+
+    def find_packed(original: Any, positions: Any) -> Any:
+        tracker.checks_hold = not world.is_packed
+        try:
+            return original(positions)
+        finally:
+            tracker.checks_hold = True
 
     patches.wrap(module, "fast_all", fast_all)
+    patches.wrap(module, "find_packed_sequence_indices", find_packed)
 
 
 def _resized_storages_are_seen(patches: _Patches, tracker: Tracker) -> None:

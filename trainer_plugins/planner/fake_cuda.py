@@ -43,7 +43,10 @@ def install() -> str:
         except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError) as error:
             refusals.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
     else:
-        raise NoFakeCuda(f"torch {torch.__version__} does not take a fake CUDA device ({'; '.join(refusals)})")
+        raise NoFakeCuda(
+            f"torch {torch.__version__} does not take a fake CUDA device ({'; '.join(refusals)}): "
+            "plan on Linux with a C++ compiler (g++, or the one that CXX names)"
+        )
     _prove()
     return name
 

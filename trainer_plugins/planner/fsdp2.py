@@ -16,7 +16,6 @@ from trainer_plugins.planner.ranks import as_first_rank
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Trace, Tracker
 
-
 # transformers/integrations/fsdp.py, is_fsdp_enabled: then only the first rank of a node loads the weights.
 _ONE_LOADS = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 _TRUE = ("1", "true", "yes", "y", "on", "t")
@@ -92,8 +91,9 @@ def _gradients_are_known(tracker: Tracker) -> Any:
 
 def _mesh_has_values() -> Any:
     """A DeviceMesh is a table of the numbers of ranks, which it reads."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_init as module
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
 
+    module: Any = _fsdp_init
     original = module.init_device_mesh
 
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def _data_is_moved_with_its_device() -> Any:
 
 
 def _parameters_have_addresses() -> Iterator[Any]:
-    """accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
+    """Accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
 
     Only there: whoever else finds an address behind it copies bytes, and there are none.
     """

@@ -18,6 +18,8 @@ from trainer_plugins.planner.request import PlanRequest, TrainerSource
 
 _MOST_ROWS_READ = 20_000
 _COUNTED = ("input_ids", "labels", "input_values", "input_features", "pixel_values", "attention_mask")
+_PROMPTS = ("prompt_ids", "prompt_input_ids")
+_ANSWERS = ("chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids")
 _SIMGPU = "simgpu"
 
 
@@ -38,14 +40,14 @@ def request_of(
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
     rows = args.per_device_train_batch_size
     with _undisturbed(trainer):
-        batch = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
+        batch, is_padded = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
         evaluation, num_batches = None, 0
         evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.do_eval
         if evaluates and trainer.eval_dataset is not None:
             dataset = trainer.eval_dataset
             if isinstance(dataset, dict):
                 dataset = max(dataset.values(), key=_length)
-            evaluation = _longest_batch(trainer, dataset, args.per_device_eval_batch_size, "eval_dataset")
+            evaluation, _ = _longest_batch(trainer, dataset, args.per_device_eval_batch_size, "eval_dataset")
             num_batches = max(1, -(-_length(dataset) // args.per_device_eval_batch_size))
         try:
             sent, left_out = ship.dumps_trainer(trainer)
@@ -60,7 +62,7 @@ def request_of(
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
     if has_padding is None:
-        has_padding = _is_padded(batch)
+        has_padding = is_padded
     return PlanRequest(
         source=source,
         device=device,
@@ -71,6 +73,7 @@ def request_of(
         environment=_exported(),
         deepspeed=_deepspeed(trainer),
         has_padding=has_padding,
+        is_packed=_is_packed(batch),
     )
 
 
@@ -101,7 +104,13 @@ def _card_here(device: torch.device) -> Card | None:
     properties = module.get_device_properties(device)
     capability = (properties.major, properties.minor)
     if device.type == _SIMGPU:
-        return Card(name=_SIMGPU, capacity_bytes=properties.total_memory, capability=capability, context_bytes=0)
+        return Card(
+            name=_SIMGPU,
+            capacity_bytes=properties.total_memory,
+            capability=capability,
+            context_bytes=0,
+            context_source="it has none",
+        )
     return Card(name=properties.name, capacity_bytes=properties.total_memory, capability=capability)
 
 
@@ -125,8 +134,11 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> Any:
-    """The longest rows of a dataset together, through the Trainer's collator: the worst that a sampler can draw."""
+def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[Any, bool]:
+    """The longest rows of a dataset together, through the Trainer's collator: the worst that a sampler can draw.
+
+    And whether there is padding, in this batch or where one of its rows is a short one.
+    """
     if dataset is None:
         raise PlanError(f"the Trainer has no {name}, in which its longest batch would be looked for")
     columns_removed = trainer.args.remove_unused_columns
@@ -135,23 +147,29 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> Any:
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         count = min(len(dataset), _MOST_ROWS_READ)
         lengths = [(_size(dataset[index]), index) for index in range(count)]
-        chosen = [dataset[index] for _, index in sorted(lengths, reverse=True)[:rows]]
+        lengths.sort(reverse=True)
+        chosen, shortest = [dataset[index] for _, index in lengths[:rows]], dataset[lengths[-1][1]] if lengths else None
     else:
         read = [*itertools.islice(iter(dataset), max(rows, min(_MOST_ROWS_READ, 50 * rows)))]
-        chosen = sorted(read, key=_size, reverse=True)[:rows]
+        read.sort(key=_size, reverse=True)
+        chosen, shortest = read[:rows], read[-1] if read else None
     if not chosen:
         raise PlanError(f"the {name} is empty")
     chosen = list(itertools.islice(itertools.cycle(chosen), rows))  # a small dataset may be all there is to look at
     collator = trainer.data_collator
     if columns_removed and not type(dataset).__module__.startswith("datasets."):
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
-    return collator(chosen)
+    batch = collator(chosen)
+    return batch, _is_padded(batch) or (rows > 1 and _is_padded(collator([*chosen[1:], shortest])))
 
 
 def _size(row: Any) -> int:
-    """The tokens of a row, and of its label."""
+    """The tokens of a row, and of its label; of preference data those of the prompt and the longer answer."""
     if not hasattr(row, "get"):
         return 0
+    answers = [len(row[name]) for name in _ANSWERS if row.get(name) is not None]
+    if answers:
+        return max(answers) + sum(len(row[name]) for name in _PROMPTS if row.get(name) is not None)
     lengths = (row.get(name) for name in _COUNTED)
     return sum(
         value.numel() if isinstance(value, torch.Tensor) else len(value)
@@ -167,6 +185,13 @@ def _length(dataset: Any) -> int:
 def _is_padded(batch: Any) -> bool:
     mask = batch.get("attention_mask") if hasattr(batch, "get") else None
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
+
+
+def _is_packed(batch: Any) -> bool:
+    positions = batch.get("position_ids") if hasattr(batch, "get") else None
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:  # three: time, height and width of a picture
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def _main_file() -> str | None:

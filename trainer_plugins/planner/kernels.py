@@ -1,6 +1,6 @@
 """What kernels of a card need beside their results, as far as it is known, and where torch cannot say a result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from trainer_plugins.units import KIB
 aten = torch.ops.aten
 
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+
+_CUBLASLT_WORKSPACE_BYTES = 1024 * KIB
+"""aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,14 @@ class KernelRules:
         """One for each thread with a handle: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize."""
         return 4096 * 8 * KIB if self.capability[0] in (9, 10) else (4096 * 2 + 16 * 8) * KIB
 
-    def is_matmul(self, func: Any) -> bool:
-        return func in _MATMULS
+    def workspaces(self, func: Any, args: Any) -> Iterator[tuple[str, int]]:
+        """What libraries keep from their first use in a thread on, by name."""
+        if func in _MATMULS:
+            yield "cuBLAS", self.cublas_workspace_bytes
+        if (
+            func is aten.addmm.default and args[0].dim() == 1
+        ):  # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias
+            yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
     def transient_bytes(self, func: Any, args: Any) -> int:
         """What a kernel takes while it runs and gives back before it returns."""
@@ -34,11 +43,31 @@ class KernelRules:
         return rule(args) if rule is not None else 0
 
 
+def picks_by_mask(func: Any, args: Any) -> bool:
+    """Whether the size of a result is the number of ones in a mask: `x[mask]`, and what it is made of."""
+    if func is aten.masked_select.default:
+        return True
+    return func is aten.index.Tensor and any(each is not None and each.dtype == torch.bool for each in args[1])
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, around the one for which CUDA has a kernel and torch's shape rule refuses."""
+    """Run an operation, around those whose result CUDA knows and torch's shape rules refuse.
+
+    A mask has no values here: it picks everything, which is the most that it can.
+    """
+    if picks_by_mask(func, args):
+        if func is aten.masked_select.default:
+            return args[0].new_empty(aten.broadcast_tensors([args[0], args[1]])[0].numel())
+        return func(args[0], [index for each in args[1] for index in _all_of(each)], **kwargs)
     if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
         return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
     return func(*args, **kwargs)
+
+
+def _all_of(index: Any) -> list[Any]:
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
 def _flash_backward(args: Any) -> int:

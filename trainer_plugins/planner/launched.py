@@ -41,7 +41,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
     _refuse(config, name)
     kind = config["distributed_type"]
     num_gpus = request.num_gpus or _num_processes(config, name)
-    num_nodes = config.get("num_machines") or 1
+    num_nodes = request.num_nodes if request.num_nodes > 1 else config.get("num_machines") or 1
     if kind == "NO" and num_gpus > 1:
         raise PlanError(f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}")
     if num_gpus % num_nodes:
@@ -121,7 +121,9 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
 
     asked = ["--config_file", path, "--num_processes", str(num_gpus), "--main_process_port", _FREE_PORT, "train.py"]
     started: list[Any] = []
-    launchers = dict.fromkeys(("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"), started.append)
+    launchers: dict[str, Any] = dict.fromkeys(
+        ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"), started.append
+    )
     with patch.multiple(launch, **launchers):
         launch.launch_command(launch.launch_command_parser().parse_args(asked))
     (args,) = started

@@ -141,7 +141,7 @@ class MemoryPlan:
     num_trainable_parameters: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     timeline: tuple[tuple[str, int, int], ...] = ()
-    """Allocated and reserved over the run, thinned out: moment, allocated bytes, reserved bytes."""
+    """Over the run: moment, and the most of some hundred events in a row, allocated bytes and reserved bytes."""
 
     @property
     def margin_bytes(self) -> int | None:

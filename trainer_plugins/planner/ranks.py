@@ -7,7 +7,6 @@ What the ranks are then made of (DDP, FSDP2, accelerate, the Trainer) is the rea
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,15 +33,20 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
     num_local = request.num_gpus // request.num_nodes
     os.environ.update(
         {
-            **{"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(num_local)},
-            **{"WORLD_SIZE": str(request.num_gpus), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(num_local),
+            "WORLD_SIZE": str(request.num_gpus),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
         }
     )  # the worker gives each prediction an environment of its own
     forget_accelerate()  # what was told to arguments that were read before it was known that there are ranks
     tracker.host_ranks = num_local
     with contextlib.ExitStack() as stack:
         with _disable_current_modes():
-            dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())  # type: ignore[no-untyped-call]
+            dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
         stack.callback(forget_accelerate)
         stack.callback(dist.destroy_process_group)
         for name, answer in streams.answers(tracker).items():
@@ -64,7 +68,9 @@ def _prove() -> None:
     try:
         dist.broadcast(torch.empty(1, device="cuda"), 0)
     except UnsupportedOperatorException as error:
-        raise NotPredicted(f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors") from error
+        raise NotPredicted(
+            f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors"
+        ) from error
 
 
 def forget_accelerate() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainer_plugins.planner.eight_bit import OPTIMIZERS
 from trainer_plugins.planner.plan import NotPredicted
 
 _WITHOUT_RULE = {
@@ -9,6 +10,23 @@ _WITHOUT_RULE = {
     "flash_attention_3": "attention of the package flash-attn (attn_implementation=flash_attention_3)",
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
+
+_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer"})
+"""The Trainers of TRL that train on what their data set has; most others generate in their steps."""
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Look at the class of a Trainer, and at an optimizer that it was given.
+
+    Raises:
+        NotPredicted: it is one of TRL's whose steps are not known here, or the optimizer has kernels of its own.
+    """
+    of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    if of_trl and of_trl[0] not in _OF_TRL:
+        raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
+    home = type(trainer.optimizer).__module__.partition(".")[0]
+    if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
+        raise NotPredicted(f"an optimizer of {home} given to the Trainer: name it in TrainingArguments.optim")
 
 
 def refuse_arguments(args: Any) -> None:
@@ -23,7 +41,9 @@ def refuse_arguments(args: Any) -> None:
         raise NotPredicted("Liger kernels (use_liger_kernel), which are written in Triton")
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
-    optimizer = str(getattr(args, "optim", "")).rpartition(".")[2].lower()
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer in OPTIMIZERS:
+        return
     for word in (
         "8bit",
         "4bit",
@@ -37,7 +57,7 @@ def refuse_arguments(args: Any) -> None:
         "stable_adamw",
     ):
         if word in optimizer:
-            raise NotPredicted(f"the optimizer {getattr(args.optim, 'value', args.optim)}")
+            raise NotPredicted(f"the optimizer {optimizer}")
 
 
 def refuse_attention(name: object) -> None:

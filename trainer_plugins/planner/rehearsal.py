@@ -1,7 +1,7 @@
 """Run an unmodified Trainer on tensors without bytes: three optimizer steps, and whatever else its run will do."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ OPTIMIZER_STEPS = 3
 one like it has left them: what is reserved grows until then."""
 
 _MICRO_STEPS_RUN = 2
-"""The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which ranks
-reduce."""
+"""The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which
+ranks reduce."""
 
 _EVALUATION_STEPS_RUN = 2
 
@@ -34,6 +34,8 @@ def rehearse(run: Any, tracker: Tracker) -> None:
     num_batches = OPTIMIZER_STEPS * trainer.args.gradient_accumulation_steps
     trainer.get_train_dataloader = lambda: _loader(trainer, run.make_batch, num_batches)
     _name_parameters(trainer.model, tracker)
+    for model in other_models(trainer):
+        tracker.tag((*model.parameters(), *model.buffers()), "frozen weights")
     tracker.moment = "forward"
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer)
@@ -52,6 +54,13 @@ def rehearse(run: Any, tracker: Tracker) -> None:
             (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
 
 
+def other_models(trainer: Any) -> list[Any]:
+    """Models that a Trainer holds beside the one it trains: a reference, a teacher, a reward."""
+    trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
+    others = {id(value): value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)}
+    return [value for key, value in others.items() if key not in trained]
+
+
 def _name_parameters(model: Any, tracker: Tracker) -> None:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad]
@@ -61,6 +70,15 @@ def _name_parameters(model: Any, tracker: Tracker) -> None:
         storage = tracker.storage_of(tensor)
         if storage is not None:
             storage.module = name.rpartition(".")[0]
+
+
+def _name_after(parameter: Any, tensors: Iterable[Any], tracker: Tracker) -> None:
+    """What belongs to a parameter is of its module, whatever has made it."""
+    owner = tracker.storage_of(parameter)
+    for tensor in tensors:
+        storage = tracker.storage_of(tensor)
+        if owner is not None and storage is not None:
+            storage.module = owner.module
 
 
 @contextlib.contextmanager
@@ -73,15 +91,23 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
         return training_step(*args, **kwargs)
 
     def run_backward(*args: Any, **kwargs: Any) -> None:
-        tracker.moment = "backward"
-        backward(*args, **kwargs)
-        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        tracker.tag(gradients, "gradients")
+        with tracker.graph.backward():
+            if tracker.moment == "backward":  # reentrant checkpointing: one inside of another
+                backward(*args, **kwargs)
+                return
+            tracker.moment = "backward"
+            backward(*args, **kwargs)
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                tracker.tag([parameter.grad], "gradients")
+                _name_after(parameter, [parameter.grad], tracker)
         tracker.moment = "optimizer step"  # clipping belongs to it
 
     def stepped(optimizer: Any, *_: Any) -> None:
-        states = (value for state in optimizer.state.values() for value in state.values())
-        tracker.tag((value for value in states if isinstance(value, torch.Tensor)), "optimizer states")
+        for parameter, state in optimizer.state.items():
+            states = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            tracker.tag(states, "optimizer states")
+            _name_after(parameter, states, tracker)
 
     generate = getattr(trainer.model, "generate", None)
 
@@ -104,16 +130,18 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
-    """Know the innermost module that is running. In a backward without checkpointing there is none."""
+    """Know the innermost module that is running, and that in whose forward a node of the backward was made."""
     names = {id(module): name for name, module in model.named_modules()}
     outer: list[str] = []
 
     def enter(module: Any, _: Any) -> None:
         outer.append(tracker.module)
         tracker.module = names.get(id(module), tracker.module)
+        tracker.graph.enter(tracker.module)
 
     def leave(*_: Any) -> None:
         tracker.module = outer.pop() if outer else ""
+        tracker.graph.enter(tracker.module)
 
     hooks = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),

@@ -61,8 +61,11 @@ def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRule
             model.free(blocks.pop(event.number))
         elif event.kind == EMPTY_CACHE:
             model.empty_cache()
-        if position % interval == 0 or position == peak_event:
-            timeline.append((event.moment, model.allocated_bytes, model.reserved_bytes))
+        point = (event.moment, model.allocated_bytes, model.reserved_bytes)
+        if position % interval == 0 or event.moment != timeline[-1][0]:
+            timeline.append(point)
+        else:  # the most of each stretch, so that no peak is lost
+            timeline[-1] = (event.moment, max(point[1], timeline[-1][1]), max(point[2], timeline[-1][2]))
     _note(peaks, moment, model)
     return Replay(
         allocated_peak_bytes=highest,
@@ -74,7 +77,7 @@ def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRule
         failed=failed,
         failed_request_bytes=failed_bytes,
         block_bytes=block_bytes,
-        timeline=_thin(timeline),
+        timeline=tuple(timeline),
     )
 
 
@@ -97,10 +100,3 @@ def _note(peaks: dict[str, MomentPeak], moment: str, model: AllocatorModel) -> N
             allocated_bytes=max(before.allocated_bytes, model.peak_allocated_bytes),
             reserved_bytes=max(before.reserved_bytes, model.peak_reserved_bytes),
         )
-
-
-def _thin(timeline: list[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
-    """The highest of each stretch of neighbours of one moment, so that no peak is lost."""
-    width = max(1, len(timeline) // _TIMELINE_POINTS)
-    stretches = (timeline[start : start + width] for start in range(0, len(timeline), width))
-    return tuple(max(stretch, key=lambda point: point[1]) for stretch in stretches)

@@ -75,3 +75,6 @@ class PlanRequest:
 
     has_padding: bool | None = None
     """None: batches of more than one row have."""
+
+    is_packed: bool = False
+    """Whether several sequences share a row of the batch, told apart by their positions."""

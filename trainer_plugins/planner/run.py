@@ -1,19 +1,25 @@
 """plan_run: ask for a prediction, which a fresh subprocess makes."""
 
+import contextlib
 import json
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
+from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 DEFAULT_TIMEOUT_SECONDS = 600
 
@@ -31,6 +37,7 @@ def plan_run(
     num_gpus: int | None = None,
     accelerate_config: str | os.PathLike[str] | None = None,
     has_padding: bool | None = None,
+    calibration: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> MemoryPlan:
     """Predict what a run will need of its card, without one. Ten seconds or more, of which most is imports.
@@ -52,6 +59,7 @@ def plan_run(
         accelerate_config: the file by which `accelerate launch` will launch; with a Trainer that is known already.
         has_padding: whether batches have padding, which decides about masks. None: with a Trainer as in its batch; with
             a config where there is more than one row.
+        calibration: whether a context that `calibrate` has measured on this machine is counted, where there is one.
         timeout_seconds: after which the prediction is given up.
 
     Raises:
@@ -85,6 +93,8 @@ def plan_run(
             launch_file=os.fspath(accelerate_config) if accelerate_config is not None else None,
             has_padding=has_padding,
         )
+    if calibration and request.card is not None:
+        request = replace(request, card=with_measured_context(request.card))
     (outcome,) = predict_all([request], timeout_seconds)
     if isinstance(outcome, PlanError):
         raise outcome
@@ -99,37 +109,73 @@ def predict_all(
     Raises:
         PlanError: the subprocess ended early; the message says how, and after how many.
     """
+    return [_outcome(result) for result in _results(requests, timeout_seconds)]
+
+
+def search_run(request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> SearchResult:
+    """Look for the largest micro-batches of a run, in one subprocess.
+
+    Args:
+        request: what to search.
+        timeout_seconds: for each way to run; together they may take as long as all of these.
+
+    Raises:
+        PlanError: the input is wrong, or the subprocess ended early.
+    """
+    (result,) = _results([request], timeout_seconds * request.num_ways)
+    if "search" not in result:
+        raise _refusal(result)
+    return SearchResult.from_dict(result["search"])
+
+
+def _results(requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess are for one kind of device")
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
         asked, answered, log = (Path(folder) / name for name in ("requests", "results", "log"))
         asked.write_bytes(pickle.dumps(list(requests)))
         command = [*_python(requests[0]), "-m", "trainer_plugins.planner.worker", str(asked), str(answered)]
-        with log.open("w") as output:
-            try:
-                code = subprocess.run(
-                    command,
-                    check=False,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    timeout=timeout_seconds,
-                    env=_environment(),
-                ).returncode
-            except subprocess.TimeoutExpired:
-                raise PlanError(
-                    f"the prediction was given up after {timeout_seconds:.0f} s; give it more time, or fewer layers"
-                ) from None
+        # What it leaves behind when it is killed lies in the folder, and goes with it.
+        code = _run(command, log, timeout_seconds, {**_environment(), "TMPDIR": folder})
         if code != 0:
             raise PlanError(_how_it_ended(code, log.read_text(errors="replace")))
-        return [_outcome(result) for result in json.loads(answered.read_text())]
+        results: list[dict[str, Any]] = json.loads(answered.read_text())
+        return results
 
 
-def _python(request: PlanRequest) -> list[str]:
+def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment: Mapping[str, str]) -> int:
+    """Run it to its end, and end what it has started; the exit code, or the signal below 0.
+
+    Raises:
+        PlanError: it takes too long.
+    """
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,  # a group of its own, so that a compiler goes with it
+        )
+    try:
+        return process.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        raise PlanError(
+            f"the prediction was given up after {timeout_seconds:.0f} s; give it more time, or fewer layers"
+        ) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _python(request: PlanRequest | SearchRequest) -> list[str]:
+    python = [sys.executable, "-X", "faulthandler"]
     if request.device == "simgpu":
         capacity = request.card.capacity_bytes if request.card is not None else 1 << 40
-        return [sys.executable, "-m", "trainer_plugins.testing.simgpu", "--capacity", str(capacity)]
-    return [sys.executable]
+        return [*python, "-m", "trainer_plugins.testing.simgpu", "--capacity", str(capacity)]
+    return python
 
 
 def _environment() -> dict[str, str]:
@@ -147,14 +193,28 @@ def _environment() -> dict[str, str]:
 def _how_it_ended(code: int, log: str) -> str:
     if code == -9:
         return "the prediction was killed, most likely because main memory ran out; it needs 1 to 2 GiB"
+    if code < 0:
+        return f"the prediction crashed with {signal.Signals(-code).name}{_crashed_at(log)}: native code did that"
     lines = log.strip().splitlines()
-    last = lines[-1] if lines else "it said nothing"
-    return f"the prediction ended with {'signal' if code < 0 else 'exit code'} {abs(code)}: {last}"
+    return f"the prediction ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+
+
+def _crashed_at(log: str) -> str:
+    """The innermost line of Python that is neither torch's nor Python's own, as faulthandler has noted it."""
+    own = sysconfig.get_paths()["stdlib"]
+    for file, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', log):
+        if "/torch/" not in file and ("site-packages" in file or not file.startswith(own)):
+            return f" in {function} ({Path(file).name}, line {line})"
+    return ""
 
 
 def _outcome(result: Mapping[str, Any]) -> MemoryPlan | PlanError:
     if "plan" in result:
         return MemoryPlan.from_json(json.dumps(result["plan"]))
+    return _refusal(result)
+
+
+def _refusal(result: Mapping[str, Any]) -> PlanError:
     return NotPredicted(result["not_predicted"]) if "not_predicted" in result else PlanError(result["error"])
 
 

@@ -1,10 +1,13 @@
 """Send a Trainer to another process without the bytes of its tensors: shapes, dtypes, and who shares a storage."""
 
 import contextlib
+import importlib
 import importlib.util
 import io
+import marshal
 import pickle
 import sys
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -56,7 +59,7 @@ def dumps(value: Any) -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError) as error:
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
 
@@ -83,9 +86,12 @@ class _Pickler(pickle.Pickler):
             return torch.device, ("cpu",)
         if isinstance(value, torch.Generator):
             return torch.Generator, ()
-        name = getattr(value, "__qualname__", "")
-        if name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads"):
-            return _make_inputs_require_grads_of, ()
+        if isinstance(value, torch.nn.Module) and "_original_forward" in vars(value):
+            return _without_what_accelerate_did(value)
+        if isinstance(value, MethodType):  # by its name pickle would find the method of the class in a replaced one
+            return _method, (value.__func__, value.__self__)
+        if isinstance(value, FunctionType) and not _has_a_name(value):
+            return _of_a_function(value)
         return NotImplemented
 
     def _shape_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -94,17 +100,57 @@ class _Pickler(pickle.Pickler):
         return (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, shared)
 
 
-def _make_inputs_require_grads(module: Any, inputs: Any, output: Any) -> None:
-    """transformers/modeling_utils.py has this function inside of another one, where pickle cannot name it."""
-    output.requires_grad_(True)
+def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[Any, ...]:
+    """A model prepared by accelerate refuses to be pickled with autocast around its `forward`."""
+    made: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    state = dict(made[2])
+    state["forward"] = state.pop("_original_forward")
+    return (made[0], made[1], state, *made[3:])
 
 
-def _make_inputs_require_grads_of() -> Any:
-    return _make_inputs_require_grads
+def _method(function: Any, owner: Any) -> Any:
+    return MethodType(function, owner)
 
 
-# Of the unpickling that is going on: the storages that several tensors share.
+def _has_a_name(function: FunctionType) -> bool:
+    """Whether pickle finds it by its name, and not another one or nothing."""
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
+
+
+def _of_a_function(function: FunctionType) -> tuple[Any, ...]:
+    """A function inside of another one, as libraries put in place of a `forward`: its code and what it closes over.
+
+    The other process has the same Python and the same libraries, and runs the same script.
+    """
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    made = (marshal.dumps(function.__code__), function.__globals__["__name__"], len(cells))
+    told = {name: getattr(function, name) for name in ("__name__", "__qualname__", "__defaults__", "__kwdefaults__")}
+    return _function, made, (cells, told), None, None, _complete
+
+
+def _function(code: bytes, module: str, num_cells: int) -> FunctionType:
+    loaded: CodeType = marshal.loads(code)
+    if module == "__main__":
+        _load_main(_main_files[-1])
+        module = "__mp_main__"
+    home = importlib.import_module(module)
+    return FunctionType(loaded, vars(home), closure=tuple(CellType() for _ in range(num_cells)))
+
+
+def _complete(function: FunctionType, state: tuple[list[Any], dict[str, Any]]) -> None:
+    cells, told = state
+    for cell, content in zip(function.__closure__ or (), cells, strict=True):
+        cell.cell_contents = content
+    for name, value in told.items():
+        setattr(function, name, value)
+
+
+# Of the unpickling that is going on: the storages that several tensors share, and the script.
 _storages: dict[tuple[int, int], torch.Tensor] = {}
+_main_files: list[str | None] = []
 
 
 def _tensor(shape_of: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
@@ -128,10 +174,12 @@ class _Unpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         _storages.clear()
+        _main_files.append(self._main_file)
         try:
             return super().load()
         finally:
             _storages.clear()
+            _main_files.pop()
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and self._main_file is not None:
@@ -140,10 +188,10 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _load_main(path: str) -> None:
+def _load_main(path: str | None) -> None:
     if "__mp_main__" in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location("__mp_main__", path)
+    spec = importlib.util.spec_from_file_location("__mp_main__", path) if path is not None else None
     if spec is None or spec.loader is None:
         raise pickle.UnpicklingError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)

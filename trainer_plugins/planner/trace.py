@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_plugins.planner import kernels
+from trainer_plugins.planner.graph import Graph
 
 ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
@@ -68,6 +69,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.moment = "load"
         self.module = ""
+        """The module that is running."""
+
+        self.graph = Graph()
+        """Which module a node of the backward comes from."""
+
         self.stream = 0
         """The stream in whose pool memory is taken; who runs work on another one sets it around that."""
 
@@ -83,6 +89,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         self.fake_mode: Any = None
         self.scalars_answered: dict[str, int] = {}
+        self.checks_hold = True
+        """The answer to `all`, but for that of a batch's mask."""
+
+        self.masks_pick_all = False
+        """Whether something was picked by a mask, whose ones nobody can count here."""
+
         self.allocated_bytes = 0
         self._card = card
         self._has_padding = has_padding
@@ -96,7 +108,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.pinned_peak_bytes = 0
         """Of a node's main memory, what is pinned."""
 
-        self._workspaces: set[int] = set()
+        self._workspaces: set[tuple[int, str]] = set()
 
     def trace(self) -> Trace:
         """Everything so far."""
@@ -211,6 +223,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = torch.ops.aten.add_.Tensor
         if self._card is not None:
             self._use_kernels(func, args)
+        self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
         result = kernels.run(func, args, kwargs)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
@@ -241,11 +254,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _use_kernels(self, func: Any, args: Any) -> None:
         assert self._card is not None
-        if self._card.is_matmul(func) and args[-1].device.type == self.device:
-            thread = threading.get_ident()  # each has a handle, and a workspace with it
-            if thread not in self._workspaces:
-                self._workspaces.add(thread)
-                self.keep_workspace(self._card.cublas_workspace_bytes, "cuBLAS")
+        for library, num_bytes in self._card.workspaces(func, args):
+            used = (threading.get_ident(), library)  # each thread has a handle, and a workspace with it
+            if args[-1].device.type == self.device and used not in self._workspaces:
+                self._workspaces.add(used)
+                self.keep_workspace(num_bytes, library)
 
     def _alloc(
         self, num_bytes: int, operation: str, tensor: Any, category: str | None = None, like: Storage | None = None
@@ -261,7 +274,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if category is None:
                 is_logits = len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
                 category = "logits and loss" if is_logits else "activations"
-            record = Storage(num_bytes, self.stream, self.moment, operation, self.module, category, shape, dtype)
+            module = self.module or self.graph.module_running()
+            record = Storage(num_bytes, self.stream, self.moment, operation, module, category, shape, dtype)
         self._storages.append(record)
         index = len(self._storages) - 1
         if num_bytes:
@@ -310,6 +324,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
             return not self._has_padding
+        if operation == "aten::all":
+            return self.checks_hold
         if tensor.dtype == torch.bool:
             return operation not in ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
         if tensor.dtype.is_floating_point:

@@ -1,8 +1,10 @@
 """The subprocess of a prediction: `python -m trainer_plugins.planner.worker REQUESTS RESULTS`.
 
-REQUESTS is a pickled list of `PlanRequest`; RESULTS becomes a JSON list, for each a plan, or a refusal in one line.
+REQUESTS is a pickled list of `PlanRequest` or `SearchRequest`; RESULTS becomes a JSON list, for each a plan, or what a
+search found, or a refusal in one line.
 """
 
+import gc
 import json
 import os
 import pickle
@@ -10,12 +12,14 @@ import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 KNOWN_ERROR = (
     "allocated: within 0.15 % of 33 published max_memory_allocated figures (RTX A6000, T4); reserved: within 4.4 % "
@@ -26,13 +30,16 @@ KNOWN_ERROR = (
 def main(requests_path: str, results_path: str) -> None:
     """Predict all of them, one after the other, and write what came out after each."""
     requests = pickle.loads(Path(requests_path).read_bytes())
+    import transformers.trainer  # noqa: F401 - with all that it imports
+
+    gc.freeze()  # accelerate collects after each training, and need not look at what was imported
     results: list[dict[str, Any]] = []
-    environment = dict(os.environ)
     for request in requests:
-        os.environ.clear()
-        os.environ.update(environment)  # TrainingArguments leave their precision there
         try:
-            results.append({"plan": asdict(predict(request))})
+            if isinstance(request, SearchRequest):
+                results.append({"search": _searched(request).to_dict()})
+            else:
+                results.append({"plan": asdict(predict(request))})
         except NotPredicted as refusal:
             results.append({"not_predicted": str(refusal).removeprefix("not predicted: ")})
         except PlanError as error:
@@ -42,38 +49,97 @@ def main(requests_path: str, results_path: str) -> None:
         draft.replace(results_path)
 
 
+@contextmanager
+def _environment_as_it_was() -> Iterator[None]:
+    """TrainingArguments leave their precision there."""
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _searched(request: SearchRequest) -> SearchResult:
+    from trainer_plugins.planner import build
+    from trainer_plugins.planner.environment import World, in_world
+    from trainer_plugins.planner.foresight import Foresight
+    from trainer_plugins.planner.launched import resolved
+    from trainer_plugins.planner.search import search
+
+    rules_of(request.run)
+    request = replace(request, run=resolved(request.run))
+    _make_ready(request.device)
+    with _environment_as_it_was(), in_world(World(device=request.device)):  # they ask the card what it can
+        args = build.arguments_of(request.run.source)
+    return search(request, args, Foresight(watch, judge), predict)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a rehearsal showed, before any allocator is asked."""
+
+    trace: Any
+    num_gpus: int
+    num_parameters: int
+    num_trainable_parameters: int
+    host_pinned_bytes_per_node: int
+    not_reliable: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+
 def predict(request: Any) -> Any:
     """Predict one run, in this process. Only for the subprocess: it changes torch for good.
 
     Raises:
         PlanError: the input is wrong, or nothing here can say what it will need.
     """
-    import torch
+    rules_of(request)  # what is wrong with them is said before the work, not after it
+    return judge(request, watch(request))
 
+
+def rules_of(request: Any) -> Any:
+    """The settings of the allocator.
+
+    Raises:
+        PlanError: there are none such.
+    """
     from trainer_plugins.allocator.model import AllocatorRules
     from trainer_plugins.allocator.settings import parse
-    from trainer_plugins.planner import build, refusals
+
+    try:
+        rules = AllocatorRules.of(parse(request.allocator))
+    except ValueError as error:
+        raise PlanError(f"allocator settings: {error}") from error
+    if request.device == "simgpu":
+        rules = AllocatorRules(small_segments_fall=True)  # its own, whatever the settings say
+    return rules
+
+
+@_environment_as_it_was()
+def watch(request: Any) -> Watched:
+    """Rehearse the run, and keep what one rank allocates and frees.
+
+    Raises:
+        PlanError: the input is wrong, or nothing here can say what it will need.
+    """
+    from trainer_plugins.planner import build, eight_bit, refusals
     from trainer_plugins.planner.environment import World, in_world
     from trainer_plugins.planner.launched import resolved
-    from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
     from trainer_plugins.planner.ranks import forget_accelerate
     from trainer_plugins.planner.rehearsal import rehearse
-    from trainer_plugins.planner.replay import live_at_peak, replay
     from trainer_plugins.planner.strategies import strategy_of
 
     card = request.card
     request = resolved(request)
     os.environ.update(request.environment)
-    try:
-        rules = AllocatorRules.of(parse(request.allocator))
-    except ValueError as error:
-        raise PlanError(f"allocator settings: {error}") from error
     not_reliable: list[str] = []
     _make_ready(request.device)
     world = World(
         device=request.device,
         **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
         has_padding=request.has_padding is True,
+        is_packed=request.is_packed,
     )
     forget_accelerate()
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
@@ -83,17 +149,45 @@ def predict(request: Any) -> Any:
         with strategy.around(tracker):
             rehearsed = _told_in_one_line(build.rehearsal_of, request.source, request.has_padding, folder)
             trainer = rehearsed.trainer
+            refusals.refuse_trainer(trainer)
             refusals.refuse_model(trainer.model)
             tracker.vocabulary = _vocabulary_of(trainer.model)
+            states = eight_bit.stand_in(trainer)
+            if states is not None and states.is_paged:
+                not_reliable.append(eight_bit.PAGED)
             strategy.prepare(trainer)
             _told_in_one_line(rehearse, rehearsed, tracker)
+        if tracker.masks_pick_all:
+            rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
         trace = strategy.on_one_rank(tracker.trace())
         parameters = [*trainer.model.parameters()]
         sizes = sum(map(_size, parameters)), sum(_size(each) for each in parameters if each.requires_grad)
         not_reliable += strategy.not_reliable
         pinned = strategy.host_pinned_bytes_per_node()
-    if request.device == "simgpu":
-        rules = AllocatorRules(falling_addresses=True)  # its own, whatever the settings say
+    if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
+        not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
+    if request.num_nodes > 1 and request.launch_file is None:
+        rehearsed.assumptions.append(
+            f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes"
+        )
+    return Watched(trace, request.num_gpus, *sizes, pinned, tuple(not_reliable), tuple(rehearsed.assumptions))
+
+
+def judge(request: Any, watched: Watched) -> Any:
+    """Replay what was watched through the allocator of the card, and make a plan of it.
+
+    Raises:
+        PlanError: there are no such settings of the allocator.
+    """
+    import torch
+
+    from trainer_plugins.planner.cards import about_context
+    from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
+    from trainer_plugins.planner.replay import live_at_peak, replay
+    from trainer_plugins.planner.tried import untried
+
+    versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")}
+    card, trace, rules = request.card, watched.trace, rules_of(request)
     free = replay(trace, None, rules)
     context = card.context_bytes if card is not None else 0
     shown = free
@@ -105,16 +199,12 @@ def predict(request: Any) -> Any:
     breakdown: dict[str, int] = defaultdict(int)
     for storage, num_bytes in live:
         breakdown[storage.category] += num_bytes
-    if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
-        not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
-    if request.num_nodes > 1 and request.launch_file is None:
-        rehearsed.assumptions.append(f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes")
     return MemoryPlan(
         allocated_peak_bytes=free.allocated_peak_bytes,
         reserved_peak_bytes=shown.reserved_peak_bytes,
         nvidia_smi_peak_bytes=shown.reserved_peak_bytes + context,
         host_ram_bytes_per_node=trace.host_peak_bytes,
-        host_pinned_bytes_per_node=pinned,
+        host_pinned_bytes_per_node=watched.host_pinned_bytes_per_node,
         capacity_bytes=card.capacity_bytes if card is not None else None,
         fits=failed is None if card is not None else None,
         moment=free.peak_moment,
@@ -135,16 +225,16 @@ def predict(request: Any) -> Any:
         num_flushes=on_card.num_flushes if card is not None else 0,
         failed_request_bytes=on_card.failed_request_bytes if card is not None else None,
         failed_request=f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}" if failed else None,
-        not_reliable=tuple(not_reliable),
-        assumptions=tuple(rehearsed.assumptions),
+        not_reliable=(*untried(versions), *watched.not_reliable),
+        assumptions=(*watched.assumptions, *([about_context(card)] if context and card is not None else [])),
         known_error=KNOWN_ERROR if request.device == "cuda" else "the simulated card is met within 1 % in the tests",
         device=request.device,
         gpu=card.name if card is not None else None,
-        num_gpus=request.num_gpus,
+        num_gpus=watched.num_gpus,
         context_bytes=context,
-        num_parameters=sizes[0],
-        num_trainable_parameters=sizes[1],
-        versions={"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")},
+        num_parameters=watched.num_parameters,
+        num_trainable_parameters=watched.num_trainable_parameters,
+        versions=versions,
         timeline=shown.timeline,
     )
 

@@ -64,7 +64,7 @@ def survive_oom(
     trainer: Trainer,
     *,
     min_micro_batch: int = 1,
-    ladder: Sequence[str] = ("checkpointing",),
+    ladder: Sequence[str] = RUNGS,
     plan_first: bool = True,
     on_refusal: str = "error",
 ) -> Survival:
@@ -78,7 +78,8 @@ def survive_oom(
         trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in one process, under
             DDP, and the first two under FSDP2 and DeepSpeed ZeRO.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
-        ladder: what to switch on, in order, when the smallest piece does not fit either: "checkpointing".
+        ladder: what to switch on, in order, when the smallest piece does not fit either: "checkpointing"; "offload",
+            with which activations wait in main memory (not under FSDP2 and ZeRO-3).
         plan_first: compute the longest rows before step 1, to know beforehand how many fit at once. Leaves no trace.
         on_refusal: where the result would not be exact, or is not known to be: "error" raises, "warn" says so once and
             leaves training as it is.

@@ -8,6 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.survival.attach import check_options, survive_oom
+from trainer_plugins.survival.ladder import RUNGS
 from trainer_plugins.survival.memo import SurvivalMemo
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class SurviveOOM(RunCallback):
     def __init__(
         self,
         min_micro_batch: int = 1,
-        ladder: Sequence[str] = ("checkpointing",),
+        ladder: Sequence[str] = RUNGS,
         plan_first: bool = True,
         on_refusal: str = "warn",
     ) -> None:

@@ -51,9 +51,7 @@ class Engine:
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
-        # Under FSDP a part of a batch would take collectives that the other ranks do not wait for.
-        is_alone = not self._attached.trainer.is_fsdp_enabled
-        if self.is_attached and is_alone and not model.training and not torch.is_grad_enabled():
+        if self.is_attached and not model.training and not torch.is_grad_enabled():
             return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
@@ -135,14 +133,22 @@ class Engine:
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
             if self._attached.plan_first and not self._run.is_refused:
                 rehearse(self._run, num_items, self._scale(num_items))
-            if not (self._run.ranks.in_step or self._run.memo.is_rehearsed):
-                self._run.memo.pace = Pace()
+            self._run.memo.pace = None if self._run.ranks.in_step else self._pace(self._run)
             if self._run.ranks.in_step and not self._run.is_refused:
                 self._agree(self._run, inputs, num_items)
         if self._current is not None and not self._run.is_refused:
+            why = "training_step does not call accelerator.backward once for each compute_loss"
+            if self._current.is_finished:
+                raise RuntimeError(f"{why}, so the gradients of this step are wrong: detach survive_oom")
             self._current, self._run.is_refused = None, True
-            self._run.refuse(["training_step does not call accelerator.backward once for each compute_loss"])
+            self._run.refuse([why])
         return self._run
+
+    def _pace(self, run: Run) -> Pace:
+        """Of a limit of this rank's own. One that a rehearsal found does not grow, unless it was lowered since."""
+        too_much = run.memo.limit if run.memo.is_rehearsed else math.inf
+        num_retries = run.card.read().num_alloc_retries if run.card else 0
+        return Pace(too_much=too_much, num_retries=num_retries or 0)
 
     def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
         """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""

@@ -1,7 +1,5 @@
 """Evaluation: a batch that does not fit is computed in parts. No gradients, so there is nothing to take back."""
 
-import math
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,13 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt import DidNotFit, attempt
 from trainer_plugins.survival.certificate import certify_values
+from trainer_plugins.survival.generated import Generated
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
-from trainer_plugins.survival.limit import cells, lower, sizes
+from trainer_plugins.survival.limit import cells
+from trainer_plugins.survival.parts import Parts, say_survived
 from trainer_plugins.survival.ranks.gathers import Gathers
-from trainer_plugins.survival.run import Attached, memo_of
+from trainer_plugins.survival.run import Attached
 from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
 
@@ -27,8 +26,11 @@ class Evaluation:
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
-        self._limit = math.inf
-        self._weights: dict[str, Weight] = {}
+        self._parts = Parts()
+        self._generated = Generated(attached)
+        self._weights: dict[tuple[str, bool], Weight] = {}
+        """By the layout, and whether losses are divided by a number that the caller gives: the Trainer does."""
+        self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer.accelerator)
 
@@ -38,12 +40,19 @@ class Evaluation:
         """In the place of `trainer.prediction_step`, to know whether somebody waits for the outputs."""
         self._are_outputs_wanted = not prediction_loss_only
         try:
+            if not prediction_loss_only and self._generated.is_ours():
+                return self._generated.step(model, inputs, *args, **kw)
             return self._attached.prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         finally:
             self._are_outputs_wanted = True
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: Any) -> Any:
         """Loss, and outputs where they are asked for, as `trainer.compute_loss` gives them."""
+        trainer = self._attached.trainer
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # whose forward passes reach the other ranks
+            return self._attached.compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
+            )
 
         def compute(some: Inputs) -> Any:  # a copy for each attempt: trainers take labels out of theirs
             with self._gathers.held():
@@ -51,12 +60,10 @@ class Evaluation:
                     model, dict(some), return_outputs=return_outputs, num_items_in_batch=num_items
                 )
 
-        trainer = self._attached.trainer
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            return compute(inputs)  # whose forward passes reach the other ranks
         self._gathers.begin()
+        self._is_over_items = num_items is not None
         before = Snapshot(trainer, "eval")
-        if cells(inputs) > self._limit:
+        if cells(inputs) > self._parts.limit:
             try:
                 return self._in_parts(compute, inputs, [])
             except IndivisibleError:
@@ -73,30 +80,25 @@ class Evaluation:
     def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Any:
         family, trainer = self._attached.family, self._attached.trainer
         layout = find_layout(family.layouts, inputs)
-        num, num_cells = layout.count(inputs), cells(inputs)
-        before = Snapshot(trainer, "eval")
+        num, before = layout.count(inputs), Snapshot(trainer, "eval")
         if failures:
-            self._lower(num, num_cells)
+            self._parts.failed(num, cells(inputs))
+        elif num == 1:
+            raise IndivisibleError("it is one example")
         weight = self._weight(layout, inputs, compute, before)
         whole, whole_share = weight.of(inputs, num), family.share.of(inputs, num)
-        spans = deque(_spans(0, sizes(num, num_cells, self._limit, 1)))
+
+        def work(part: Inputs, num_of_part: int, is_last: bool) -> Any:
+            share = family.share.share(family.share.of(part, num_of_part), whole_share)
+            return self._compute_part(compute, part, share, is_last)
+
         results = []
-        while spans:
-            start, stop = spans.popleft()
-            part = layout.take(inputs, start, stop)
-            share = family.share.share(family.share.of(part, stop - start), whole_share)
-            result = attempt(partial(self._compute_part, compute, part, share, not spans))
-            if isinstance(result, DidNotFit):
-                before.restore()
-                failures.append(result)
-                self._lower(stop - start, cells(part))
-                spans.extendleft(reversed(_spans(start, sizes(stop - start, cells(part), self._limit, 1))))
-                continue
-            results.append((result, weight.share(weight.of(part, stop - start), whole)))
-            if spans:
+        for part, num_of_part, result, is_last in self._parts.each(layout, inputs, failures, before, work):
+            results.append((result, weight.share(weight.of(part, num_of_part), whole)))
+            if not is_last:
                 before.restore_metrics()  # those of the last one are those of the whole
         if failures:
-            self._say(failures, f"{num} {layout.unit} ({num_cells} cells)", len(results))
+            say_survived(trainer, f"{num} {layout.unit} ({cells(inputs)} cells)", failures, len(results))
         return _joined(layout, results)
 
     def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Any:
@@ -116,7 +118,8 @@ class Evaluation:
         return type(outputs)(**wanted)
 
     def _weight(self, layout: Layout, inputs: Inputs, compute: Compute, before: Snapshot) -> Weight:
-        if layout.name not in self._weights:
+        key = (layout.name, self._is_over_items)
+        if key not in self._weights:
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)
@@ -125,40 +128,12 @@ class Evaluation:
 
             try:
                 with self._gathers.measuring():
-                    self._weights[layout.name] = certify_values(
+                    self._weights[key] = certify_values(
                         self._attached.trainer, self._attached.family, layout, inputs, loss
                     )
             finally:
                 before.restore()
-        return self._weights[layout.name]
-
-    def _lower(self, num: int, num_cells: int) -> None:
-        limit = lower(num, num_cells, self._limit, 1)
-        if limit is None:
-            raise IndivisibleError("there is nothing smaller to try than one example")
-        self._limit = limit
-
-    def _say(self, failures: list[DidNotFit], what: str, num_parts: int) -> None:
-        trainer = self._attached.trainer
-        seconds = sum(failure.seconds for failure in failures)
-        finding = Finding(
-            code="out-of-memory-survived",
-            severity=Severity.WARNING,
-            summary=f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
-            evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
-            remedy="Nothing has to be done: loss and outputs are those of the whole. "
-            "A smaller per_device_eval_batch_size spares the attempts.",
-            amount=float(len(failures)),
-        )
-        memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
-
-
-def _spans(start: int, nums: list[int]) -> list[tuple[int, int]]:
-    spans = []
-    for num in nums:
-        spans.append((start, start + num))
-        start += num
-    return spans
+        return self._weights[key]
 
 
 def _joined(layout: Layout, results: list[tuple[Any, float]]) -> Any:

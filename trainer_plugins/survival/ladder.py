@@ -5,8 +5,10 @@ from typing import Any
 from torch import nn
 
 from trainer_plugins.survival.losses import bare_model
+from trainer_plugins.survival.offload import Offload
 
-RUNGS = ("checkpointing",)
+RUNGS = ("checkpointing", "offload")
+_OFFLOAD = "_activations_on_the_host"
 
 
 def is_checkpointing(model: nn.Module) -> bool:
@@ -20,6 +22,11 @@ def is_checkpointing(model: nn.Module) -> bool:
 def climb(rung: str, model: nn.Module) -> bool:
     """Switch a rung on. False where the model has it on already, or cannot."""
     base: Any = bare_model(model)
+    if rung == "offload":
+        if hasattr(base, _OFFLOAD) or not Offload.is_possible(base):
+            return False
+        setattr(base, _OFFLOAD, Offload(base))
+        return True
     if is_checkpointing(model) or not getattr(base, "supports_gradient_checkpointing", False):
         return False
     how = {"use_reentrant": False}
@@ -33,4 +40,7 @@ def climb(rung: str, model: nn.Module) -> bool:
 def descend(rung: str, model: nn.Module) -> None:
     """Switch a rung off again."""
     base: Any = bare_model(model)
+    if rung == "offload":
+        vars(base).pop(_OFFLOAD).remove()
+        return
     getattr(base, "activation_checkpointing_disable", base.gradient_checkpointing_disable)()

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.learned_on: list[Any] = []
         """The size of the card, and whether activations were checkpointed anyway: the limit holds for no other."""
         self._num_logged = 0
+        self._switched_on: list[str] = []
+        """Of the rungs, those that are on because of us, in this process."""
         self.pace: Pace | None = None
         """Where the limit is this rank's own, and no plan's."""
         self.is_in_step = False
@@ -82,6 +85,17 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             self._num_logged = self.num_survived
             state.log_history[-1]["out_of_memory_survived"] = self.num_survived
 
+    def climb(self, ladder: Iterable[str], model: nn.Module) -> str:
+        """Switch the next rung on, for which the limit is open again. Returns its name; "" where there is none."""
+        rung = next((rung for rung in ladder if rung not in self.rungs and climb(rung, model)), "")
+        if rung:
+            self.rungs.append(rung)
+            self._switched_on.append(rung)
+            self.limit = math.inf  # it was learned without this rung, and so was what is too much
+            if self.pace is not None:
+                self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
+        return rung
+
     def remark(self, args: TrainingArguments, step: int, finding: Finding) -> None:
         """Say a finding, and write it into the timeline of the run."""
         logger.log(finding.severity, "step %d: %s", step, finding)
@@ -101,6 +115,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         learned_on = [card.read().total_bytes if card else 0, is_checkpointing(model) and not self.rungs]
         if learned_on != self.learned_on:
             self.limit, self.is_rehearsed, self.rungs, self.learned_on = math.inf, False, [], learned_on
-        self.rungs = [rung for rung in self.rungs if climb(rung, model)]  # what the user has on by now is the user's
+        # What the user has on by now is the user's, and what an earlier run of this Trainer has switched on is ours.
+        self.rungs = [rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on]
+        self._switched_on = [*self.rungs]
         if not math.isinf(self.limit):
             logger.info("no more than %d tokens (rows x padded length) at once, as this run learned before", self.limit)

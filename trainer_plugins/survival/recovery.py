@@ -14,7 +14,6 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.finality import what_is_never_final
-from trainer_plugins.survival.ladder import climb
 from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
@@ -149,8 +148,9 @@ class Recovery:
         """As many pieces as every other rank has; what is missing of them is computed twice, and counts nothing."""
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
         cuts = [whole.num * (part + 1) // num - whole.num * part // num for part in range(num)]
-        if self._layout is not None:
-            with suppress(IndivisibleError):  # this one: then it is computed as it is
+        # What was not measured together, at the first micro-batch, one rank must not measure: it is computed as it is.
+        if self._layout is not None and self._layout.name in self._run.weights:
+            with suppress(IndivisibleError):
                 weight, share = self._weight(self._layout), self._attached.family.share
                 pieces = whole.parts(self._layout, [cut for cut in cuts if cut], weight, share)
         least = min(pieces, key=lambda piece: piece.num_cells)
@@ -184,12 +184,9 @@ class Recovery:
             else:
                 memo.limit = limit
                 return
-        for rung in self._attached.ladder:
-            if rung not in memo.rungs and climb(rung, self._run.model):
-                memo.rungs.append(rung)
-                memo.limit = math.inf  # it was learned without this rung
-                self._story.switched_on.append(rung)
-                return
+        if rung := memo.climb(self._attached.ladder, self._run.model):
+            self._story.switched_on.append(rung)
+            return
         self._give_up(why or f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on")
 
     def _check_finality(self) -> None:

@@ -7,7 +7,7 @@ then is the limit that later micro-batches are divided by beforehand, so that no
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.survival.ladder import climb
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.layouts import Completions, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.limit import cells
 from trainer_plugins.survival.longest import longest_rows
 from trainer_plugins.survival.run import Run
@@ -47,13 +46,14 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
             rehearsal = _Rehearsal(run, num_items, scale)
         if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
-        num_fit, climbed = rehearsal.most(), []
-        for rung in run.attached.ladder:
-            if not num_fit and climb(rung, run.model):
-                climbed.append(rung)
-                num_fit = rehearsal.most()
+        found = None
+        # What no sampler draws may be no row to train on. A rank that others wait for does not go on as if it were.
+        with nullcontext() if run.ranks.in_step else run.memo.harmless():
+            found = rehearsal.find()
+        if found is None:
+            return
+    num_fit, climbed = found
     run.memo.is_rehearsed = True
-    run.memo.rungs += climbed
     if num_fit < rehearsal.num:
         run.memo.limit = rehearsal.cells(max(num_fit, min(run.attached.min_micro_batch, rehearsal.num)))
     if num_fit < rehearsal.num or climbed:
@@ -70,7 +70,7 @@ class _Rehearsal:
     def __init__(self, run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
-        self._inputs = _longest_batch(run.attached.trainer)
+        self._inputs = _longest_batch(run)
         self._layout: Layout | None = None
         self.num = 0
         """How many examples it has; 0 where there is none, or it cannot be divided."""
@@ -82,9 +82,14 @@ class _Rehearsal:
             if self.num:
                 break
 
-    def most(self) -> int:
-        """How many of them fit at once."""
-        return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
+    def find(self) -> tuple[int, list[str]]:
+        """How many of them fit at once, and what was switched on, one rung after the other, because none did."""
+        run, climbed = self._run, []
+        num_fit = self._most()
+        while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
+            climbed.append(rung)
+            num_fit = self._most()
+        return num_fit, climbed
 
     def cells(self, num: int) -> int:
         return cells(self._some(num))
@@ -121,29 +126,39 @@ class _Rehearsal:
             amount=float(num_fit),
         )
 
+    def _most(self) -> int:
+        return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
+
     def _compute(self, model: nn.Module, num: int) -> None:
-        """Forward and backward of so many of them."""
+        """Forward and backward of so many of them. Ranks that rehearse by themselves do so unequally often."""
         self._num_tried += 1
         attached = self._run.attached
-        with attached.trainer.compute_loss_context_manager():
-            loss = attached.compute_loss(model, self._some(num), num_items_in_batch=self._num_items)
-        attached.backward(loss * self._scale, **self._run.ranks.options)
+        with self._run.gathers.apart():
+            with attached.trainer.compute_loss_context_manager():
+                loss = self._run.compute_loss(model, self._some(num), self._num_items)
+            attached.backward(loss * self._scale, **self._run.ranks.options)
 
     def _some(self, num: int) -> dict[str, Any]:
         assert self._layout is not None
         return self._layout.take(self._inputs, self.num - num, self.num)  # the short one is the last
 
 
-def _longest_batch(trainer: Any) -> Inputs:
+def _longest_batch(run: Run) -> Inputs:
     """As the data loader would make it; empty where rows cannot be had without consuming them."""
+    trainer: Any = run.attached.trainer
+    if any(isinstance(layout, Completions) for layout in run.attached.family.layouts):
+        # `_prepare_inputs` would generate, and put that in the place of what the next micro-batches train on.
+        logger.info("nothing is rehearsed: how long completions become is not known before they are generated")
+        return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     rows = longest_rows(dataset, trainer._train_batch_size)
     if dataset is None or collate is None or not rows:
         logger.info("nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__)
         return {}
-    # A copy of the collator: one may keep a generator of its own.
-    batch: Inputs = trainer._prepare_inputs(copy.deepcopy(collate)([dataset[index] for index in rows]))
+    # A copy of the collator: one may keep a generator of its own. But none of a model: that of seq2seq keeps it too.
+    collate = copy.deepcopy(collate, {id(module): module for module in trainer.model.modules()})
+    batch: Inputs = trainer._prepare_inputs(collate([dataset[index] for index in rows]))
     return batch
 
 

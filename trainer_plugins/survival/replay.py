@@ -16,7 +16,6 @@ import torch
 
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
 from trainer_plugins.survival.certificate import certify_together
-from trainer_plugins.survival.ladder import climb
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.limit import even, lower, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -145,12 +144,9 @@ class Replay(Recovery):
             else:
                 memo.limit = self._ranks.agreed(limit)
                 return
-        for rung in self._attached.ladder:
-            if rung not in memo.rungs and climb(rung, self._run.model):
-                memo.rungs.append(rung)
-                memo.limit = math.inf  # it was learned without this rung
-                self._story.switched_on.append(rung)
-                return
+        if rung := memo.climb(self._attached.ladder, self._run.model):
+            self._story.switched_on.append(rung)
+            return
         self._give_up(why or "another rank has nothing smaller to try, and there is nothing left to switch on")
 
     def _lacks_weight(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by, off_by_steps, padded, ragged_rows, small_trainer
 from tests.survival.test_sweep import AnewEachStep
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.survival.run import memo_of
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 FOLDER = Path(sys.argv[-1])
@@ -261,10 +263,40 @@ def resumed() -> dict:
     second = llama(steps=3, **rest)
     survive_oom(second)
     second = Run(second, resume_from_checkpoint=str(FOLDER / "saved" / "checkpoint-2"))
-    memo = next(c for c in second.trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
+    memo = memo_of(second.trainer)
     divided = min(second.num_allocations) > 1.5 * max(whole.num_allocations)
     off = off_by_steps(first.gradients + second.gradients, whole.gradients)
     return {"limit": memo.limit, "divided": divided, "gradients": off}
+
+
+class Card:
+    """On which so many tokens fit: fewer on rank 1, which has to try more often what fits."""
+
+    num_tokens = 1000 if RANK == 0 else 100
+
+    def refuse(self, module, args, kwargs):
+        if kwargs["input_ids"].numel() > self.num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def read(self) -> MemoryReading:
+        half = {"free_bytes": 5 * 10**8, "reserved_bytes": 5 * 10**8, "allocated_bytes": 5 * 10**8}
+        return MemoryReading(device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half)
+
+    def reset_peak(self) -> None:
+        pass
+
+    def release_cached(self) -> int:
+        return 0
+
+
+def rehearsed() -> dict:
+    """Each rank by itself, with a trainer that exchanges metrics in each pass."""
+    whole, trainer, card = whole_of("TRL sft"), made(STORIES["TRL sft"]), Card()
+    trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
+    with patch("trainer_plugins.survival.run.card_of", lambda _: card):
+        survive_oom(trainer)
+        facts = facts_of(Run(trainer), whole, 0)
+    return facts | {"limit": memo_of(trainer).limit}
 
 
 class HookLate(TrainerCallback):
@@ -304,6 +336,7 @@ if __name__ == "__main__":
     told = {name: tell(name) for name, story in STORIES.items() if story.world == WORLD}
     if WORLD == 2:
         told |= {name: sweep(name) for name in SWEEPS}
+        told |= {"rehearsed": rehearsed()} if "TRL sft" in STORIES else {}
         told |= {"resumed": resumed(), "refused": {name: refused(name) for name in REFUSED}}
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(told))
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 gradient that they would have had."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,17 @@ def test_wherever_it_fails(of_two, capsys, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, story in STORIES.items() if story.world == 3])
 def test_three_ranks(of_three, name: str) -> None:
     assert_equal_to_the_whole(name, [told[name] for told in of_three])
+
+
+def test_ranks_rehearse_unequally_often_and_exchange_nothing_then(of_two) -> None:
+    pytest.importorskip("trl")
+    facts = [told["rehearsed"] for told in of_two]
+    assert facts[0]["limit"] == math.inf
+    assert facts[1]["limit"] <= 100
+    for fact in facts:
+        assert (fact["wrapper"], fact["world"]) == ("DistributedDataParallel", 2)
+        assert fact["gradients"] <= 1e-5
+        assert fact["logged"] <= 1e-5
 
 
 def test_all_ranks_take_up_the_limit_that_rank_0_saved(of_two) -> None:

@@ -99,6 +99,15 @@ def pieces_of(rows: int, length: int) -> int:
     return math.ceil(rows / max(1, LIMIT // length)) if rows * length > LIMIT else 1
 
 
+def test_one_sequence_where_another_rank_divides_is_computed_as_it_is(ranks) -> None:
+    """It lies otherwise than what was measured together: nothing is measured by one rank alone."""
+    *_, both = ranks
+    for facts in (one["flattened"] for one in both):
+        assert facts["gradients"] <= 1e-5, "float32, of four steps"
+        assert facts["pieces"] == both[0]["flattened"]["pieces"]
+        assert max(facts["pieces"]) > 1
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import sys
 import threading
@@ -63,6 +64,14 @@ def uneven(rows):
     return padded(rows[:2] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows)
 
 
+def flat(rows):
+    """One row of several sequences; now and then rank 1 has one alone, which does not lie so."""
+    rows = rows[:1] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows
+    ids = torch.cat([row["input_ids"] for row in rows])[None]
+    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
 class BeforeTheStep(TrainerCallback):
     """The gradients that each step is made of, and the micro-batches and pieces of it: rows and padded length."""
 
@@ -99,6 +108,15 @@ class BeforeTheStep(TrainerCallback):
             self.pieces[-1].append(list(kwargs["input_ids"].shape))
 
 
+class KnowsTheLimit(TrainerCallback):
+    def __init__(self, memos: list[SurvivalMemo], limit: float) -> None:
+        self.memos, self.limit = memos, limit
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        for memo in self.memos:
+            memo.limit = min(memo.limit, self.limit)
+
+
 class Card:
     """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU. That of rank 1 is the smaller one."""
 
@@ -120,7 +138,7 @@ class Card:
         return 0
 
 
-def make(folder: Path, stage: dict, attach: bool = True):
+def make(folder: Path, stage: dict, attach: bool = True, collate=uneven):
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
     gc.collect()
@@ -128,15 +146,17 @@ def make(folder: Path, stage: dict, attach: bool = True):
     config = {"zero_optimization": {**WHOLE, **stage}, **dict.fromkeys(names, "auto")}
     trainer = small_trainer(
         folder, tiny_llama(), steps=4, deepspeed={**config, "zero_force_ds_cpu_optimizer": False},
-        save_strategy="steps", save_steps=2, max_grad_norm=0.5, train_dataset=ragged_rows(48), data_collator=uneven,
+        save_strategy="steps", save_steps=2, max_grad_norm=0.5, train_dataset=ragged_rows(48), data_collator=collate,
     )  # fmt: skip
     if attach:
         survive_oom(trainer)
     return trainer
 
 
-def trained(folder: Path, stage: dict, attach: bool = True, resume: str | None = None):
-    trainer = make(folder, stage, attach)
+def trained(folder: Path, stage: dict, attach: bool = True, resume: str | None = None, limit=math.inf, collate=uneven):
+    trainer = make(folder, stage, attach, collate)
+    memos = [c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo)]
+    trainer.add_callback(KnowsTheLimit(memos, limit))
     seen = BeforeTheStep(trainer)
     trainer.add_callback(seen)
     trainer.train(resume_from_checkpoint=resume)
@@ -201,6 +221,15 @@ def told(name: str, config: dict) -> dict:
     }  # fmt: skip
 
 
+def flattened() -> dict:
+    """With the limit that another run would have left."""
+    stage = {"stage": 2}
+    _, whole = trained(FOLDER / "flat", stage, attach=False, collate=flat)
+    _, divided = trained(FOLDER / "flat", stage, limit=25, collate=flat)
+    pieces = [len(one) for one in divided.pieces]
+    return {"gradients": off_by_steps(divided.gradients, whole.gradients), "pieces": pieces}
+
+
 def refused(stage: dict) -> str:
     try:
         make(FOLDER / "refused", stage)
@@ -221,6 +250,7 @@ def fail() -> None:
 
 if __name__ == "__main__":
     facts = {"refused": {name: refused(stage) for name, stage in REFUSED.items()}}
+    facts["flattened"] = flattened()
     facts |= {name: told(name, stage) for name, stage in STORIES.items()}
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(facts))
     fail()

@@ -68,14 +68,20 @@ class Gathers:
             self._brought = None
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Around a measurement. One whose last passes are a probe and its two parts shows how values add up."""
+    def apart(self) -> Iterator[list[torch.Tensor]]:
+        """Around passes that are none of the training's: they reach no other rank. Gives what they would have sent."""
         brought: list[torch.Tensor] = []
         self._brought = brought
         try:
-            yield
+            yield brought
         finally:
             self._brought = None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around a measurement. One whose last passes are a probe and its two parts shows how values add up."""
+        with self.apart() as brought:
+            yield
         num = self._index  # in each pass
         if 0 < 3 * num <= len(brought):
             last = brought[-3 * num :]

@@ -10,6 +10,7 @@ that fails leaves in them cannot be put back, and the other ranks wait inside th
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -118,7 +119,8 @@ class Zero(Alone):
     def _stop(self, why: str) -> str:
         """End the run on every rank. Returns what to say."""
         folder, step = self.trainer.args.output_dir, self.trainer.state.global_step
-        last = get_last_checkpoint(folder)
+        # On another machine than rank 0's it may not be there.
+        last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
         if self._engine._running_engine_step:
             why = "it came in the optimizer step, and weights may have moved"
         kept = f"The last checkpoint is {last}" if last else f"There is no checkpoint in {folder}"

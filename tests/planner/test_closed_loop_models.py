@@ -1,0 +1,92 @@
+"""More models and ways to adapt them: predicted, then really run on the simulated card."""
+
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from tests.planner.loop import Loop
+from tests.planner.test_closed_loop import llama, rows, run
+
+peft = pytest.importorskip("peft")
+
+TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "image_size": 56, "patch_size": 14}
+PICTURE = 999  # the token that stands for a piece of a picture
+
+
+def llava() -> LlavaForConditionalGeneration:
+    text = LlamaConfig(vocab_size=1000, pad_token_id=0, **TEXT)
+    vision = CLIPVisionConfig(num_hidden_layers=3, **VISION)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=PICTURE, image_seq_length=16)
+    )
+
+
+def idefics() -> Idefics3ForConditionalGeneration:
+    text, vision = LlamaConfig(vocab_size=1000, **TEXT), {"num_hidden_layers": 2, **VISION}
+    return Idefics3ForConditionalGeneration(
+        Idefics3Config(vision_config=vision, text_config=text, image_token_id=PICTURE, scale_factor=2, pad_token_id=0)
+    )
+
+
+def with_pictures(pieces: int, **pixels: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    made = rows(length=96)
+    for row in made:
+        tokens = row["input_ids"].clamp(max=900)
+        tokens[2 : 2 + pieces] = PICTURE
+        row.update({"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens), **pixels})
+    return made
+
+
+def adapted(config):
+    return peft.get_peft_model(llama(), config)
+
+
+def one_by_one(trainer):
+    trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": 1e-3, "foreach": False})
+    return trainer
+
+
+RUNS = {
+    "llava": lambda path: run(
+        path,
+        llava(),
+        data=with_pictures(16, pixel_values=torch.ones(3, 56, 56)),
+        bf16=True,
+        gradient_checkpointing=True,
+    ),
+    "idefics": lambda path: run(
+        path,
+        idefics(),
+        data=with_pictures(4, pixel_values=torch.ones(1, 3, 56, 56), pixel_attention_mask=torch.ones(1, 56, 56).long()),
+    ),
+    "ia3": lambda path: run(path, adapted(peft.IA3Config(task_type="CAUSAL_LM"))),
+    "prompt tuning": lambda path: run(
+        path, adapted(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
+    ),
+    "dora": lambda path: run(
+        path, adapted(peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", use_dora=True))
+    ),
+    "vera": lambda path: run(
+        path, adapted(peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"]))
+    ),
+    "ln tuning": lambda path: run(path, adapted(peft.LNTuningConfig(task_type="CAUSAL_LM"))),
+    "adamw, one by one": lambda path: one_by_one(run(path, llama(hidden_size=256), data=rows(length=32))),
+}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
+    loop.goes_round(name, tmp_path)

@@ -1,0 +1,46 @@
+"""What the kernels of a card keep beside their results: by the card's compute capability, and by torch's source."""
+
+import pytest
+
+from tests.planner.test_plans import request, tiny
+from trainer_plugins import MemoryPlan
+from trainer_plugins.planner import PlanError
+from trainer_plugins.planner.run import predict_all
+from trainer_plugins.units import KIB, MIB
+
+LENGTH, HEADS = 640, 4
+GROUPS = tiny(num_key_value_heads=2)
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+REQUESTS = {
+    "heads on t4": request(tiny(), gpu="t4", sequence_length=LENGTH, dtype="float16"),
+    "groups on t4": request(GROUPS, gpu="t4", sequence_length=LENGTH, dtype="float16"),
+    "bfloat16 on t4": request(tiny(), gpu="t4", sequence_length=LENGTH, dtype="bfloat16"),
+    "groups on a10g": request(GROUPS, gpu="a10g", sequence_length=LENGTH, dtype="float16"),
+    "biases": request(GPT2, gpu="a10g", sequence_length=32, dtype="float32"),
+    "no biases": request(tiny(), gpu="a10g", sequence_length=32, dtype="float32"),
+}
+CUBLAS = (4096 * 2 + 16 * 8) * KIB  # aten/src/ATen/cuda/CublasHandlePool.cpp, of a card that is no Hopper
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, MemoryPlan | PlanError]:
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [("heads on t4", 0), ("groups on t4", 1), ("bfloat16 on t4", 1), ("groups on a10g", 0)]
+)
+def test_scores_are_stored_where_no_kernel_avoids_it(outcomes, name, stored):
+    """aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash from 8.0 on; the other fused one knows no groups."""
+    plan = outcomes[name]
+    assert isinstance(plan, MemoryPlan), plan
+    scores = [tensor for tensor in plan.top_tensors if tensor.shape[-2:] == (LENGTH, LENGTH)]
+    assert bool(scores) == bool(stored)
+    assert all(tensor.shape[:-2] in ((1, HEADS), (HEADS,)) for tensor in scores)
+
+
+@pytest.mark.parametrize(("name", "lt_bytes"), [("biases", 1 * MIB), ("no biases", 0)])
+def test_a_product_with_a_bias_has_a_workspace_of_its_own(outcomes, name, lt_bytes):
+    plan = outcomes[name]
+    assert isinstance(plan, MemoryPlan), plan
+    assert plan.breakdown["workspaces"] == 2 * CUBLAS + lt_bytes  # cuBLAS for the backward's thread too

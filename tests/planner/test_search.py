@@ -1,0 +1,213 @@
+"""`plan --search` and `--explain-change`: many predictions, held against predictions of each run in full."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from trainer_plugins.cli import app
+from trainer_plugins.planner import MemoryPlan, PlanError
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.changes import ALL, SWITCHES, changes_of
+from trainer_plugins.planner.layers import Repetition, repetition_of
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.search import SearchRequest, search
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 13,
+    "vocab_size": 4096,
+}
+SHORT = {**LLAMA, "num_hidden_layers": 3}
+ROWS = 2
+MICRO_BATCHES = (1, 2)
+
+
+def plan(model: Path, *arguments: str):
+    return CliRunner().invoke(app, ["plan", "--model", str(model), *arguments], env={"COLUMNS": "250"})
+
+
+def in_full(config, way, gpu) -> PlanRequest:
+    micro_batch, gradient_checkpointing, length = way
+    arguments = (
+        *("--output_dir", "runs", "--per_device_train_batch_size", str(micro_batch)),
+        *("--gradient_accumulation_steps", str(max(1, ROWS // micro_batch))),
+        *("--gradient_checkpointing", str(gradient_checkpointing)),
+    )
+    source = ConfigSource(config=config, arguments=arguments, sequence_length=length, dtype="bfloat16")
+    return PlanRequest(source=source, card=card_of(gpu))
+
+
+NOTHING = MemoryPlan(
+    allocated_peak_bytes=1,
+    reserved_peak_bytes=1,
+    nvidia_smi_peak_bytes=1,
+    host_ram_bytes_per_node=0,
+    capacity_bytes=2,
+    moment="forward",
+    breakdown={},
+    top_tensors=(),
+    moments={},
+)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+@pytest.fixture
+def short_llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHORT))
+    return tmp_path
+
+
+def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
+    done = plan(
+        llama,
+        *("--dtype", "bf16", "--gpu", "650MiB", "--search", "--seq-length", "256", "--json"),
+        *("--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "2"),
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["effective_batch"] == ROWS
+    assert all(line["micro_batch"] * line["accumulation_steps"] == ROWS for line in found["lines"])
+    ways = [*product(MICRO_BATCHES, (False, True), (256,))]
+    outcomes = predict_all([in_full(LLAMA, way, "650MiB") for way in ways])
+    plans = {way: outcome for way, outcome in zip(ways, outcomes, strict=True) if isinstance(outcome, MemoryPlan)}
+    for line in found["lines"]:
+        fitting = [size for size in MICRO_BATCHES if plans[size, line["gradient_checkpointing"], 256].fits]
+        assert line["micro_batch"] == max(fitting)
+        by_trying = plans[max(fitting), line["gradient_checkpointing"], 256]
+        for name in ("allocated_peak_bytes", "reserved_peak_bytes", "host_ram_bytes_per_node", "fits"):
+            assert line[name] == getattr(by_trying, name), name
+    assert [line["in_full"] for line in found["lines"]] == [False, True], "from few layers, and exact all the same"
+    best = found["best"]
+    assert best == {**found["lines"][1], "flags": best["flags"], "hydra_overrides": best["hydra_overrides"]}
+    assert best["micro_batch"] > found["lines"][0]["micro_batch"]
+    assert found["best_plan"]["reserved_peak_bytes"] == best["reserved_peak_bytes"]
+    assert f"--per_device_train_batch_size {best['micro_batch']}" in best["flags"]
+    assert f"++trainer.args.gradient_accumulation_steps={best['accumulation_steps']}" in best["hydra_overrides"]
+
+
+@pytest.mark.parametrize("fitting_tokens", [0, 1, 64, 300, 700, 5000, 24 * 256])
+def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fitting_tokens):
+    """The search itself, on a card on which so many tokens fit, and one less when the run is predicted in full."""
+    asked = SearchRequest(run=in_full(LLAMA, (4, False, 64), "t4"), lengths=(256, 64))
+    tried: list[PlanRequest] = []
+
+    def fits(request, tokens):
+        tried.append(request)
+        given = request.source.arguments
+        args = dict(zip(given[::2], given[1::2], strict=True))
+        rows = int(args["--per_device_train_batch_size"])
+        assert rows * int(args["--gradient_accumulation_steps"]) == 24
+        return replace(NOTHING, fits=rows * request.source.sequence_length <= tokens)
+
+    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=6)
+    found = search(
+        asked,
+        args,
+        lambda request: (fits(request, fitting_tokens), False),
+        lambda request: fits(request, fitting_tokens - 1),
+    )
+
+    def largest(length, tokens):
+        return max((size for size in (1, 2, 3, 4, 6, 8, 12, 24) if size * length <= tokens), default=1)
+
+    assert len(found.lines) == 2 * 2 * 2, "strategies, checkpointing, and lengths"
+    for line in found.lines:
+        length = line.sequence_length
+        assert line.micro_batch in (largest(length, fitting_tokens), largest(length, fitting_tokens - 1))
+        assert line.fits is (line.micro_batch_tokens <= fitting_tokens - line.in_full)
+    sizes = (largest(length, fitting_tokens - 1) * length for length in (64, 256))
+    best = max((tokens for tokens in sizes if tokens < fitting_tokens), default=0)
+    assert (found.best.micro_batch_tokens if found.best is not None else 0) == best
+    assert found.best is None or (found.best.in_full and not found.best.gradient_checkpointing)
+    assert len(tried) <= 8 * 4 + 8 * 5, "it bisects"
+
+
+def test_nothing_fits_is_exit_code_3(short_llama: Path):
+    flags = ("--dtype", "bf16", "--bf16", "True", "--lora-r", "8", "--search-lengths", "128,64")
+    more = ("--per_device_train_batch_size", "1")
+    done = plan(short_llama, "--gpu", "516MiB", "--search", *flags, *more)
+    assert done.exit_code == 3, done.output
+    assert "Nothing fits" in done.output
+    assert done.output.count("none fits") == 4
+    assert "one_gpu_7b_offload" in done.output, "predicted, or refused by name"
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (LLAMA, Repetition(13, 1)),
+        (SHORT, None),
+        ({**LLAMA, "model_type": "gemma3_text", "head_dim": 32, "num_hidden_layers": 58}, Repetition(58, 6)),
+        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 9}, None),
+        ({**LLAMA, "model_type": "no-such-model"}, None),
+    ],
+)
+def test_layers_that_differ_are_not_taken_for_others(config, found):
+    assert repetition_of(ConfigSource(config=config, arguments=())) == found
+
+
+def test_what_a_switch_saves_is_predicted_anew(short_llama: Path):
+    done = plan(
+        short_llama,
+        *("--dtype", "bf16", "--gpu", "t4", "--seq-length", "16", "--per_device_train_batch_size", "1", "--json"),
+        *("--optim", "adamw_torch", "--explain-change", "fused-optimizer", "--explain-change", "lora+length/2"),
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    fused, lora = found["changes"]
+    assert found["plan"]["moment"] == "optimizer step", "so few tokens"
+    # torch/optim/adamw.py, _multi_tensor_adamw: the square roots of all second moments at once.
+    assert fused["allocated_saved_bytes"] == pytest.approx(2 * found["plan"]["num_parameters"], rel=0.02)
+    assert lora["change"] == "lora+length/2"
+    assert lora["how"] == "--lora-r 16 --lora-target all-linear, half of --seq-length"
+    assert lora["nvidia_smi_peak_bytes"] + lora["reserved_saved_bytes"] == found["plan"]["nvidia_smi_peak_bytes"]
+    assert lora["allocated_saved_bytes"] > fused["allocated_saved_bytes"]
+    assert lora["fits"] is True
+
+
+def test_what_cannot_be_predicted_is_a_line_with_its_reason(short_llama: Path):
+    config = ("--dtype", "bf16", "--seq-length", "16", "--lora-r", "4")
+    done = plan(short_llama, *config, "--explain-change", "lora", "--explain-change", "expandable-segments")
+    assert done.exit_code == 0, done.output
+    assert "an adapter is what this run trains" in done.output
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--search"], "--search needs a card"),
+        (["--search-lengths", "64"], "--search-lengths belongs to --search"),
+        (["--search", "--gpu", "t4", "--search-lengths", "1k"], "--search-lengths needs numbers of tokens"),
+        (["--explain-change", "chekpointing"], "no switch is called 'chekpointing': is it checkpointing?"),
+        (["--explain-change", "adamw_torch_fused"], "is it fused-optimizer?"),
+        (["--explain-change", "all", "--search", "--gpu", "t4"], "different tables"),
+        (["--search", "--gpu", "t4", "--gradient_checkpoint", "True"], "is it --gradient_checkpointing?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(llama: Path, arguments: list[str], line: str):
+    done = plan(llama, *arguments)
+    assert done.exit_code == 2, done.output
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_all_is_each_switch_alone():
+    assert changes_of([ALL, "lora+checkpointing"]) == (*(switch.name for switch in SWITCHES), "lora+checkpointing")
+    with pytest.raises(PlanError, match=r"no switch is called 'nothing'"):
+        changes_of(["nothing"])

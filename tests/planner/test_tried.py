@@ -1,0 +1,32 @@
+"""The versions that the planner says it was tried with are those of its page, and those that CI installs."""
+
+import re
+from pathlib import Path
+
+from trainer_plugins.planner.tried import TRIED, untried
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_page_says_the_same():
+    (row,) = re.findall(r"^\| tried with \| (.*) \|$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE)
+    page = {}
+    for part in row.split(";"):
+        name, versions = part.strip().split(" ", 1)
+        page[name] = set(re.findall(r"(\d+\.\d+)\.\d+", versions))
+    assert {name: set(TRIED[name]) for name in page} == page
+    assert {"torch", "transformers"} <= set(page)
+
+
+def test_what_ci_installs_has_been_tried():
+    for file in ("constraints.txt", "constraints-oldest.txt"):
+        pins = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / file).read_text(), re.MULTILINE))
+        assert set(TRIED) <= set(pins), file
+        assert untried(pins) == [], file
+
+
+def test_another_version_is_named():
+    assert untried({"torch": "2.14.0+cu130", "transformers": "4.57.6"}) == [
+        "the planner has not been tried with torch 2.14.0+cu130, only with 2.9 and 2.13"
+    ]
+    assert untried({"accelerate": "0.1"}) == []

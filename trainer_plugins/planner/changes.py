@@ -1,0 +1,174 @@
+"""Switches that save memory, each as a change of what is asked; what one saves here is predicted, not looked up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+
+_LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+_SEVERAL = "+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What one switch does to a run. Sizes in bytes, for one card."""
+
+    change: str
+    """The switch by its name, or several joined by "+"."""
+
+    how: str
+    """What to give to get it."""
+
+    allocated_saved_bytes: int | None = None
+    """Less than the run as it is; below 0 it takes more. None where nothing is predicted."""
+
+    reserved_saved_bytes: int | None = None
+    nvidia_smi_peak_bytes: int | None = None
+    """With the switch."""
+
+    fits: bool | None = None
+    """With the switch; None where no card was named."""
+
+    reason: str | None = None
+    """Why nothing is predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    name: str
+    how: str
+    turn: Callable[[PlanRequest], PlanRequest]
+
+
+def _flags(name: str, *flags: str) -> _Switch:
+    def turn(run: PlanRequest) -> PlanRequest:
+        source = _source(run)
+        assert isinstance(source.arguments, tuple)
+        return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))  # the last one counts
+
+    return _Switch(name, " ".join(flags), turn)
+
+
+def _expandable(run: PlanRequest) -> PlanRequest:
+    others = [part for part in run.allocator.split(",") if part and not part.startswith("expandable_segments:")]
+    return replace(run, allocator=",".join([*others, "expandable_segments:True"]))
+
+
+def _adapters(run: PlanRequest) -> PlanRequest:
+    source = _source(run)
+    if source.peft is not None:
+        raise PlanError("an adapter is what this run trains")
+    return replace(run, source=replace(source, peft=_LORA))
+
+
+def _half_as_long(run: PlanRequest) -> PlanRequest:
+    source = _source(run)
+    target = source.target_length
+    return replace(
+        run,
+        source=replace(
+            source,
+            sequence_length=max(1, source.sequence_length // 2),
+            target_length=max(1, target // 2) if target is not None else None,
+        ),
+    )
+
+
+SWITCHES = (
+    _flags("checkpointing", "--gradient_checkpointing", "True"),
+    _flags("fused-optimizer", "--optim", "adamw_torch_fused"),
+    _flags("8bit-optimizer", "--optim", "adamw_bnb_8bit"),
+    _flags("liger", "--use_liger_kernel", "True"),
+    _Switch("lora", "--lora-r 16 --lora-target all-linear", _adapters),
+    _Switch("expandable-segments", "PYTORCH_ALLOC_CONF=expandable_segments:True", _expandable),
+    _Switch("length/2", "half of --seq-length", _half_as_long),
+)
+"""In the order in which a reader would try them."""
+
+ALL = "all"
+
+
+def changes_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The changes that are asked for: names of switches, or several joined by "+"; `all` is each of them alone.
+
+    Raises:
+        PlanError: there is no switch of this name; the nearest is named.
+    """
+    asked = [each.strip() for name in names for each in name.split(",") if each.strip()]
+    found = [switch.name for switch in SWITCHES] if ALL in asked else []
+    found += [name for name in asked if name != ALL and name not in found]
+    known = {switch.name for switch in SWITCHES}
+    for name in (part for change in found for part in change.split(_SEVERAL)):
+        if name not in known:
+            near = get_close_matches(_OTHER_NAMES.get(name, name), known, 1, 0.5)
+            hint = f"is it {near[0]}?" if near else f"there are {', '.join(sorted(known))}, and {ALL}"
+            raise PlanError(f"--explain-change: no switch is called {name!r}: {hint}")
+    return tuple(dict.fromkeys(found))
+
+
+_OTHER_NAMES = {
+    "gradient_checkpointing": "checkpointing",
+    "adamw_torch_fused": "fused-optimizer",
+    "adamw_bnb_8bit": "8bit-optimizer",
+    "chunked-loss": "liger",
+}
+
+
+def explain(
+    run: PlanRequest,
+    changes: Sequence[str],
+    predict_all: Callable[[Sequence[PlanRequest]], list[MemoryPlan | PlanError]],
+) -> tuple[MemoryPlan, tuple[Saved, ...]]:
+    """Predict a run as it is and with each of the changes.
+
+    Args:
+        run: the run.
+        changes: what `changes_of` gave.
+        predict_all: predicts several at once.
+
+    Raises:
+        PlanError: the run as it is cannot be predicted.
+    """
+    how = {change: ", ".join(switch.how for switch in _switches(change)) for change in changes}
+    turned = {change: _turned(run, change) for change in changes}
+    requests = {change: request for change, request in turned.items() if isinstance(request, PlanRequest)}
+    as_it_is, *outcomes = predict_all([run, *requests.values()])
+    if isinstance(as_it_is, PlanError):
+        raise as_it_is
+    found: dict[str, MemoryPlan | PlanError] = dict(zip(requests, outcomes, strict=True))
+    found |= {change: error for change, error in turned.items() if isinstance(error, PlanError)}
+    return as_it_is, tuple(_saved(change, how[change], as_it_is, found[change]) for change in changes)
+
+
+def _turned(run: PlanRequest, change: str) -> PlanRequest | PlanError:
+    try:
+        for switch in _switches(change):
+            run = switch.turn(run)
+    except PlanError as error:
+        return error
+    return run
+
+
+def _switches(change: str) -> list[_Switch]:
+    names = change.split(_SEVERAL)
+    return [switch for name in names for switch in SWITCHES if switch.name == name]
+
+
+def _saved(change: str, how: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
+    if isinstance(after, PlanError):
+        return Saved(change=change, how=how, reason=str(after))
+    return Saved(
+        change=change,
+        how=how,
+        allocated_saved_bytes=before.allocated_peak_bytes - after.allocated_peak_bytes,
+        reserved_saved_bytes=before.reserved_peak_bytes - after.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=after.nvidia_smi_peak_bytes,
+        fits=after.fits,
+    )
+
+
+def _source(run: PlanRequest) -> ConfigSource:
+    assert isinstance(run.source, ConfigSource)
+    return run.source

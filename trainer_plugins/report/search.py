@@ -1,0 +1,90 @@
+"""What a search found, and what switches save, in the terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer_plugins.planner.changes import Saved
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.search import AS_GIVEN, SearchLine, SearchResult
+from trainer_plugins.units import size
+
+
+def search_report(result: SearchResult) -> RenderableType:
+    """The table of a search, its best line to copy, and what could not be predicted."""
+    rows = f"{result.effective_batch} rows between optimizer steps"
+    cards = f" on {result.num_gpus} GPUs" if result.num_gpus > 1 else ""
+    card = f"{result.gpu} ({size(result.capacity_bytes)})"
+    parts: list[RenderableType] = [
+        Text(f"The largest micro-batches on {card}; {rows}{cards}, in every line", style="bold")
+    ]
+    table = _table("strategy", "checkpointing", "length", "micro-batch", "accumulation", "allocated", "reserved")
+    for name in ("to spare", "host RAM", "layers run"):
+        table.add_column(name, justify="right")
+    for line in result.lines:
+        table.add_row(*_cells(line), style="bold" if line == result.best else None)
+    parts.append(table)
+    if result.best is not None:
+        parts += [Text(line) for line in _to_copy(result.best)]
+    else:
+        parts.append(Text("Nothing fits, also with the smallest micro-batch", style="bold"))
+    parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
+    return Group(*parts)
+
+
+def _cells(line: SearchLine) -> list[str]:
+    return [
+        line.strategy,
+        "on" if line.gradient_checkpointing else "off",
+        str(line.sequence_length),
+        str(line.micro_batch) if line.fits else "none fits",
+        str(line.accumulation_steps) if line.fits else "",
+        size(line.allocated_peak_bytes),
+        size(line.reserved_peak_bytes),
+        size(line.margin_bytes),
+        size(line.host_ram_bytes_per_node),
+        "all" if line.in_full else "a few",
+    ]
+
+
+def _to_copy(best: SearchLine) -> list[str]:
+    """The rule is said with the result: it is about memory, not speed."""
+    lines = [
+        "Best: the most tokens in one forward pass of a card; of equals without checkpointing, the plainest strategy, "
+        "the longest rows. Which is fastest is not predicted",
+        f"  flags   {best.flags}",
+        f"  Hydra   {best.hydra_overrides}",
+        f"  length  {best.sequence_length} tokens in each row",
+    ]
+    if best.strategy != AS_GIVEN:
+        launch = f"trainer-plugins configs copy {best.strategy}"
+        lines.append(f"  launch  accelerate's config {best.strategy} ({launch})")
+    return lines
+
+
+def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
+    """What each switch would save, beside the run as it is."""
+    table = _table("switch", "allocated saved", "reserved saved", "nvidia-smi then", "fits then")
+    table.add_column("with", overflow="fold")
+    for each in saved:
+        if each.reason is not None:
+            table.add_row(each.change, "", "", "", "", each.reason)
+        else:
+            table.add_row(each.change, *_savings(each), {True: "yes", False: "no", None: ""}[each.fits], each.how)
+    as_it_is = f"allocated {size(plan.allocated_peak_bytes)}, reserved {size(plan.reserved_peak_bytes)}"
+    return Group(Text(f"The run as it is: {as_it_is}. Each switch alone, predicted anew:", style="bold"), table)
+
+
+def _savings(saved: Saved) -> list[str]:
+    numbers = (saved.allocated_saved_bytes, saved.reserved_saved_bytes, saved.nvidia_smi_peak_bytes)
+    return [size(number) if number is not None else "" for number in numbers]
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for other in others:
+        table.add_column(other, justify="right")
+    return table
