@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -46,9 +47,7 @@ class _Patches:
         self._stack = contextlib.ExitStack()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        self._stack.callback(setattr, owner, name, before)
-        setattr(owner, name, value)
+        self._stack.enter_context(patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """`wrapper(original, *args, **kwargs)` in place of `original`; nothing where a version has no such function."""
@@ -68,6 +67,7 @@ def in_world(world: World) -> Iterator[Tracker]:
     patches = _Patches()
     try:
         _data_can_be_set(patches)
+        _copies_are_of_this_world(patches)
         _modules_can_be_moved(patches)
         _optimizers_take_lists(patches)
         _attention_as_on_the_card(patches, world)
@@ -97,12 +97,16 @@ def _modules_can_be_moved(patches: _Patches) -> None:
         if recurse:
             for child in self.children():
                 apply(child, fn, recurse)
-        for parameter in self._parameters.values():
+        for key, parameter in self._parameters.items():
             if parameter is not None:
                 with torch.no_grad():
                     moved = fn(parameter)
-                if moved is not parameter:
+                if moved is parameter:
+                    continue
+                if torch._has_compatible_shallow_copy_type(parameter, moved):
                     parameter.data = moved
+                else:  # to the device "meta": as in torch's own
+                    self._parameters[key] = torch.nn.Parameter(moved, parameter.requires_grad)
         for key, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[key] = fn(buffer)
@@ -117,9 +121,19 @@ def _data_can_be_set(patches: _Patches) -> None:
 
     def set_data(tensor: Any, other: Any) -> None:
         data.__set__(tensor, other)
-        tensor.fake_device = other.device
+        if isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
 
     patches.set(FakeTensor, "data", property(data.__get__, set_data))
+
+
+def _copies_are_of_this_world(patches: _Patches) -> None:
+    """`copy.deepcopy` of a fake tensor copies the mode it is of, and with it weak references to storages.
+
+    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it never took: memory that
+    belongs to somebody else by then is written to, and the process ends somewhere else.
+    """
+    patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
 
 def _optimizers_take_lists(patches: _Patches) -> None:

@@ -42,7 +42,6 @@ class Fsdp2:
                 stack.enter_context(_as_buffers(name, tracker))
             stack.enter_context(_gradients_are_known(tracker))
             stack.enter_context(_mesh_has_values())
-            stack.enter_context(_data_is_moved_with_its_device())
             for each in _parameters_have_addresses():
                 stack.enter_context(each)
             yield
@@ -101,18 +100,6 @@ def _mesh_has_values() -> Any:
             return original(*args, **kwargs)
 
     return patch.object(module, "init_device_mesh", made)
-
-
-def _data_is_moved_with_its_device() -> Any:
-    """`parameter.data = parameter.to(device)` moves a tensor; a fake one keeps the name of the device it was on."""
-    plain: Any = torch.Tensor.data
-
-    def assign(tensor: Any, value: Any) -> None:
-        plain.__set__(tensor, value)
-        if isinstance(value, FakeTensor):
-            tensor.fake_device = value.fake_device
-
-    return patch.object(FakeTensor, "data", property(plain.__get__, assign), create=True)
 
 
 def _parameters_have_addresses() -> Iterator[Any]:
