@@ -92,7 +92,6 @@ REQUESTS = {
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_2")),
     "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
-    "ddp": request(tiny(), num_gpus=8),
     "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 0}}'),
     "zero": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3, "reduce_bucket": 1}}', num_gpus=2),
 }
@@ -238,7 +237,6 @@ def test_bad_input_is_one_line(outcomes, name, line):
         ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("quantized", "quantized model"),
-        ("ddp", "DDP on 8 GPUs"),
         ("deepspeed", "DeepSpeed without ZeRO (stage 0)"),
     ],
 )

@@ -106,13 +106,13 @@ def file_like(folder: Path, name: str, shipped: str = "fsdp2", without: str = ""
 
 
 def small(*flags: str, launch_file: str | None = None, num_gpus: int = 8, **fields: Any):
-    asked = request(tiny(**fields), *flags, num_gpus=num_gpus, sequence_length=64, gpu="24GiB")
+    asked = request(tiny(**fields), *flags, num_gpus=num_gpus, sequence_length=64, gpu="24GiB", dtype="float32")
     return type(asked)(**{**{name: getattr(asked, name) for name in asked.__slots__}, "launch_file": launch_file})
 
 
-ONE_MACHINE = [
-    name for name in names() if "multinode" not in name and name not in ("single_device", "one_gpu_7b_offload")
-]
+ALONE = ("single_device", "one_gpu_7b_offload")
+ONE_MACHINE = [name for name in names() if "multinode" not in name and name not in ALONE]
+WEIGHTS_ON_HOST = ("fsdp2_offload", "zero3_offload_all", "zero3_offload_all_multinode", "one_gpu_7b_offload")
 SHARDED = '{"version": 2, "cpu_offload": true, "reshard_after_forward": true}'
 
 
@@ -162,18 +162,22 @@ def plan_of(outcomes, name) -> MemoryPlan:
     return plan
 
 
-@pytest.mark.parametrize("name", names())
-def test_every_shipped_launch_file_is_planned_or_refused_by_name(outcomes, name):
-    if "zero" in name or name == "one_gpu_7b_offload":
-        assert isinstance(outcomes[name], NotPredicted)
-        assert "DeepSpeed" in str(outcomes[name])
-        return
+@pytest.mark.parametrize("name", [name for name in names() if name != "zero3_offload_nvme"])
+def test_every_shipped_launch_file_is_planned(outcomes, name):
     plan = plan_of(outcomes, name)
-    assert plan.num_gpus == {"single_device": 1, "ddp_multinode": 16, "fsdp2_multinode": 16}.get(name, 8)
-    on_cards = 0 if "offload" in name else plan.num_parameters * 4
-    weights = on_cards if "fsdp2" not in name else on_cards / plan.num_gpus
-    assert plan.breakdown.get("weights", 0) == pytest.approx(weights, abs=512 * 20)
-    assert bool(plan.host_pinned_bytes_per_node) == ("fsdp2_offload" in name)
+    assert plan.num_gpus == (1 if name in ALONE else 16 if "multinode" in name else 8)
+    is_divided = "fsdp2" in name or "zero3" in name
+    on_cards = 0 if name in WEIGHTS_ON_HOST else plan.num_parameters * 4 / (plan.num_gpus if is_divided else 1)
+    assert plan.breakdown.get("weights", 0) == pytest.approx(on_cards, abs=512 * 20)
+    assert bool(plan.host_pinned_bytes_per_node) == ("offload" in name)
+    assert any("ZeRO" in line and "nobody's GPU" in line for line in plan.not_reliable) == (
+        "zero" in name or name == ALONE[1]
+    )
+
+
+def test_offloading_to_nvme_is_refused_by_name(outcomes):
+    assert isinstance(outcomes["zero3_offload_nvme"], NotPredicted)
+    assert "offload_optimizer to NVMe" in str(outcomes["zero3_offload_nvme"])
 
 
 def test_num_gpus_counts_more_than_the_file(outcomes):
@@ -236,13 +240,16 @@ def test_losses_of_an_evaluation_are_gathered(outcomes):
 
 
 def test_a_thousand_cards_hold_a_thousandth(outcomes):
-    """Master weights and two moments in float32: 12 bytes a parameter, and gathered in bf16 what one layer has."""
+    """Master weights and two moments in float32: 12 bytes a parameter, and gathered in bf16 what one layer has.
+
+    The allocator gives some blocks whole, and 128256 words are no multiple of 1024: within 2 %.
+    """
     plan = plan_of(outcomes, "405b")
     layer = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
     embedding = 128256 * 16384
     assert plan.num_parameters == 2 * layer + 2 * embedding + 16384
-    assert plan.breakdown["weights"] == pytest.approx(4 * plan.num_parameters / 1024, rel=0.01)
-    assert plan.breakdown["optimizer states"] == pytest.approx(8 * plan.num_parameters / 1024, rel=0.01)
+    assert plan.breakdown["weights"] == pytest.approx(4 * plan.num_parameters / 1024, rel=0.02)
+    assert plan.breakdown["optimizer states"] == pytest.approx(8 * plan.num_parameters / 1024, rel=0.02)
     gathered_twice = 2 * 2 * layer  # as it came, and as its parameters
     assert gathered_twice < plan.breakdown["sharding buffers"] < 3 * gathered_twice
     assert "8 GPUs in each of 128 nodes" in plan.assumptions

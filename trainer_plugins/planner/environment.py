@@ -130,8 +130,8 @@ def _data_can_be_set(patches: _Patches) -> None:
 def _copies_are_of_this_world(patches: _Patches) -> None:
     """`copy.deepcopy` of a fake tensor copies the mode it is of, and with it weak references to storages.
 
-    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it never took: memory that
-    belongs to somebody else by then is written to, and the process ends somewhere else.
+    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it never took: memory
+    that belongs to somebody else by then is written to, and the process ends somewhere else.
     """
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 

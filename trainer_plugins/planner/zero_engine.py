@@ -64,14 +64,19 @@ def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[lis
 
 
 def _state_ends(stack: contextlib.ExitStack) -> None:
-    """DeepSpeed keeps groups, counters and a replaced `linear` for the process; the next prediction is another run."""
+    """DeepSpeed keeps groups, counters and a replaced `linear` for the process; the next prediction is another run.
+
+    And transformers keeps the config, by which it finds out whether there is DeepSpeed at all.
+    """
     import deepspeed.comm.comm as comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
     from deepspeed.utils import groups
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     for owner in (comm, groups, partition_parameters, partition_parameters.Init, torch.nn.functional):
         stack.callback(_restore, owner, {name: value for name, value in vars(owner).items() if _is_state(name, value)})
     stack.callback(parameter_offload.FWD_MODULE_STACK.clear)
+    stack.callback(unset_hf_deepspeed_config)
 
 
 def _is_state(name: str, value: Any) -> bool:
