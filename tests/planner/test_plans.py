@@ -92,8 +92,8 @@ REQUESTS = {
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_2")),
     "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
-    "ddp": request(tiny(), num_gpus=8),
-    "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3}}'),
+    "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 0}}'),
+    "zero": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3, "reduce_bucket": 1}}', num_gpus=2),
 }
 
 
@@ -216,6 +216,7 @@ def test_padding_makes_masks(outcomes):
         ("flag", "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?"),
         ("contradiction", "At most one of fp16 and bf16 can be True"),
         ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
+        ("zero", "the DeepSpeed config: zero_optimization.reduce_bucket is no key that is read here"),
         ("allocator", "allocator settings: max_split_size_mb needs at least 20"),
     ],
 )
@@ -236,8 +237,7 @@ def test_bad_input_is_one_line(outcomes, name, line):
         ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("quantized", "quantized model"),
-        ("ddp", "DDP on 8 GPUs"),
-        ("deepspeed", "DeepSpeed"),
+        ("deepspeed", "DeepSpeed without ZeRO (stage 0)"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(outcomes, name, what):

@@ -29,7 +29,9 @@ def plan(
         Path | None, typer.Option(help="An adapter_config.json of peft, in place of --lora-r.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")] = None,
-    num_gpus: Annotated[int, typer.Option(help="How many cards train together.")] = 1,
+    num_gpus: Annotated[
+        int | None, typer.Option(help="How many cards train together; as the file of accelerate says, else 1.")
+    ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="The file of accelerate that launches.")] = None,
     padding: Annotated[
         bool | None, typer.Option(help="Whether batches have padding. Unless said, those of several rows do.")
@@ -68,7 +70,7 @@ def plan(
     from trainer_plugins.planner.run import predict_all, read_config
 
     try:
-        if num_gpus < 1:
+        if num_gpus is not None and num_gpus < 1:
             raise PlanError(f"--num-gpus: a run needs at least one, got {num_gpus}")
         if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
             raise PlanError(f"--html: {html} is no file in a folder that is there")
@@ -89,7 +91,7 @@ def plan(
             ),
             card=card,
             allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")),
-            num_gpus=num_gpus,
+            num_gpus=num_gpus or 0,
             launch_file=str(accelerate_config) if accelerate_config is not None else None,
             has_padding=padding,
         )

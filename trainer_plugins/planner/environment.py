@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -46,9 +47,7 @@ class _Patches:
         self._stack = contextlib.ExitStack()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        self._stack.callback(setattr, owner, name, before)
-        setattr(owner, name, value)
+        self._stack.enter_context(patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """`wrapper(original, *args, **kwargs)` in place of `original`; nothing where a version has no such function."""
@@ -67,6 +66,8 @@ def in_world(world: World) -> Iterator[Tracker]:
     tracker = Tracker(world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding)
     patches = _Patches()
     try:
+        _data_can_be_set(patches)
+        _copies_are_of_this_world(patches)
         _modules_can_be_moved(patches)
         _optimizers_take_lists(patches)
         _attention_as_on_the_card(patches, world)
@@ -87,25 +88,25 @@ def in_world(world: World) -> Iterator[Tracker]:
 
 
 def _modules_can_be_moved(patches: _Patches) -> None:
-    """Module.to assigns `parameter.data`, which a fake tensor refuses: parameters are replaced, in the same order."""
+    """Module.to replaces the parameters where they are fake, and an optimizer or an engine would keep the old ones."""
     original: Any = torch.nn.Module._apply
 
-    def apply(self: Any, fn: Any, recurse: bool = True, memo: dict[int, Any] | None = None) -> Any:
+    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         if not any(isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())):
             return original(self, fn, recurse)
-        memo = {} if memo is None else memo
         if recurse:
             for child in self.children():
-                apply(child, fn, recurse, memo)
+                apply(child, fn, recurse)
         for key, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in memo:
-                memo[id(parameter)] = (
-                    _moved(parameter, fn),
-                    parameter,
-                )  # the old one is kept, or its id is given again
-            self._parameters[key] = memo[id(parameter)][0]
+            if parameter is not None:
+                with torch.no_grad():
+                    moved = fn(parameter)
+                if moved is parameter:
+                    continue
+                if torch._has_compatible_shallow_copy_type(parameter, moved):
+                    parameter.data = moved
+                else:  # to the device "meta": as in torch's own
+                    self._parameters[key] = torch.nn.Parameter(moved, parameter.requires_grad)
         for key, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[key] = fn(buffer)
@@ -114,14 +115,25 @@ def _modules_can_be_moved(patches: _Patches) -> None:
     patches.set(torch.nn.Module, "_apply", apply)
 
 
-def _moved(parameter: Any, fn: Any) -> Any:
-    with torch.no_grad():
-        moved = fn(parameter)
-    if moved is parameter or (moved.device == parameter.device and moved.dtype == parameter.dtype):
-        return parameter
-    new = torch.nn.Parameter(moved.detach(), parameter.requires_grad)
-    new.__dict__.update({name: value for name, value in vars(parameter).items() if name.startswith("_is_hf")})
-    return new
+def _data_can_be_set(patches: _Patches) -> None:
+    """`tensor.data = other` takes the device along, which a fake tensor notes for itself."""
+    data: Any = torch.Tensor.data
+
+    def set_data(tensor: Any, other: Any) -> None:
+        data.__set__(tensor, other)
+        if isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
+
+    patches.set(FakeTensor, "data", property(data.__get__, set_data))
+
+
+def _copies_are_of_this_world(patches: _Patches) -> None:
+    """`copy.deepcopy` of a fake tensor copies the mode it is of, and with it weak references to storages.
+
+    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it never took: memory
+    that belongs to somebody else by then is written to, and the process ends somewhere else.
+    """
+    patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
 
 def _optimizers_take_lists(patches: _Patches) -> None:

@@ -23,7 +23,9 @@ _ANSWERS = ("chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_id
 _SIMGPU = "simgpu"
 
 
-def request_of(trainer: Any, card: Card | None, allocator: str, num_gpus: int, has_padding: bool | None) -> PlanRequest:
+def request_of(
+    trainer: Any, card: Card | None, allocator: str, num_gpus: int | None, has_padding: bool | None
+) -> PlanRequest:
     """Gather what a prediction needs.
 
     Raises:
@@ -66,10 +68,32 @@ def request_of(trainer: Any, card: Card | None, allocator: str, num_gpus: int, h
         device=device,
         card=card if card is not None else _card_here(args.device),
         allocator=allocator,
-        num_gpus=num_gpus if num_gpus > 1 else max(1, args.world_size),
+        num_gpus=num_gpus or max(1, args.world_size),
+        num_nodes=_num_nodes(num_gpus or max(1, args.world_size)),
+        environment=_exported(),
+        deepspeed=_deepspeed(trainer),
         has_padding=has_padding,
         is_packed=_is_packed(batch),
     )
+
+
+def _num_nodes(num_gpus: int) -> int:
+    """Machines, where a launcher has said how many processes each of them has."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return num_gpus // int(local) if local.isdigit() and int(local) and not num_gpus % int(local) else 1
+
+
+def _exported() -> dict[str, str]:
+    """What the launcher of this process has exported for accelerate."""
+    if "WORLD_SIZE" not in os.environ:
+        return {}
+    wanted = ("FSDP_", "ACCELERATE_USE_FSDP")
+    return {name: value for name, value in os.environ.items() if name.startswith(wanted)}
+
+
+def _deepspeed(trainer: Any) -> dict[str, Any] | None:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return plugin.deepspeed_config if plugin is not None else None
 
 
 def _card_here(device: torch.device) -> Card | None:

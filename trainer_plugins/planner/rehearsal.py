@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.planner import sharded_checkpoint
 from trainer_plugins.planner.trace import Tracker
 
 Batch = dict[str, Any]
@@ -16,7 +17,8 @@ OPTIMIZER_STEPS = 3
 one like it has left them: what is reserved grows until then."""
 
 _MICRO_STEPS_RUN = 2
-"""The second micro-batch of a step adds to gradients; the third does what the second did."""
+"""The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which
+ranks reduce."""
 
 _EVALUATION_STEPS_RUN = 2
 
@@ -45,10 +47,11 @@ def rehearse(run: Any, tracker: Tracker) -> None:
             _skip_like_evaluation_steps(trainer, num_batches)
             with tracker.during("evaluation"):
                 trainer.evaluate()
+        is_sharded = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
         if run.saves:
-            _save(trainer, tracker)
-        if run.saves and run.resumes:
-            _resume(trainer, tracker)
+            (sharded_checkpoint.save if is_sharded else _save)(trainer, tracker)
+        if run.saves and run.resumes and not trainer.is_deepspeed_enabled:
+            (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
 
 
 def other_models(trainer: Any) -> list[Any]:
@@ -153,7 +156,7 @@ def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
 
 def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
     loader: Any = torch.utils.data.DataLoader(
-        range(num_batches),  # type: ignore[arg-type]
+        range(num_batches * trainer.accelerator.num_processes),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
     )
@@ -169,7 +172,7 @@ def _skip_like_micro_steps(trainer: Any) -> None:
         nonlocal count
         position = count % trainer.args.gradient_accumulation_steps
         count += 1
-        if position >= _MICRO_STEPS_RUN:
+        if _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1:
             return torch.zeros((), device=trainer.args.device)
         return training_step(model, inputs, *args, **kwargs)
 
@@ -212,7 +215,11 @@ def _like(shapes: Any) -> Any:
 def _save(trainer: Any, tracker: Tracker) -> None:
     """Tensors go to the host one by one: transformers/modeling_utils.py, save_pretrained, and torch.save."""
     with tracker.during("save"):
-        for tensor in trainer.model.state_dict().values():
+        states = trainer.model.state_dict()
+        if trainer.is_deepspeed_enabled:
+            with contextlib.suppress(ValueError):  # it refuses where weights shall not be gathered
+                states = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        for tensor in states.values():
             tensor.to("cpu")
 
 

@@ -1,6 +1,7 @@
 """What a prediction is asked for, as a value that goes to the subprocess."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_plugins.planner.cards import Card
@@ -58,6 +59,17 @@ class PlanRequest:
     """The text of PYTORCH_ALLOC_CONF."""
 
     num_gpus: int = 1
+    """0: as many as the launch file says."""
+
+    num_nodes: int = 1
+    """Machines that these cards are in, as many in each."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What a launcher exports to its processes, for accelerate."""
+
+    deepspeed: dict[str, Any] | None = None
+    """What a launcher configures DeepSpeed with, its "auto" as it is."""
+
     launch_file: str | None = None
     """accelerate's config file."""
 

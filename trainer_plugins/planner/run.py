@@ -34,7 +34,8 @@ def plan_run(
     peft_config: Any = None,
     gpu: str | None = None,
     allocator: str | None = None,
-    num_gpus: int = 1,
+    num_gpus: int | None = None,
+    accelerate_config: str | os.PathLike[str] | None = None,
     has_padding: bool | None = None,
     calibration: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -54,7 +55,8 @@ def plan_run(
         gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: with a Trainer the card it runs on, if there is
             one; else what it needs is told, and not whether it fits.
         allocator: the text of PYTORCH_ALLOC_CONF; None is what this process has.
-        num_gpus: how many cards train together.
+        num_gpus: how many cards train together. None: with a Trainer its ranks; else as the file says, and one without.
+        accelerate_config: the file by which `accelerate launch` will launch; with a Trainer that is known already.
         has_padding: whether batches have padding, which decides about masks. None: with a Trainer as in its batch; with
             a config where there is more than one row.
         calibration: whether a context that `calibrate` has measured on this machine is counted, where there is one.
@@ -68,7 +70,7 @@ def plan_run(
     if text is None:
         text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     card = card_of(gpu) if gpu is not None else None
-    if num_gpus < 1:
+    if num_gpus is not None and num_gpus < 1:
         raise PlanError(f"a run needs at least one GPU, got {num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
         from trainer_plugins.planner.gather import request_of
@@ -83,7 +85,14 @@ def plan_run(
             dtype=dtype,
             peft=_peft(peft_config),
         )
-        request = PlanRequest(source=source, card=card, allocator=text, num_gpus=num_gpus, has_padding=has_padding)
+        request = PlanRequest(
+            source=source,
+            card=card,
+            allocator=text,
+            num_gpus=num_gpus or 0,
+            launch_file=os.fspath(accelerate_config) if accelerate_config is not None else None,
+            has_padding=has_padding,
+        )
     if calibration and request.card is not None:
         request = replace(request, card=with_measured_context(request.card))
     (outcome,) = predict_all([request], timeout_seconds)

@@ -42,7 +42,7 @@ class SearchRequest:
     @property
     def num_ways(self) -> int:
         """The most ways to run that are looked at."""
-        return 2 * len(self.lengths) * len(_ON_ONE_CARD if self.run.num_gpus == 1 else _ON_MANY)
+        return 2 * len(self.lengths) * len(_ON_ONE_CARD if self.run.num_gpus <= 1 else _ON_MANY)
 
     @property
     def device(self) -> str:

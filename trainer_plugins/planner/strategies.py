@@ -6,9 +6,11 @@ turns what was seen into the trace of one rank.
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
-from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.launch.lint.document import ConfigError, read_mapping
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Trace, Tracker
 
@@ -55,14 +57,45 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
     """Choose by what the launch and the arguments ask for.
 
     Raises:
+        PlanError: what they ask for contradicts itself.
         NotPredicted: there is no strategy here for it.
     """
-    if getattr(args, "deepspeed", None):
-        raise NotPredicted("DeepSpeed (TrainingArguments.deepspeed)")
-    if getattr(args, "fsdp", None):
-        raise NotPredicted("FSDP (TrainingArguments.fsdp)")
-    if request.launch_file is not None:
-        raise NotPredicted(f"what {request.launch_file} launches: files of accelerate")
+    _refuse_other_batches(request, args)
+    if getattr(args, "deepspeed", None) or request.deepspeed is not None:
+        from trainer_plugins.planner.zero import zero_strategy
+
+        return zero_strategy(_deepspeed_config(request, args), request, args)
+    several = request.num_gpus > 1 or request.environment.get("ACCELERATE_USE_FSDP") == "true"
+    if several and request.device != "cuda":
+        raise NotPredicted(f"several ranks on {request.device}")
+    if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
+        from trainer_plugins.planner.fsdp2 import Fsdp2
+
+        return Fsdp2(request)
     if request.num_gpus > 1:
-        raise NotPredicted(f"DDP on {request.num_gpus} GPUs")
+        from trainer_plugins.planner.ddp import Ddp
+
+        return Ddp(request)
     return SingleGpu()
+
+
+def _refuse_other_batches(request: PlanRequest, args: Any) -> None:
+    """Of what makes the micro-batch of a rank another one than its arguments say."""
+    if getattr(args, "parallelism_config", None) is not None:
+        raise NotPredicted("tensor, context and replicated parallelism (parallelism_config)")
+    loading, rows = args.accelerator_config, args.per_device_train_batch_size
+    if request.num_gpus > 1 and loading.split_batches:
+        if rows % request.num_gpus:
+            raise PlanError(f"split_batches cannot divide {rows} rows among {request.num_gpus} GPUs")
+        raise NotPredicted("split_batches (accelerator_config)")
+    if request.num_gpus > 1 and loading.dispatch_batches:
+        raise NotPredicted("dispatch_batches (accelerator_config)")
+
+
+def _deepspeed_config(request: PlanRequest, args: Any) -> dict[str, Any]:
+    """As it was written: by the Trainer's arguments, which go before a launcher's."""
+    given = getattr(args, "deepspeed", None) or request.deepspeed
+    try:
+        return given if isinstance(given, dict) else read_mapping(Path(str(given)))[0]
+    except ConfigError as error:
+        raise PlanError(f"--deepspeed: {error}") from error

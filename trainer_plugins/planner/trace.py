@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One card's events, in their order; `host_peak_bytes` is the peak of the run's tensors in main memory."""
+    """One card's events, in their order; `host_peak_bytes` is the peak of the run's tensors in a node's main memory."""
 
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
@@ -77,6 +77,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stream = 0
         """The stream in whose pool memory is taken; who runs work on another one sets it around that."""
 
+        self.category: str | None = None
+        """What everything is that is made now; None where that is found out."""
+
+        self.host_ranks = 1
+        """How many processes of a node do on the host what this one does."""
+
         self.vocabulary = -1
         """The last dimension by which logits are known."""
 
@@ -97,6 +103,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._host_bytes: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._host_now = self._host_peak = 0
+        self._pinned: set[int] = set()
+        self._pinned_now = 0
+        self.pinned_peak_bytes = 0
+        """Of a node's main memory, what is pinned."""
+
         self._workspaces: set[tuple[int, str]] = set()
 
     def trace(self) -> Trace:
@@ -112,6 +123,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.moment = before
+
+    @contextmanager
+    def as_category(self, category: str) -> Iterator[None]:
+        """Say what all is that is made inside."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
 
     def tag(self, tensors: Iterable[Any], category: str) -> None:
         """Say what the storages of these tensors are."""
@@ -162,6 +182,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep_workspace(self, num_bytes: int, operation: str) -> None:
         """What a library takes at its first use, and keeps."""
         self._alloc(num_bytes, operation, None, category="workspaces")
+
+    def pin(self, tensor: Any) -> None:
+        """Say that a tensor on the host is pinned: it takes a power of two, ATen/core/CachingHostAllocator.h."""
+        key = _key(tensor.untyped_storage())
+        if key in self._pinned or key not in self._host_bytes:
+            return
+        reference, before = self._host_bytes[key]
+        after = (1 << max(0, tensor.untyped_storage().nbytes() - 1).bit_length()) * self.host_ranks
+        self._host_bytes[key] = (reference, after)
+        self._pinned.add(key)
+        self._pinned_now += after
+        self._host_now += after - before
+        self._host_peak = max(self._host_peak, self._host_now)
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._pinned_now)
+
+    def is_pinned(self, tensor: Any) -> bool:
+        """Whether `pin` was told."""
+        return _key(tensor.untyped_storage()) in self._pinned
 
     def emptied(self) -> None:
         """The cache was given back by the program."""
@@ -232,6 +270,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         else:
             dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "bytes"
+            category = category or self.category
             if category is None:
                 is_logits = len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
                 category = "logits and loss" if is_logits else "activations"
@@ -265,10 +304,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
 
         def died(_: Any) -> None:
-            self._host_now -= self._host_bytes.pop(key)[1]
+            num_bytes = self._host_bytes.pop(key)[1]
+            self._host_now -= num_bytes
+            if key in self._pinned:
+                self._pinned.remove(key)
+                self._pinned_now -= num_bytes
 
-        self._host_bytes[key] = (weakref.ref(storage, died), storage.nbytes())
-        self._host_now += storage.nbytes()
+        num_bytes = storage.nbytes() * self.host_ranks
+        self._host_bytes[key] = (weakref.ref(storage, died), num_bytes)
+        self._host_now += num_bytes
         self._host_peak = max(self._host_peak, self._host_now)
 
     def _scalar(self, tensor: FakeTensor) -> bool | float | int | None:

@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,11 @@ def _searched(request: SearchRequest) -> SearchResult:
     from trainer_plugins.planner import build
     from trainer_plugins.planner.environment import World, in_world
     from trainer_plugins.planner.foresight import Foresight
+    from trainer_plugins.planner.launched import resolved
     from trainer_plugins.planner.search import search
 
     rules_of(request.run)
+    request = replace(request, run=resolved(request.run))
     _make_ready(request.device)
     with _environment_as_it_was(), in_world(World(device=request.device)):  # they ask the card what it can
         args = build.arguments_of(request.run.source)
@@ -78,6 +80,7 @@ class Watched:
     """What a rehearsal showed, before any allocator is asked."""
 
     trace: Any
+    num_gpus: int
     num_parameters: int
     num_trainable_parameters: int
     host_pinned_bytes_per_node: int
@@ -122,10 +125,14 @@ def watch(request: Any) -> Watched:
     """
     from trainer_plugins.planner import build, eight_bit, refusals
     from trainer_plugins.planner.environment import World, in_world
+    from trainer_plugins.planner.launched import resolved
+    from trainer_plugins.planner.ranks import forget_accelerate
     from trainer_plugins.planner.rehearsal import rehearse
     from trainer_plugins.planner.strategies import strategy_of
 
     card = request.card
+    request = resolved(request)
+    os.environ.update(request.environment)
     not_reliable: list[str] = []
     _make_ready(request.device)
     world = World(
@@ -134,7 +141,7 @@ def watch(request: Any) -> Watched:
         has_padding=request.has_padding is True,
         is_packed=request.is_packed,
     )
-    _forget_accelerate()
+    forget_accelerate()
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
         args = build.arguments_of(request.source)
         refusals.refuse_arguments(args)
@@ -154,12 +161,16 @@ def watch(request: Any) -> Watched:
             rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
         trace = strategy.on_one_rank(tracker.trace())
         parameters = [*trainer.model.parameters()]
-        sizes = sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
+        sizes = sum(map(_size, parameters)), sum(_size(each) for each in parameters if each.requires_grad)
         not_reliable += strategy.not_reliable
         pinned = strategy.host_pinned_bytes_per_node()
     if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
         not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
-    return Watched(trace, *sizes, pinned, tuple(not_reliable), tuple(rehearsed.assumptions))
+    if request.num_nodes > 1 and request.launch_file is None:
+        rehearsed.assumptions.append(
+            f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes"
+        )
+    return Watched(trace, request.num_gpus, *sizes, pinned, tuple(not_reliable), tuple(rehearsed.assumptions))
 
 
 def judge(request: Any, watched: Watched) -> Any:
@@ -175,7 +186,7 @@ def judge(request: Any, watched: Watched) -> Any:
     from trainer_plugins.planner.replay import live_at_peak, replay
     from trainer_plugins.planner.tried import untried
 
-    versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft")}
+    versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")}
     card, trace, rules = request.card, watched.trace, rules_of(request)
     free = replay(trace, None, rules)
     context = card.context_bytes if card is not None else 0
@@ -219,7 +230,7 @@ def judge(request: Any, watched: Watched) -> Any:
         known_error=KNOWN_ERROR if request.device == "cuda" else "the simulated card is met within 1 % in the tests",
         device=request.device,
         gpu=card.name if card is not None else None,
-        num_gpus=request.num_gpus,
+        num_gpus=watched.num_gpus,
         context_bytes=context,
         num_parameters=watched.num_parameters,
         num_trainable_parameters=watched.num_trainable_parameters,
@@ -277,18 +288,16 @@ def _where(error: BaseException) -> str:
     return place
 
 
-def _forget_accelerate() -> None:
-    """A process has one state of accelerate; each prediction is another run."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-
-
 def _vocabulary_of(model: Any) -> int:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
-    return int(weight.shape[0]) if weight is not None and weight.ndim == 2 else -1
+    shape: list[int] = [*getattr(weight, "ds_shape", getattr(weight, "shape", ()))]
+    return shape[0] if len(shape) == 2 else -1
+
+
+def _size(parameter: Any) -> int:
+    """Elements of a parameter, also of one of which this rank holds a part."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _versions(*names: str) -> dict[str, str]:
@@ -304,6 +313,7 @@ def _versions(*names: str) -> dict[str, str]:
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a card that is there is left alone
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["DS_ACCELERATOR"] = "cuda"
     warnings.filterwarnings("ignore")
     main(*sys.argv[1:])
     sys.stdout.flush()

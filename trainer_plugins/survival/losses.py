@@ -6,14 +6,23 @@ weights that come into question, and measured before it is used (`certificate.py
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.layouts import Completions, Layout, Packed, Pairs, Rows
-from trainer_plugins.survival.weights import COMPLETION_TOKENS, LABELLED_ROWS, NEXT_TOKENS, ROWS, SUM, TOKENS, Weight
+from trainer_plugins.survival.weights import (
+    ATTENDED_TOKENS,
+    COMPLETION_TOKENS,
+    LABELLED_ROWS,
+    NEXT_TOKENS,
+    ROWS,
+    SUM,
+    TOKENS,
+    Weight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,8 @@ def family_of(trainer: Trainer) -> Family | str:
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)
     if (library, name) == ("trl", "SFTTrainer"):
-        return _CAUSAL
+        # trl before 1.3 averages its entropy over prompts too; with Liger there is none, but an accuracy over labels.
+        return _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=ATTENDED_TOKENS)
     if (library, name) == ("trl", "RewardTrainer"):
         return _PAIRS
     if (library, name) == ("trl", "DPOTrainer"):

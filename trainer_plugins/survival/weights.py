@@ -43,6 +43,12 @@ def _next_tokens(inputs: Inputs, _: int) -> float:
     return float((_labels(inputs)[..., 1:] != IGNORED).sum())
 
 
+def _attended_tokens(inputs: Inputs, _: int) -> float:
+    """All but padding, of which packed sequences have none."""
+    mask = inputs.get("attention_mask")
+    return float(mask.sum() if torch.is_tensor(mask) else inputs["input_ids"].numel())
+
+
 def _completion_tokens(inputs: Inputs, _: int) -> float:
     mask = inputs["completion_mask"]
     return float((mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum())
@@ -65,6 +71,7 @@ LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
 TOKENS = Weight("a mean over tokens", _tokens)
+ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
 
 

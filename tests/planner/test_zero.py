@@ -1,0 +1,153 @@
+"""ZeRO: the planner's engine does what DeepSpeed's engine does on two real ranks, call by call, and byte by byte."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launched import environment, free_port
+from tests.planner.zero_stream import CASES, NUM_STEPS
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.zero_config import refuse_config
+
+SCRIPT = Path(__file__).with_name("zero_stream.py")
+SMALL_TENSORS = 64
+"""Bytes of a loss, a norm, a scale, which one has moved to the card and the other has there already."""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What rank 0 of two did, and what the planner did, by the name of the case."""
+    folder = tmp_path_factory.mktemp("zero")
+    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    work = []
+    for rank in (0, 1):
+        with (folder / f"printed-{rank}.txt").open("wb") as printed:
+            variables = environment(RANK=str(rank), LOCAL_RANK=str(rank), **launch)
+            call = [sys.executable, SCRIPT, "ranks", folder]
+            work.append(subprocess.Popen(call, env=variables, stdout=printed, stderr=printed))
+    try:
+        for each in work:
+            each.wait(timeout=280)
+    finally:
+        for each in work:
+            each.kill()
+    assert (folder / "rank-0.json").is_file(), (folder / "printed-0.txt").read_text()[-3000:]
+    planner = subprocess.run(
+        [sys.executable, SCRIPT, "planner", folder], check=False, env=environment(), capture_output=True, timeout=280
+    )
+    assert (folder / "planner.json").is_file(), planner.stderr[-3000:].decode()
+    return [json.loads((folder / f"{name}.json").read_text()) for name in ("rank-0", "planner")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_stream_of_collectives_and_releases_is_the_engines(both, name):
+    ranks, planner = (each[name] for each in both)
+    assert (ranks["world_size"], ranks["num_steps"]) == (2, NUM_STEPS)
+    assert (planner["world_size"], planner["num_steps"]) == (2, NUM_STEPS)
+    assert len(ranks["stream"]) > 50
+    if CASES[name]["zero"]["stage"] == 3:
+        assert {"reduce_scatter_fn", "all_gather_into_tensor", "release"} <= {call[0] for call in ranks["stream"]}
+    assert in_order(planner["stream"]) == in_order(ranks["stream"])
+
+
+def in_order(stream):
+    """Calls of one kind in a row are sorted: the engine keeps weights in sets, whose order is that of addresses.
+
+    The ranks also compare the order of their modules, in int64, which one rank alone has no need of.
+    """
+    kept = [call for call in stream if call[-1] != "torch.int64"]
+    return [sorted(calls, key=str) for _, calls in itertools.groupby(kept, key=lambda call: call[0])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_part_has_the_size_of_the_engines(both, name):
+    ranks, planner = (each[name] for each in both)
+    assert planner["parts"] == ranks["parts"]
+    assert sum(ranks["parts"]["states"]) == 2 * sum(ranks["parts"]["masters"]) > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "offloaded" not in name])
+def test_what_lives_has_as_many_bytes(both, name):
+    """After the engine is made, and after the last step, of all tensors that Python holds."""
+    ranks, planner = (each[name]["held"] for each in both)
+    assert planner == pytest.approx(ranks, abs=SMALL_TENSORS)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "offloaded" in name])
+def test_pinned_memory_is_what_the_engine_pins_in_powers_of_two(both, name):
+    ranks, planner = (each[name] for each in both)
+    assert ranks["pinned"]
+    blocks = [1 << (num_bytes - 1).bit_length() for num_bytes in ranks["pinned"]]
+    assert planner["plan"]["host_pinned_bytes_per_node"] == 2 * sum(blocks)
+    assert planner["plan"]["host_ram_bytes_per_node"] > 2 * sum(blocks)
+
+
+def test_states_are_those_of_the_paper(both):
+    """Rajbhandari et al., ZeRO (2020), section 3: bytes of weights, gradients and Adam's states, for each rank of N."""
+    num_ranks = 2
+    for name, weights in (("3, checkpointing", 2 / num_ranks), ("2", 2)):
+        plan = both[1][name]["plan"]
+        expected = {"weights": weights, "gradients": 2 / num_ranks, "optimizer states": 12 / num_ranks}
+        for category, bytes_each in expected.items():
+            assert plan["breakdown"][category] == pytest.approx(bytes_each * plan["num_parameters"], rel=0.01)
+        assert any("against nobody's GPU figure yet" in line for line in plan["not_reliable"])
+
+
+def test_pinned_blocks_are_kept_and_used_again():
+    from trainer_plugins.planner.zero_engine import PinnedBlocks
+
+    pinned = PinnedBlocks()
+    first = pinned.empty((300, 3), torch.float32)
+    assert (first.shape, first.dtype, pinned.num_bytes) == ((300, 3), torch.float32, 4096)
+    second = pinned.empty((2000,), torch.bfloat16)
+    assert pinned.num_bytes == 8192
+    del first
+    third = pinned.empty((1024,), torch.float32)
+    assert (third.numel() + second.numel(), pinned.num_bytes) == (3024, 8192)
+
+
+ZERO = {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"zero_optimization": {"stage": 3, "offload_optimiser": {}}}, "zero_optimization.offload_optimiser is no key"),
+        ({"zero_optimization": ZERO, "gradient_clippping": 1.0}, "gradient_clippping is no key that is read here"),
+        ({"zero_optimization": ZERO, "comment": "mine", "zero_optimisation": {}}, "zero_optimisation is no key"),
+        ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage is 'three', where an integer belongs"),
+    ],
+)
+def test_bad_input_is_one_line(config, line):
+    with pytest.raises(PlanError, match=line) as told:
+        refuse_config(config)
+    assert not isinstance(told.value, NotPredicted)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({}, "DeepSpeed without ZeRO (stage 0)"),
+        (
+            {"zero_optimization": {**ZERO, "offload_param": {"device": "nvme", "nvme_path": "/"}}},
+            "offload_param to NVMe",
+        ),
+        ({"zero_optimization": {**ZERO, "zero_hpz_partition_size": 8}}, "ZeRO++ (zero_hpz_partition_size)"),
+        ({"zero_optimization": {**ZERO, "zero_quantized_weights": True}}, "ZeRO++ (zero_quantized_weights)"),
+        ({"zero_optimization": {**ZERO, "zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
+        ({"zero_optimization": {**ZERO, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offloaded in part"),
+        ({"zero_optimization": ZERO, "tensor_parallel": {"autotp_size": 2}}, "DeepSpeed's tensor_parallel"),
+        ({"zero_optimization": ZERO, "torch_autocast": {"enabled": True}}, "DeepSpeed's torch_autocast"),
+        ({"zero_optimization": ZERO, "optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer OneBitAdam"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(config, what):
+    with pytest.raises(NotPredicted) as told:
+        refuse_config(config)
+    assert what in str(told.value)

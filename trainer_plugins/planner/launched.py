@@ -1,0 +1,146 @@
+"""What a launch file starts, as `accelerate launch` reads it. Imports accelerate: only for the subprocess."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from trainer_plugins.finding import Finding
+from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
+from trainer_plugins.launch.lint.schema import schema_findings
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+
+# Findings of form that stop a launch, or would make it another one than was written.
+_MALFORMED = ("config-duplicate-key", "config-unknown-key", "config-wrong-type", "config-removed-key")
+_REFUSED = {
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "TPUs (distributed_type XLA)",
+    "TPU": "TPUs (distributed_type TPU)",
+    "MULTI_CPU": "training on CPUs (distributed_type MULTI_CPU)",
+}
+_PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_FREE_PORT = "0"
+GPUS_PER_NODE = 8
+"""Where nobody says how many."""
+
+
+def resolved(request: PlanRequest) -> PlanRequest:
+    """The same request with what its launch file says: how many cards and nodes, DeepSpeed's config, the environment.
+
+    Raises:
+        PlanError: the file cannot be read, has keys that nobody reads, or contradicts `num_gpus`.
+        NotPredicted: it launches what there is no strategy for.
+    """
+    if request.launch_file is None:
+        return _in_nodes(replace(request, num_gpus=max(1, request.num_gpus)))
+    name = Path(request.launch_file).name
+    document = _document(request.launch_file)
+    config = document.accelerate or {}
+    _refuse(config, name)
+    kind = config["distributed_type"]
+    num_gpus = request.num_gpus or _num_processes(config, name)
+    num_nodes = request.num_nodes if request.num_nodes > 1 else config.get("num_machines") or 1
+    if kind == "NO" and num_gpus > 1:
+        raise PlanError(f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}")
+    if num_gpus % num_nodes:
+        raise PlanError(f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}")
+    try:
+        environment = _environment(request.launch_file, num_gpus)
+        if kind == "DEEPSPEED":
+            return replace(
+                request,
+                num_gpus=num_gpus,
+                num_nodes=num_nodes,
+                deepspeed=_deepspeed(environment),
+                environment={key: environment[key] for key in ("ACCELERATE_MIXED_PRECISION",) if key in environment},
+            )
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
+    if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
+        raise NotPredicted(f"FSDP1 ({name}; fsdp_version 2 is)")
+    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
+
+
+def _in_nodes(request: PlanRequest) -> PlanRequest:
+    whole, rest = divmod(request.num_gpus, GPUS_PER_NODE)
+    told = request.num_nodes > 1 or not isinstance(request.source, ConfigSource)
+    return request if told or rest or whole < 2 else replace(request, num_nodes=whole)
+
+
+def _document(path: str) -> Document:
+    try:
+        document = read_document(Path(path))
+    except ConfigError as error:
+        raise PlanError(f"--accelerate-config: {error}") from error
+    malformed = [finding for finding in schema_findings(document) if finding.code in _MALFORMED]
+    if malformed:
+        raise PlanError(f"--accelerate-config: {_told(malformed[0])}")
+    if document.accelerate is None or "distributed_type" not in document.accelerate:
+        raise PlanError(f"--accelerate-config: {path} has no distributed_type: it is not a config file of accelerate")
+    if document.json_problem is not None:
+        raise PlanError(f"--accelerate-config: deepspeed_config_file: {document.json_problem}")
+    return document
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.summary}: {finding.evidence}. {finding.remedy}"
+
+
+def _refuse(config: dict[str, Any], name: str) -> None:
+    kind = config["distributed_type"]
+    if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise NotPredicted(f"what {name} launches: {config['compute_environment']}")
+    if kind not in _PLANNED:
+        raise NotPredicted(f"what {name} launches: {_REFUSED.get(kind, f'distributed_type {kind}')}")
+    if config.get("use_cpu"):
+        raise NotPredicted(f"what {name} launches: training on the CPU (use_cpu)")
+    if config.get("parallelism_config"):
+        raise NotPredicted(f"what {name} launches: tensor, context and replicated parallelism (parallelism_config)")
+    if config.get("mixed_precision") == "fp8":
+        raise NotPredicted(f"what {name} launches: fp8 (mixed_precision)")
+    dynamo = (config.get("dynamo_config") or {}).get("dynamo_backend", config.get("dynamo_backend"))
+    if str(dynamo or "no").lower() != "no":
+        raise NotPredicted(f"what {name} launches: torch.compile (dynamo_backend {dynamo})")
+
+
+def _num_processes(config: dict[str, Any], name: str) -> int:
+    number = config.get("num_processes", 1 if config["distributed_type"] == "NO" else None)
+    if isinstance(number, int) and number > 0:
+        return number
+    if config["distributed_type"] == "NO":
+        return 1
+    raise PlanError(f"{name} runs a process on each card (num_processes: {number}): say how many with --num-gpus")
+
+
+def _environment(path: str, num_gpus: int) -> dict[str, str]:
+    """What accelerate exports to the processes that it starts, by its own code."""
+    from accelerate.commands import launch
+    from accelerate.utils import launch as prepare
+
+    asked = ["--config_file", path, "--num_processes", str(num_gpus), "--main_process_port", _FREE_PORT, "train.py"]
+    started: list[Any] = []
+    launchers: dict[str, Any] = dict.fromkeys(
+        ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"), started.append
+    )
+    with patch.multiple(launch, **launchers):
+        launch.launch_command(launch.launch_command_parser().parse_args(asked))
+    (args,) = started
+    args.num_machines = 1  # it would look for the others
+    if args.use_deepspeed:
+        _, exported = prepare.prepare_deepspeed_cmd_env(args)
+    elif args.use_fsdp or args.multi_gpu:
+        exported = prepare.prepare_multi_gpu_env(args)
+    else:
+        _, exported = prepare.prepare_simple_launcher_cmd_env(args)
+    return {key: value for key, value in exported.items() if key.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def _deepspeed(environment: dict[str, str]) -> dict[str, Any]:
+    """The config that accelerate gives to DeepSpeed, its "auto" as it is."""
+    from accelerate import DeepSpeedPlugin
+
+    with patch.dict(os.environ, environment):
+        config: dict[str, Any] = DeepSpeedPlugin().deepspeed_config
+    return config

@@ -1,0 +1,71 @@
+"""What of a DeepSpeed config can be planned for. Its keys are those of `launch/lint`, in the words of that page."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from trainer_plugins.finding import Severity
+from trainer_plugins.launch.lint.document import Document
+from trainer_plugins.launch.lint.schema import part, schema_findings
+from trainer_plugins.launch.lint.zero import zero_findings
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+
+# What changes no memory of a card (text, counters, a profile of time), or what the engine does here as it will there.
+_PLANNED = frozenset(
+    {
+        *("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler", "gradient_clipping", "data_types"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"),
+        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "checkpoint"),
+        *("gradient_predivide_factor", "prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
+        *("tensorboard", "wandb", "csv_monitor", "comet", "log_level", "timers", "dataloader_drop_last", "aio"),
+        *("disable_python_gc", "activation_checkpointing"),  # the latter does nothing to a model of transformers
+    }
+)
+_ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def refuse_config(config: dict[str, Any]) -> None:
+    """Look at a DeepSpeed config as the user wrote it.
+
+    Raises:
+        PlanError: DeepSpeed does not know a key of it, or stops at a value.
+        NotPredicted: it asks for what nothing here can say anything about, by name.
+    """
+    written = {key: value for key, value in config.items() if value != math.inf}  # accelerate's steps_per_print
+    document = Document(name="deepspeed", deepspeed=written)
+    for finding in schema_findings(document):
+        if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
+            raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")
+    for what in _unplanned(config):
+        raise NotPredicted(what)
+    for finding in zero_findings(document):
+        if finding.severity >= Severity.ERROR:
+            raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")
+
+
+def _unplanned(config: dict[str, Any]) -> Iterator[str]:
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    if zero.get("stage", 0) not in (1, 2, 3):
+        yield f"DeepSpeed without ZeRO (stage {zero.get('stage', 0)})"
+    for name in ("offload_optimizer", "offload_param"):
+        if part(zero, f"{name}.device") == "nvme":
+            yield f"{name} to NVMe"
+    if part(zero, "offload_optimizer.super_offload"):
+        yield "SuperOffload (offload_optimizer.super_offload)"
+    if part(zero, "offload_optimizer.ratio") not in (None, 1, "auto"):
+        yield "an optimizer offloaded in part (offload_optimizer.ratio)"
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        yield "ZeRO++ (zero_hpz_partition_size)"
+    yield from (f"ZeRO++ ({key})" for key in _ZERO_PLUS_PLUS if zero.get(key))
+    if zero.get("zenflow"):
+        yield "ZenFlow (zero_optimization.zenflow)"
+    if zero.get("leaf_module"):
+        yield "leaf modules (zero_optimization.leaf_module)"
+    for key, value in config.items():
+        enabled = value.get("enabled", True) if isinstance(value, dict) else value
+        if key not in _PLANNED and value and enabled:
+            yield f"DeepSpeed's {key}"
+    kind = part(config, "optimizer.type")
+    if kind is not None and str(kind).lower() not in ("adam", "adamw"):
+        yield f"DeepSpeed's optimizer {kind}"
