@@ -97,6 +97,7 @@ def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
         fitting = [size for size in MICRO_BATCHES if plans[size, line["gradient_checkpointing"], 256].fits]
         assert line["micro_batch"] == max(fitting)
         assert predicted(line) == predicted(asdict(plans[max(fitting), line["gradient_checkpointing"], 256]))
+    assert isinstance(with_offload, MemoryPlan)
     assert predicted(offloaded[0]) == predicted(asdict(with_offload))
     assert [line["in_full"] for line in alone] == [False, True], "from few layers, and exact all the same"
     best = found["best"]
@@ -135,8 +136,8 @@ def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Pat
     assert not found["refused"]
     assert {line["strategy"] for line in found["lines"]} == wide
     assert (found["effective_batch"], found["num_gpus"]) == (16, 16)
-    reserved = {line["strategy"]: line["reserved_peak_bytes"] for line in found["lines"]}
-    assert reserved["fsdp2_multinode"] < reserved["ddp_multinode"]
+    allocated = {line["strategy"]: line["allocated_peak_bytes"] for line in found["lines"]}
+    assert allocated["fsdp2_multinode"] < allocated["ddp_multinode"]
 
 
 @pytest.mark.parametrize("fitting_tokens", [0, 1, 64, 300, 700, 5000, 24 * 256])
@@ -182,8 +183,7 @@ def test_nothing_fits_is_exit_code_3(short_llama: Path):
     done = plan(short_llama, "--gpu", "516MiB", "--search", *flags, *more)
     assert done.exit_code == 3, done.output
     assert "Nothing fits" in done.output
-    assert done.output.count("none fits") == 4
-    assert "one_gpu_7b_offload" in done.output, "predicted, or refused by name"
+    assert done.output.count("none fits") == 2 * 2 * 2, "alone and with offload, checkpointing, lengths"
 
 
 @pytest.mark.parametrize(

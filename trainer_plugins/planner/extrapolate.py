@@ -7,7 +7,7 @@ that what is reserved, which is not linear in anything, is as in a prediction in
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -49,10 +49,17 @@ def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
     parts = _aligned(short, middle)
     if parts is None or [*_repeated(parts, 2)] != proof:
         return None
-    first, second, third = (trace.host_peak_bytes for trace in traces)
-    if third - second != second - first:
+    host_peaks: dict[str, int] = {}
+    if len({frozenset(trace.host_peaks) for trace in traces}) > 1:
         return None
-    return _trace_of(_repeated(parts, num_more), first + num_more * (second - first))
+    for moment, peak in traces[
+        0
+    ].host_peaks.items():  # each for itself: another one may be the highest with more layers
+        second, third = (trace.host_peaks[moment] for trace in traces[1:])
+        if third - second != second - peak:
+            return None
+        host_peaks[moment] = peak + num_more * (second - peak)
+    return _trace_of(_repeated(parts, num_more), host_peaks)
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
@@ -128,7 +135,7 @@ def _repeated(parts: Sequence[_Part], times: int) -> Iterator[_Step]:
             yield step if grown == step.num_bytes else step._replace(num_bytes=grown)
 
 
-def _trace_of(steps: Iterator[_Step], host_peak_bytes: int) -> Trace | None:
+def _trace_of(steps: Iterator[_Step], host_peaks: Mapping[str, int]) -> Trace | None:
     storages: list[Storage] = []
     events: list[Event] = []
     alive: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -147,4 +154,4 @@ def _trace_of(steps: Iterator[_Step], host_peak_bytes: int) -> Trace | None:
                     return None
                 number = others.pop(index)
         events.append(Event(step.kind, number, step.moment))
-    return Trace(tuple(storages), tuple(events), host_peak_bytes)
+    return Trace(tuple(storages), tuple(events), host_peaks)

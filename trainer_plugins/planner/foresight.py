@@ -51,9 +51,10 @@ class Foresight:
         trace = longer([each.trace for each in seen], num_more)
         sizes = {
             name: _grown([getattr(each, name) for each in seen], num_more)
-            for name in ("num_parameters", "num_trainable_parameters", "host_pinned_bytes_per_node")
+            for name in ("num_parameters", "num_trainable_parameters")
         }
-        if trace is None or None in sizes.values():
+        is_pinned = any(each.host_pinned_bytes_per_node for each in seen)  # in powers of two, which do not add up
+        if trace is None or None in sizes.values() or is_pinned:
             self._unproven.add(way)  # buckets that span layers do so with every batch
             return None
         return replace(seen[0], trace=trace, **sizes)

@@ -6,9 +6,9 @@ Imports torch.
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +48,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One card's events, in their order; `host_peak_bytes` is the peak of the run's tensors in a node's main memory."""
+    """One card's events, in their order."""
 
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
-    host_peak_bytes: int = 0
+    host_peaks: Mapping[str, int] = field(default_factory=dict)
+    """By moment the most bytes of tensors in a node's main memory."""
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most of all."""
+        return max(self.host_peaks.values(), default=0)
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -102,7 +108,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[Event] = []
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._host_bytes: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._host_now = self._host_peak = 0
+        self._host_now = 0
+        self._host_peaks: dict[str, int] = {}
         self._pinned: set[int] = set()
         self._pinned_now = 0
         self.pinned_peak_bytes = 0
@@ -112,7 +119,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self) -> Trace:
         """Everything so far."""
-        return Trace(tuple(self._storages), tuple(self._events), self._host_peak)
+        return Trace(tuple(self._storages), tuple(self._events), dict(self._host_peaks))
 
     @contextmanager
     def during(self, moment: str) -> Iterator[None]:
@@ -194,7 +201,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pinned.add(key)
         self._pinned_now += after
         self._host_now += after - before
-        self._host_peak = max(self._host_peak, self._host_now)
+        self._host_peaks[self.moment] = max(self._host_peaks.get(self.moment, 0), self._host_now)
         self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._pinned_now)
 
     def is_pinned(self, tensor: Any) -> bool:
@@ -313,7 +320,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = storage.nbytes() * self.host_ranks
         self._host_bytes[key] = (weakref.ref(storage, died), num_bytes)
         self._host_now += num_bytes
-        self._host_peak = max(self._host_peak, self._host_now)
+        self._host_peaks[self.moment] = max(self._host_peaks.get(self.moment, 0), self._host_now)
 
     def _scalar(self, tensor: FakeTensor) -> bool | float | int | None:
         """Answer what only a real run knows as a healthy run would: nothing is NaN, every check holds, a loss is 1."""
