@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import (
     CLIPVisionConfig,
     Idefics3Config,
@@ -101,4 +102,7 @@ def loop() -> Loop:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
-    loop.goes_round(name, tmp_path)
+    if name == "llava" and int(transformers.__version__.partition(".")[0]) < 5:
+        loop.refuses(name, tmp_path, "Image features and image tokens do not match")  # asks how much a mask picks
+    else:
+        loop.goes_round(name, tmp_path)
