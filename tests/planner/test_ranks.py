@@ -125,6 +125,7 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
         **{name: small(launch_file=str(path(name)), num_gpus=8 if name in ONE_MACHINE else 0) for name in names()},
         "8 of gpu": small(launch_file=str(path("fsdp2")), num_gpus=0),
         "overridden": small(launch_file=str(path("ddp_multinode")), num_gpus=4),
+        "wider": small(launch_file=str(path("ddp_multinode")), num_gpus=64),
         "unknown key": small(launch_file=file_like(folder, "a.yaml", num_procs=4)),
         "unknown key of fsdp": small(launch_file=file_like(folder, "b.yaml", fsdp_config={**fsdp, "fsdp_shard": 1})),
         "twice": small(launch_file=str(folder / "twice.yaml")),
@@ -181,7 +182,10 @@ def test_offloading_to_nvme_is_refused_by_name(outcomes):
 
 
 def test_num_gpus_counts_more_than_the_file(outcomes):
-    assert plan_of(outcomes, "overridden").num_gpus == 4
+    few, many = plan_of(outcomes, "overridden"), plan_of(outcomes, "wider")
+    assert (few.num_gpus, many.num_gpus) == (4, 64)
+    assert not any("nodes" in line for line in few.assumptions)
+    assert "8 GPUs in each of 8 nodes" in many.assumptions
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class Foresight:
         self._watch = watch
         self._judge = judge
         self._repetition: dict[str, Repetition | None] = {}
+        self._unproven: set[tuple[str, str | None]] = set()
 
     def __call__(self, request: PlanRequest) -> tuple[MemoryPlan, bool]:
         """Predict, and say whether every layer was run.
@@ -39,8 +40,8 @@ class Foresight:
         model = repr(source.config)
         if model not in self._repetition:
             self._repetition[model] = repetition_of(source)
-        repetition = self._repetition[model]
-        if repetition is None:
+        repetition, way = self._repetition[model], (model, request.launch_file)
+        if repetition is None or way in self._unproven:
             return None
         try:
             seen = [self._watch(replace(request, source=with_layers(source, count))) for count in repetition.counts]
@@ -53,6 +54,7 @@ class Foresight:
             for name in ("num_parameters", "num_trainable_parameters", "host_pinned_bytes_per_node")
         }
         if trace is None or None in sizes.values():
+            self._unproven.add(way)  # buckets that span layers do so with every batch
             return None
         return replace(seen[0], trace=trace, **sizes)
 

@@ -41,7 +41,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
     _refuse(config, name)
     kind = config["distributed_type"]
     num_gpus = request.num_gpus or _num_processes(config, name)
-    num_nodes = request.num_nodes if request.num_nodes > 1 else config.get("num_machines") or 1
+    num_nodes = _num_nodes(config, num_gpus)
     if kind == "NO" and num_gpus > 1:
         raise PlanError(f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}")
     if num_gpus % num_nodes:
@@ -61,6 +61,15 @@ def resolved(request: PlanRequest) -> PlanRequest:
     if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
         raise NotPredicted(f"FSDP1 ({name}; fsdp_version 2 is)")
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
+
+
+def _num_nodes(config: dict[str, Any], num_gpus: int) -> int:
+    """Of so many cards; as many in each as the file has, should it be launched with another number of them."""
+    machines, processes = config.get("num_machines") or 1, config.get("num_processes")
+    if not isinstance(processes, int) or num_gpus == processes or processes % machines:
+        return int(machines)
+    in_each = processes // machines
+    return max(1, num_gpus // in_each) if num_gpus < in_each or not num_gpus % in_each else int(machines)
 
 
 def _in_nodes(request: PlanRequest) -> PlanRequest:

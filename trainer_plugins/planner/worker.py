@@ -166,7 +166,7 @@ def watch(request: Any) -> Watched:
         pinned = strategy.host_pinned_bytes_per_node()
     if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
         not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
-    if request.num_nodes > 1 and request.launch_file is None:
+    if request.num_nodes > 1:
         rehearsed.assumptions.append(
             f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes"
         )

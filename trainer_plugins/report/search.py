@@ -9,7 +9,7 @@ from rich.text import Text
 from trainer_plugins.planner.changes import Saved
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.planner.search import AS_GIVEN, SearchLine, SearchResult
-from trainer_plugins.units import size
+from trainer_plugins.units import GIB, size
 
 
 def search_report(result: SearchResult) -> RenderableType:
@@ -20,11 +20,15 @@ def search_report(result: SearchResult) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"The largest micro-batches on {card}; {rows}{cards}, in every line", style="bold")
     ]
-    table = _table("strategy", "checkpointing", "length", "micro-batch", "accumulation", "allocated", "reserved")
-    for name in ("to spare", "host RAM", "layers run"):
+    one_length = len({line.sequence_length for line in result.lines}) == 1
+    table = _table(
+        "strategy", "check-\npointing", *([] if one_length else ["length"]), "micro-\nbatch", "accumu-\nlation"
+    )
+    table.columns[0].no_wrap = True
+    for name in ("reserved\nGiB", "to spare\nGiB", "host RAM\nGiB", "layers\nrun"):
         table.add_column(name, justify="right")
     for line in result.lines:
-        table.add_row(*_cells(line), style="bold" if line == result.best else None)
+        table.add_row(*_cells(line, one_length), style="bold" if line == result.best else None)
     parts.append(table)
     if result.best is not None:
         parts += [Text(line) for line in _to_copy(result.best)]
@@ -34,17 +38,16 @@ def search_report(result: SearchResult) -> RenderableType:
     return Group(*parts)
 
 
-def _cells(line: SearchLine) -> list[str]:
+def _cells(line: SearchLine, one_length: bool) -> list[str]:
     return [
         line.strategy,
         "on" if line.gradient_checkpointing else "off",
-        str(line.sequence_length),
+        *([] if one_length else [str(line.sequence_length)]),
         str(line.micro_batch) if line.fits else "none fits",
         str(line.accumulation_steps) if line.fits else "",
-        size(line.allocated_peak_bytes),
-        size(line.reserved_peak_bytes),
-        size(line.margin_bytes),
-        size(line.host_ram_bytes_per_node),
+        f"{line.reserved_peak_bytes / GIB:.2f}",
+        f"{line.margin_bytes / GIB:.2f}",
+        f"{line.host_ram_bytes_per_node / GIB:.2f}",
         "all" if line.in_full else "a few",
     ]
 
