@@ -26,12 +26,7 @@ class Loop:
 
     def goes_round(self, name: str, folder: Path) -> MemoryPlan:
         """What was predicted of this run, which the card has then held. Asks for the fixture `simgpu`."""
-        simgpu.set_capacity(4 * GIB)
-        if not self.outcomes:
-            requests = [request_of(make(folder), None, "", 1, None) for make in self.runs.values()]
-            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # left there by one of them
-            self.outcomes.update(zip(self.runs, predict_all(requests), strict=True))
-        plan = self.outcomes[name]
+        plan = self._planned(name, folder)
         assert isinstance(plan, MemoryPlan), plan
         gc.unfreeze()  # other tests set garbage aside, and what it holds of the card would be counted here
         gc.collect()
@@ -45,3 +40,15 @@ class Loop:
         assert plan.reserved_peak_bytes == pytest.approx(torch.accelerator.max_memory_reserved() - kept, rel=0.01)
         assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes
         return plan
+
+    def refuses(self, name: str, folder: Path, line: str) -> None:
+        """This run is not predicted, and that is what is said of it. Asks for the fixture `simgpu`."""
+        assert line in str(self._planned(name, folder))
+
+    def _planned(self, name: str, folder: Path) -> MemoryPlan | PlanError:
+        simgpu.set_capacity(4 * GIB)
+        if not self.outcomes:
+            requests = [request_of(make(folder), None, "", 1, None) for make in self.runs.values()]
+            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # left there by one of them
+            self.outcomes.update(zip(self.runs, predict_all(requests), strict=True))
+        return self.outcomes[name]

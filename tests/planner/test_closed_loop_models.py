@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import (
     CLIPVisionConfig,
     Idefics3Config,
@@ -9,6 +10,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Trainer,
 )
 
 from tests.planner.loop import Loop
@@ -49,6 +51,16 @@ def adapted(config):
     return peft.get_peft_model(llama(), config)
 
 
+class PicksTheScores(Trainer):
+    """A loss whose backward fills zeros in place, by gather and by indexing; not so for a subclass of Tensor."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        logits = model(input_ids=inputs["input_ids"]).logits
+        picked = logits.gather(-1, inputs["labels"].unsqueeze(-1)).squeeze(-1)
+        some = logits[:, torch.arange(64, device=logits.device)]
+        return some.mean() - picked.mean()
+
+
 def one_by_one(trainer):
     trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": 1e-3, "foreach": False})
     return trainer
@@ -78,6 +90,7 @@ RUNS = {
         path, adapted(peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"]))
     ),
     "ln tuning": lambda path: run(path, adapted(peft.LNTuningConfig(task_type="CAUSAL_LM"))),
+    "scores picked": lambda path: run(path, llama(), PicksTheScores),
     "adamw, one by one": lambda path: one_by_one(run(path, llama(hidden_size=256), data=rows(length=32))),
 }
 
@@ -89,4 +102,7 @@ def loop() -> Loop:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
-    loop.goes_round(name, tmp_path)
+    if name == "llava" and int(transformers.__version__.partition(".")[0]) < 5:
+        loop.refuses(name, tmp_path, "Image features and image tokens do not match")  # asks how much a mask picks
+    else:
+        loop.goes_round(name, tmp_path)

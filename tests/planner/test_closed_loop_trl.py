@@ -34,6 +34,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
 }
 ROWS, LONGEST = 8, 120
+HAS_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -100,12 +101,15 @@ def loop() -> Loop:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
+    if "dpo" in name and not HAS_HEAD:
+        loop.refuses(name, tmp_path, "DPO of a TRL without a head of its own")
+        return
     plan = loop.goes_round(name, tmp_path)
     if "dpo" in name and "lora" not in name:  # two models of the same size; the reference is not trained
         assert plan.breakdown["frozen weights"] == pytest.approx(plan.breakdown["weights"], rel=0.01)
 
 
-@pytest.mark.skipif(not hasattr(trl.trainer.utils, "add_fused_lm_head"), reason="this TRL has no head of its own")
+@pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
 def test_on_cuda_the_head_needs_one_tile_of_logits(tmp_path, monkeypatch):
     """trl/kernels/chunked_logprob.py: a buffer of 4096 tokens and 32768 words at most, and nothing like it beside."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

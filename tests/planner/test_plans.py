@@ -193,7 +193,7 @@ def test_what_a_backward_makes_is_of_the_module_whose_forward_made_the_node(outc
     large = [tensor for tensor in plan.top_tensors if tensor.num_bytes == 8 * 2048 * 8192 * 2]
     made = [tensor for tensor in large if tensor.moment == "backward"]
     assert plan.moment == "backward"
-    assert len(made) >= 4
+    assert len(made) >= 3
     assert {tensor.moment for tensor in large} <= {"forward", "backward"}
     (layer,) = {tensor.module.rpartition(".mlp")[0] for tensor in made}
     assert layer in ("model.layers.0", "model.layers.1")

@@ -54,7 +54,8 @@ def cuda_attention(
             query, key, value, dropout_p, is_causal, False, scale=given_scale
         )[0]
         return result[..., :size] if missing else result
-    if has_efficient and not enable_gqa and size % (8 if is_half else 4) == 0:
+    has_groups = enable_gqa and query.shape[1] != key.shape[1]  # sdp_utils_cpp.h: only then the flag means anything
+    if has_efficient and not has_groups and size % (8 if is_half else 4) == 0:
         if attn_mask is not None:
             attn_mask = _aligned(attn_mask)
             attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -62,7 +63,7 @@ def cuda_attention(
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
         )[0]
-    if enable_gqa:
+    if has_groups:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]

@@ -1,5 +1,6 @@
 """What nothing here can say anything about, by name. Asked before and after the Trainer is built."""
 
+import sys
 from typing import Any
 
 from trainer_plugins.planner.eight_bit import OPTIMIZERS
@@ -24,6 +25,8 @@ def refuse_trainer(trainer: Any) -> None:
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if of_trl and of_trl[0] not in _OF_TRL:
         raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
+    if of_trl and of_trl[0] == "DPOTrainer" and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head"):
+        raise NotPredicted("DPO of a TRL without a head of its own, as 0.24: its loss keeps what masks pick")
     home = type(trainer.optimizer).__module__.partition(".")[0]
     if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
         raise NotPredicted(f"an optimizer of {home} given to the Trainer: name it in TrainingArguments.optim")

@@ -226,8 +226,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return answer
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
             return True
-        if func is torch.ops.aten.add.Tensor and _sums_gradients(args[0]):
-            func = torch.ops.aten.add_.Tensor
+        if func in _IN_PLACE and _is_autograds_own(args[0]):
+            func = _IN_PLACE[func]
         if self._card is not None:
             self._use_kernels(func, args)
         self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
@@ -341,11 +341,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
 
-def _sums_gradients(tensor: Any) -> bool:
-    """Whether autograd itself adds a second gradient to this one, and on a card would do so in place.
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
+}
+"""What autograd does in place, but not to a subclass of Tensor, which a fake tensor is.
 
-    torch/csrc/autograd/input_buffer.cpp, accumulate: in place if nobody else holds the first one or its storage, and if
-    it is no subclass, which a fake tensor is. Called by autograd there is no Python around the operation.
+torch/csrc/autograd: input_buffer.cpp, accumulate, where a second gradient comes to a first one; FunctionsManual.cpp and
+aten/src/ATen/native, areAnyTensorSubclassLike, where a backward (gather, indexing, index_select, max) fills zeros.
+"""
+
+
+def _is_autograds_own(tensor: Any) -> bool:
+    """Whether autograd itself writes to this tensor, and nobody else holds it or its storage.
+
+    Called by autograd there is no Python around the operation.
     """
     if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
         return False
