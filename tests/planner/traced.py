@@ -5,16 +5,19 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 from trainer_plugins.planner import worker
-from trainer_plugins.planner.ddp import Ddp
-from trainer_plugins.planner.fsdp2 import Fsdp2
-from trainer_plugins.planner.trace import ALLOC, Trace
+from trainer_plugins.planner.trace import ALLOC, Trace, Tracker
 
 SEEN: list[list[tuple[str, int, int]]] = []
 
 
-def noted(_: object, trace: Trace) -> Trace:
+watched = Tracker.trace
+
+
+def noted(tracker: Tracker) -> Trace:
+    trace = watched(tracker)
     made = [trace.storages[event.number] for event in trace.events if event.kind == ALLOC]
     kept = ("sharding buffers", "gradients")
     SEEN.append([(s.category, s.stream, s.num_bytes) for s in made if s.category in kept])
@@ -24,8 +27,7 @@ def noted(_: object, trace: Trace) -> Trace:
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    for strategy in (Ddp, Fsdp2):
-        strategy.on_one_rank = noted  # type: ignore[method-assign,assignment]
-    worker.main(*sys.argv[1:])
+    with patch.object(Tracker, "trace", noted):
+        worker.main(*sys.argv[1:])
     Path(f"{sys.argv[2]}.seen").write_text(json.dumps(SEEN))
     os._exit(0)  # as the worker does

@@ -4,17 +4,20 @@ import contextlib
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer_plugins.launch.lint.document import ConfigError, read_mapping
 from trainer_plugins.planner import fused_head, refusals, ship
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS, Batch, other_models
 from trainer_plugins.planner.request import ConfigSource, TrainerSource
+from trainer_plugins.planner.zero_config import refuse_config
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
 _REHEARSED = {
@@ -68,7 +71,9 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
     try:
         if isinstance(source.arguments, bytes):
             kind, fields = pickle.loads(source.arguments)
+            _check_deepspeed(fields.get("deepspeed"))
             return kind(**fields)
+        _check_deepspeed(_value_of("--deepspeed", source.arguments))
         parser = HfArgumentParser(Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False)
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
@@ -84,6 +89,25 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
             f"neither plan nor TrainingArguments knows {unknown[0]}" + (f": is it {near[0]}?" if near else "")
         )
     return args
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    for text, following in zip(arguments, (*arguments[1:], None), strict=True):
+        if text == flag:
+            return following
+        if text.startswith(f"{flag}="):
+            return text.partition("=")[2]
+    return None
+
+
+def _check_deepspeed(given: Any) -> None:
+    """Before transformers reads it, which takes its form for granted."""
+    if given is None or given == "":
+        return
+    try:
+        refuse_config(given if isinstance(given, dict) else read_mapping(Path(given))[0])
+    except ConfigError as error:
+        raise PlanError(f"--deepspeed: {error}") from error
 
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from trainer_plugins.planner.ranks import as_first_rank
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.trace import Trace, Tracker
+from trainer_plugins.planner.trace import Tracker
 
 aten = torch.ops.aten
 dist: Any = torch.distributed  # its C++ is in no stub
@@ -62,9 +62,6 @@ class Ddp:
 
     def prepare(self, trainer: Any) -> None:
         pass
-
-    def on_one_rank(self, trace: Trace) -> Trace:
-        return trace
 
     def host_pinned_bytes_per_node(self) -> int:
         return 0

@@ -9,11 +9,12 @@ from unittest.mock import patch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer_plugins.planner.eight_bit import OPTIMIZERS
 from trainer_plugins.planner.pinned import PinnedMemory
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.ranks import as_first_rank
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.trace import Trace, Tracker
+from trainer_plugins.planner.trace import Tracker
 
 # transformers/integrations/fsdp.py, is_fsdp_enabled: then only the first rank of a node loads the weights.
 _ONE_LOADS = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -49,10 +50,10 @@ class Fsdp2:
         version = trainer.accelerator.state.fsdp_plugin.fsdp_version
         if version != 2:
             raise NotPredicted(f"FSDP1 (fsdp_version {version}); fsdp_version 2 is")
+        optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        if optimizer in OPTIMIZERS:
+            raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under FSDP2")
         self._tracker.host_ranks = self._num_local
-
-    def on_one_rank(self, trace: Trace) -> Trace:
-        return trace
 
     def host_pinned_bytes_per_node(self) -> int:
         return self._tracker.pinned_peak_bytes

@@ -78,9 +78,10 @@ def request_of(
 
 
 def _num_nodes(num_gpus: int) -> int:
-    """Machines, where a launcher has said how many processes each of them has."""
+    """Machines, where a launcher has said how many of these processes each of them has; else 0."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return num_gpus // int(local) if local.isdigit() and int(local) and not num_gpus % int(local) else 1
+    is_told = os.environ.get("WORLD_SIZE") == str(num_gpus) and local.isdigit() and int(local)
+    return num_gpus // int(local) if is_told and not num_gpus % int(local) else 0
 
 
 def _exported() -> dict[str, str]:

@@ -10,7 +10,7 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.request import PlanRequest
 
 # Findings of form that stop a launch, or would make it another one than was written.
 _MALFORMED = ("config-duplicate-key", "config-unknown-key", "config-wrong-type", "config-removed-key")
@@ -34,14 +34,15 @@ def resolved(request: PlanRequest) -> PlanRequest:
         NotPredicted: it launches what there is no strategy for.
     """
     if request.launch_file is None:
-        return _in_nodes(replace(request, num_gpus=max(1, request.num_gpus)))
+        num_gpus = max(1, request.num_gpus)
+        return replace(request, num_gpus=num_gpus, num_nodes=request.num_nodes or nodes_of(num_gpus))
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}
     _refuse(config, name)
     kind = config["distributed_type"]
     num_gpus = request.num_gpus or _num_processes(config, name)
-    num_nodes = _num_nodes(config, num_gpus)
+    num_nodes = _num_nodes(config, num_gpus, name)
     if kind == "NO" and num_gpus > 1:
         raise PlanError(f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}")
     if num_gpus % num_nodes:
@@ -63,19 +64,19 @@ def resolved(request: PlanRequest) -> PlanRequest:
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
 
 
-def _num_nodes(config: dict[str, Any], num_gpus: int) -> int:
+def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
     """Of so many cards; as many in each as the file has, should it be launched with another number of them."""
-    machines, processes = config.get("num_machines") or 1, config.get("num_processes")
-    if not isinstance(processes, int) or num_gpus == processes or processes % machines:
-        return int(machines)
-    in_each = processes // machines
-    return max(1, num_gpus // in_each) if num_gpus < in_each or not num_gpus % in_each else int(machines)
+    machines, processes = config.get("num_machines", 1), config.get("num_processes")
+    if not isinstance(machines, int) or machines < 1:
+        raise PlanError(f"{name} has num_machines {machines}: it is 1 or more")
+    if not isinstance(processes, int) or processes % machines:
+        return nodes_of(num_gpus) if machines == 1 else machines
+    return machines if num_gpus == processes else nodes_of(num_gpus, processes // machines)
 
 
-def _in_nodes(request: PlanRequest) -> PlanRequest:
-    whole, rest = divmod(request.num_gpus, GPUS_PER_NODE)
-    told = request.num_nodes > 1 or not isinstance(request.source, ConfigSource)
-    return request if told or rest or whole < 2 else replace(request, num_nodes=whole)
+def nodes_of(num_gpus: int, most_in_each: int = GPUS_PER_NODE) -> int:
+    """The fewest nodes, all alike, that have no more cards than that."""
+    return num_gpus // max(count for count in range(1, most_in_each + 1) if num_gpus % count == 0)
 
 
 def _document(path: str) -> Document:
@@ -101,6 +102,8 @@ def _refuse(config: dict[str, Any], name: str) -> None:
     kind = config["distributed_type"]
     if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise NotPredicted(f"what {name} launches: {config['compute_environment']}")
+    if not isinstance(kind, str):
+        raise PlanError(f"{name} has distributed_type {kind}: it is a name, as in FSDP")
     if kind not in _PLANNED:
         raise NotPredicted(f"what {name} launches: {_REFUSED.get(kind, f'distributed_type {kind}')}")
     if config.get("use_cpu"):

@@ -7,6 +7,7 @@ What the ranks are then made of (DDP, FSDP2, accelerate, the Trainer) is the rea
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -59,9 +60,22 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         # The first rank has what it sends; and it would send tensors without bytes.
         stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
         # All ranks have batches of one size; here their sizes would be asked of tensors that have no values.
+        stack.enter_context(_generation_ends_with_this_rank())
         stack.enter_context(patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor))
         _prove()
         yield stack
+
+
+def _generation_ends_with_this_rank() -> Any:
+    """`generate` asks whether another rank goes on; here their batches end when this one's does."""
+    from transformers import GenerationMixin
+
+    unfinished = GenerationMixin._has_unfinished_sequences
+
+    def alone(model: Any, this_peer_finished: bool, _: bool, device: Any) -> bool:
+        return bool(unfinished(model, this_peer_finished, False, device))
+
+    return patch.object(GenerationMixin, "_has_unfinished_sequences", alone)
 
 
 def _prove() -> None:

@@ -61,8 +61,8 @@ class PlanRequest:
     num_gpus: int = 1
     """0: as many as the launch file says."""
 
-    num_nodes: int = 1
-    """Machines that these cards are in, as many in each."""
+    num_nodes: int = 0
+    """Machines that these cards are in, as many in each; 0: nobody has said."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """What a launcher exports to its processes, for accelerate."""

@@ -76,9 +76,17 @@ def loads(content: bytes, main_file: str | None = None) -> Any:
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self._without_bytes: list[torch.Tensor] = []
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter):
             extra = {name: each for name, each in vars(value).items() if isinstance(each, (bool, int, float, str))}
+            if hasattr(value, "ds_shape"):  # DeepSpeed has this rank's part of it elsewhere; the rehearsal divides anew
+                whole = torch.empty(value.ds_shape, dtype=value.dtype, device="meta")
+                plain = {name: each for name, each in extra.items() if not name.startswith("ds_")}
+                return _parameter, (self._shape_of(whole), value.requires_grad, plain)
             return _parameter, (self._shape_of(value), value.requires_grad, extra)
         if isinstance(value, torch.Tensor):
             return _tensor, (self._shape_of(value), value.requires_grad)
@@ -96,6 +104,8 @@ class _Pickler(pickle.Pickler):
 
     def _shape_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         storage = tensor.untyped_storage()
+        if storage.data_ptr() == 0:
+            self._without_bytes.append(tensor)  # its id is its own as long as it is here
         shared = (storage.data_ptr() or id(tensor), storage.nbytes())
         return (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, shared)
 

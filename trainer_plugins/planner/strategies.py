@@ -1,8 +1,4 @@
-"""How work is divided among cards: what of a trace on one card happens on each of them.
-
-The seam for more than one GPU. A strategy surrounds the rehearsal (a fake process group, an engine that stands in), and
-turns what was seen into the trace of one rank.
-"""
+"""How work is divided among cards. A strategy surrounds the rehearsal, which is then that of one rank of many."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +8,7 @@ from typing import Any, Protocol
 from trainer_plugins.launch.lint.document import ConfigError, read_mapping
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.trace import Trace, Tracker
+from trainer_plugins.planner.trace import Tracker
 
 
 class Strategy(Protocol):
@@ -25,10 +21,11 @@ class Strategy(Protocol):
         """Be in force while the Trainer is built and runs."""
 
     def prepare(self, trainer: Any) -> None:
-        """Change the Trainer before it runs."""
+        """Look at the Trainer before it runs.
 
-    def on_one_rank(self, trace: Trace) -> Trace:
-        """What one rank holds of it."""
+        Raises:
+            NotPredicted: it cannot be divided so.
+        """
 
     def host_pinned_bytes_per_node(self) -> int:
         """Pinned memory of all ranks of one node."""
@@ -45,9 +42,6 @@ class SingleGpu:
 
     def prepare(self, trainer: Any) -> None:
         pass
-
-    def on_one_rank(self, trace: Trace) -> Trace:
-        return trace
 
     def host_pinned_bytes_per_node(self) -> int:
         return 0

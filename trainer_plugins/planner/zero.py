@@ -11,8 +11,8 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.ranks import as_first_rank
 from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.trace import Trace, Tracker
-from trainer_plugins.planner.zero_config import refuse_config
+from trainer_plugins.planner.trace import Tracker
+from trainer_plugins.planner.zero_config import refuse_batches, refuse_config
 
 
 class Zero:
@@ -46,9 +46,6 @@ class Zero:
     def prepare(self, trainer: Any) -> None:
         pass
 
-    def on_one_rank(self, trace: Trace) -> Trace:
-        return trace
-
     def host_pinned_bytes_per_node(self) -> int:
         return self._pinned.num_bytes * (self._request.num_gpus // self._request.num_nodes)
 
@@ -75,4 +72,6 @@ def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Any) -> Ze
     if request.device != "cuda":
         raise NotPredicted("DeepSpeed on the simulated card, which it does not know")
     refuse_config(config)
+    if request.deepspeed is None:  # accelerate completes its own
+        refuse_batches(config, args)
     return Zero(config, request)

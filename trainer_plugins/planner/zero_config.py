@@ -21,6 +21,10 @@ _PLANNED = frozenset(
         *("disable_python_gc", "activation_checkpointing"),  # the latter does nothing to a model of transformers
     }
 )
+_BATCHES = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 _ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
@@ -41,6 +45,21 @@ def refuse_config(config: dict[str, Any]) -> None:
     for finding in zero_findings(document):
         if finding.severity >= Severity.ERROR:
             raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")
+
+
+def refuse_batches(config: dict[str, Any], args: Any) -> None:
+    """Look at what the config says of batches, before DeepSpeed does in the middle of building a model.
+
+    Raises:
+        PlanError: it says something else than the arguments, or nothing.
+    """
+    said = {key: config[key] for key in ("train_batch_size", *_BATCHES) if key in config}
+    if not said:
+        raise PlanError('the DeepSpeed config says nothing of batches: set train_micro_batch_size_per_gpu to "auto"')
+    for key, name in _BATCHES.items():
+        if said.get(key, "auto") not in ("auto", getattr(args, name)):
+            asked = f"{name} {getattr(args, name)}"
+            raise PlanError(f'the DeepSpeed config has {key} {said[key]}, the arguments {asked}: set it to "auto"')
 
 
 def _unplanned(config: dict[str, Any]) -> Iterator[str]:

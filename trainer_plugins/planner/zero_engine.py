@@ -90,21 +90,11 @@ def _restore(owner: Any, before: dict[str, Any]) -> None:
 
 
 def _ranks_agree(stack: contextlib.ExitStack) -> None:
-    """Stage 3 compares the order of modules with rank 0, by values: partitioned_param_coordinator.py, reset_step.
-
-    And `generate` asks whether another rank goes on, which ends with this one: the ranks have batches of one size.
-    """
+    """Stage 3 compares the order of modules with rank 0, by values: partitioned_param_coordinator.py, reset_step."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
-    from transformers import GenerationMixin
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
         stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda ints: None))
-    unfinished = GenerationMixin._has_unfinished_sequences
-
-    def alone(model: Any, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
-        return bool(unfinished(model, this_peer_finished, False, device))
-
-    stack.enter_context(patch.object(GenerationMixin, "_has_unfinished_sequences", alone))
 
 
 def _gradients_are_finite(stack: contextlib.ExitStack) -> None:
@@ -173,10 +163,17 @@ def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
     makers: tuple[tuple[Any, str, Any], ...] = (
         (PartitionedParameterCoordinator, "fetch_sub_module", zero_views.while_gathering),
         (stage3, "reduce_scatter_coalesced", zero_views.while_reducing),
-        (DeepSpeedZeroOptimizer, "setup_buckets", contextlib.nullcontext),
     )
     for owner, name, views in makers:
         stack.enter_context(patch.object(owner, name, _making_buffers(getattr(owner, name), tracker, views)))
+    set_up = DeepSpeedZeroOptimizer.setup_buckets
+
+    def buckets_set_up(optimizer: Any) -> None:
+        set_up(optimizer)
+        buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
+        optimizer.storages_of_buckets = [tracker.storage_of(buffer) for buffer in buffers]
+
+    stack.enter_context(patch.object(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up))
 
 
 def _making_buffers(original: Any, tracker: Tracker, views: Any) -> Any:
@@ -200,7 +197,7 @@ def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines:
         engines.append(engine)
 
     def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        _name_parts(engine.optimizer, tracker)
+        _name_parts(engine, tracker)
         done = step(engine, *args, **kwargs)
         if engine.skipped_steps:
             raise NotPredicted("this DeepSpeed: its engine skips steps where nothing has a value")
@@ -218,8 +215,14 @@ def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines:
     stack.enter_context(patch.object(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated))
 
 
-def _name_parts(optimizer: Any, tracker: Tracker) -> None:
-    """Say what the flat buffers of the engine's optimizer are: stage3.py and stage_1_and_2.py, `__init__`."""
+def _name_parts(engine: Any, tracker: Tracker) -> None:
+    """Say what the flat buffers of the engine's optimizer are: stage3.py and stage_1_and_2.py, `__init__`.
+
+    And what the parts of weights are, of which those that are not trained have no buffer: partition_parameters.py.
+    """
+    optimizer = engine.optimizer
+    for weight in engine.module.parameters():
+        tracker.tag([getattr(weight, "ds_tensor", None)], "weights" if weight.requires_grad else "frozen weights")
 
     def of(name: str) -> list[Any]:
         value = getattr(optimizer, name, None)
@@ -229,6 +232,9 @@ def _name_parts(optimizer: Any, tracker: Tracker) -> None:
     for name, category in _PARTS.items():
         tracker.tag(of(name), category)
     tracker.tag((getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers")
+    for storage in of("storages_of_buckets"):  # of stages 1 and 2; gradients were views into them
+        if storage is not None:
+            storage.category = "sharding buffers"
 
 
 _PARTS = {
