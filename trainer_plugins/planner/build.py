@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,9 +106,13 @@ def _check_deepspeed(given: Any) -> None:
     if given is None or given == "":
         return
     try:
+        if isinstance(given, str) and given.startswith("{"):  # as TrainingArguments takes it too
+            given = json.loads(given)
         refuse_config(given if isinstance(given, dict) else read_mapping(Path(given))[0])
     except ConfigError as error:
         raise PlanError(f"--deepspeed: {error}") from error
+    except json.JSONDecodeError as error:
+        raise PlanError(f"--deepspeed: {given} is not JSON: {error}") from error
 
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:
