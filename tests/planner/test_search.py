@@ -187,7 +187,9 @@ def test_nothing_fits_is_exit_code_3(short_llama: Path):
     done = plan(short_llama, "--gpu", "516MiB", "--search", *flags, *more)
     assert done.exit_code == 3, done.output
     assert "Nothing fits" in done.output
-    assert done.output.count("none fits") == (1 if IS_TOO_OLD else 2) * 2 * 2, "strategies, checkpointing, lengths"
+    assert done.output.count("none fits") == (
+        2 if IS_TOO_OLD else 2 * 2 * 2  # strategies, checkpointing (an adapter has no gradients with it there), lengths
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
     except SystemExit as exit_:
         lines = errors.getvalue().strip().splitlines()
         raise PlanError(lines[-1].partition("error: ")[2] if lines else "the flags cannot be read") from exit_
+    except PlanError:
+        raise
     except (ValueError, TypeError, ImportError) as error:
         raise PlanError(first_line(error)) from error
     if unknown:
