@@ -214,6 +214,7 @@ def test_offloading_to_nvme_is_refused_by_name(outcomes):
 def test_num_gpus_counts_more_than_the_file(outcomes):
     few, many = plan_of(outcomes, "overridden"), plan_of(outcomes, "wider")
     assert (few.num_gpus, many.num_gpus) == (4, 64)
+    assert any("NCCL" in line for line in few.not_predicted)
     assert not any("nodes" in line for line in few.assumptions)
     assert "8 GPUs in each of 8 nodes" in many.assumptions
 

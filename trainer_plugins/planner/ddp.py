@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from trainer_plugins.planner.ranks import as_first_rank
+from trainer_plugins.planner.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Tracker
 
@@ -26,6 +26,7 @@ dist: Any = torch.distributed  # its C++ is in no stub
 class Ddp:
     """Everything on each card, and gradients once more, in buckets."""
 
+    not_predicted: tuple[str, ...] = (OF_NCCL,)
     not_reliable: tuple[str, ...] = (
         "DDP: buckets are those of torch's own reducer; checked against it on CPU, and against nobody's GPU",
     )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_plugins.planner.eight_bit import OPTIMIZERS
 from trainer_plugins.planner.pinned import PinnedMemory
 from trainer_plugins.planner.plan import NotPredicted
-from trainer_plugins.planner.ranks import as_first_rank
+from trainer_plugins.planner.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Tracker
 
@@ -24,6 +24,7 @@ _TRUE = ("1", "true", "yes", "y", "on", "t")
 class Fsdp2:
     """Weights, gradients and optimizer states divided among the cards, and gathered layer by layer."""
 
+    not_predicted: tuple[str, ...] = (OF_NCCL,)
     not_reliable: tuple[str, ...] = (
         "FSDP2: gathers and reductions are those of torch's own fully_shard; checked on CPU, and against nobody's GPU",
     )

@@ -20,6 +20,8 @@ from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Tracker
 
+OF_NCCL = "memory of NCCL's communicators, outside of torch's allocator"
+
 
 @contextlib.contextmanager
 def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib.ExitStack]:

@@ -14,6 +14,9 @@ from trainer_plugins.planner.trace import Tracker
 class Strategy(Protocol):
     """What a division of work changes."""
 
+    not_predicted: tuple[str, ...]
+    """What such a run does that its figures leave out."""
+
     not_reliable: tuple[str, ...]
     """What to tell the reader about its figures."""
 
@@ -34,6 +37,7 @@ class Strategy(Protocol):
 class SingleGpu:
     """Everything on one card."""
 
+    not_predicted: tuple[str, ...] = ()
     not_reliable: tuple[str, ...] = ()
 
     @contextlib.contextmanager

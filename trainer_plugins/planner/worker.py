@@ -81,7 +81,7 @@ def _searched(request: SearchRequest) -> SearchResult:
     return search(request, args, Foresight(watch, judge), predict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     """What a rehearsal showed, before any allocator is asked."""
 
@@ -90,6 +90,7 @@ class Watched:
     num_parameters: int
     num_trainable_parameters: int
     host_pinned_bytes_per_node: int
+    not_predicted: tuple[str, ...]
     not_reliable: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -176,7 +177,16 @@ def watch(request: Any) -> Watched:
         rehearsed.assumptions.append(
             f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes"
         )
-    return Watched(trace, request.num_gpus, *sizes, pinned, tuple(not_reliable), tuple(rehearsed.assumptions))
+    return Watched(
+        trace=trace,
+        num_gpus=request.num_gpus,
+        num_parameters=sizes[0],
+        num_trainable_parameters=sizes[1],
+        host_pinned_bytes_per_node=pinned,
+        not_predicted=strategy.not_predicted,
+        not_reliable=tuple(not_reliable),
+        assumptions=tuple(rehearsed.assumptions),
+    )
 
 
 def judge(request: Any, watched: Watched) -> Any:
@@ -231,6 +241,7 @@ def judge(request: Any, watched: Watched) -> Any:
         num_flushes=on_card.num_flushes if card is not None else 0,
         failed_request_bytes=on_card.failed_request_bytes if card is not None else None,
         failed_request=f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}" if failed else None,
+        not_predicted=watched.not_predicted,
         not_reliable=(*untried(versions), *watched.not_reliable),
         assumptions=(*watched.assumptions, *([about_context(card)] if context and card is not None else [])),
         known_error=KNOWN_ERROR if request.device == "cuda" else "the simulated card is met within 1 % in the tests",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.ranks import as_first_rank
+from trainer_plugins.planner.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Tracker
@@ -18,11 +18,11 @@ from trainer_plugins.planner.zero_config import refuse_batches, refuse_config
 class Zero:
     """Optimizer states, gradients and weights in parts, each of them on one rank."""
 
+    not_predicted: tuple[str, ...] = (OF_NCCL, "resuming under ZeRO")
     not_reliable: tuple[str, ...] = (
         "ZeRO: the figures are those of DeepSpeed's own engine run on tensors without bytes; it has been held against "
         "the same engine with bytes on CPU, and against nobody's GPU figure yet",
         "ZeRO, reserved: a block that another stream still reads is taken to be free at once",
-        "ZeRO: resuming is not rehearsed",
     )
 
     def __init__(self, config: dict[str, Any], request: PlanRequest) -> None:
