@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import gc
 import logging
 from dataclasses import dataclass
 
@@ -209,13 +210,17 @@ def test_those_built_before_are_named_once(make_trainer, caplog) -> None:
     protected = make_trainer()
     protect(protected)
     bare = [make_trainer(), make_trainer()]
+    alive = [each for each in gc.get_objects() if issubclass(type(each), Trainer) and hasattr(each, "callback_handler")]
+    named = [each for each in alive if not ours(each)]  # other tests of this process may have left some
+    assert protected not in named
+    assert all(each in named for each in bare)
 
     with caplog.at_level(logging.WARNING, "trainer_plugins"):
         attach()
         attach("observe")
 
     (said,) = caplog.messages
-    assert said.startswith("2 Trainers were built before attach()")
+    assert said.startswith(f"{len(named)} Trainers were built before attach()")
     assert "trainer_plugins.protect(trainer)" in said
     assert [ours(trainer) for trainer in bare] == [[], []]
 

@@ -19,7 +19,6 @@ from transformers import Trainer, TrainingArguments
 from tests.models import tiny_llama, token_rows
 from trainer_plugins.planner.gather import request_of
 
-RANK = int(os.environ["RANK"])
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1024}
 initialise = PartialState.__init__
 
@@ -28,9 +27,6 @@ def initialise_as_multi_gpu(self, *args, **kwargs):
     initialise(self, *args, **kwargs)
     if "ACCELERATE_USE_FSDP" in os.environ and self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-PartialState.__init__ = initialise_as_multi_gpu
 
 
 def make(folder: Path, **arguments) -> Trainer:
@@ -109,6 +105,8 @@ def fsdp2(folder: Path, **arguments) -> tuple[dict, bytes]:
 
 
 def main(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    PartialState.__init__ = initialise_as_multi_gpu
     cases = {
         "fsdp2": lambda: fsdp2(folder),
         "fsdp2, accumulation": lambda: fsdp2(folder, gradient_accumulation_steps=3),
@@ -121,8 +119,8 @@ def main(folder: Path) -> None:
             del os.environ["ACCELERATE_USE_FSDP"]
         facts[name], requests[name] = run()
         facts[name] |= {"world_size": dist.get_world_size(), "backend": dist.get_backend()}
-    (folder / f"rank-{RANK}.json").write_text(json.dumps(facts))
-    if RANK == 0:
+    (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
+    if rank == 0:
         (folder / "requests").write_bytes(pickle.dumps([pickle.loads(each) for each in requests.values()]))
     sys.stdout.flush()
     os._exit(0)  # gloo now and then aborts a process at its end
