@@ -2,8 +2,8 @@
 
 import copy
 import functools
-import inspect
 import gc
+import inspect
 import logging
 from dataclasses import dataclass
 
