@@ -82,14 +82,19 @@ def start(call: list[str], folder: Path, **variables: str) -> subprocess.Popen[b
         )
 
 
-def finished(process: subprocess.Popen[bytes], folder: Path, output_dir: Path) -> Launched:
-    """Wait for a launch, and look that it did its work."""
+def ended(process: subprocess.Popen[bytes], folder: Path, timeout: float) -> str:
+    """Wait for a launch, and end what is left of it. Returns what it printed."""
     try:
-        process.wait(timeout=600)
+        process.wait(timeout=timeout)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # also the ranks of a launcher that hangs
-    text = (folder / "printed.txt").read_text()
+    return (folder / "printed.txt").read_text()
+
+
+def finished(process: subprocess.Popen[bytes], folder: Path, output_dir: Path) -> Launched:
+    """Wait for a launch, and look that it did its work."""
+    text = ended(process, folder, timeout=600)
     # gloo now and then aborts a process at its end, after the work: the last thing that training writes counts.
     assert process.returncode == 0 or (output_dir / "model.safetensors").is_file(), text[-5000:]
     return Launched(output_dir, text)

@@ -1,7 +1,5 @@
 """Predict a run, then really run it on the simulated card, and compare. No figure here is written by hand."""
 
-import gc
-
 import pytest
 import torch
 from transformers import (
@@ -19,9 +17,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.planner.loop import Loop
 from trainer_plugins import MemoryPlan, plan_run
-from trainer_plugins.planner.gather import request_of
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import GIB
 
 VOCABULARY = 2000
@@ -159,38 +156,15 @@ def large_card(simgpu):
     return simgpu
 
 
-@pytest.fixture(scope="module")
-def plans() -> dict[str, MemoryPlan]:
-    """Filled by the first test that asks: all predictions share one subprocess."""
-    return {}
-
-
-def planned(plans, tmp_path, monkeypatch) -> dict[str, MemoryPlan]:
-    if not plans:
-        requests = [request_of(make(tmp_path), None, "", 1, None) for make in RUNS.values()]
-        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)  # left there by one of them
-        plans.update(zip(RUNS, predict_all(requests), strict=True))
-    return plans
+LOOP = Loop(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_card_holds_what_was_predicted(large_card, plans, tmp_path, monkeypatch, name):
-    plan = planned(plans, tmp_path, monkeypatch)[name]
-    assert isinstance(plan, MemoryPlan), plan
-    gc.unfreeze()  # other tests set garbage aside, and what it holds of the card would be counted here
-    gc.collect()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    held, kept = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
-
-    RUNS[name](tmp_path).train()
-
-    assert plan.allocated_peak_bytes == pytest.approx(torch.accelerator.max_memory_allocated() - held, rel=0.002)
-    assert plan.reserved_peak_bytes == pytest.approx(torch.accelerator.max_memory_reserved() - kept, rel=0.01)
+def test_the_card_holds_what_was_predicted(simgpu, tmp_path, name):
+    plan = LOOP.goes_round(name, tmp_path)
     assert plan.device == "simgpu"
     assert plan.fits is True
     assert plan.nvidia_smi_peak_bytes == plan.reserved_peak_bytes  # this card has no context
-    assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes
 
 
 def test_a_plan_leaves_the_trainer_as_it_was(large_card, tmp_path):

@@ -1,9 +1,6 @@
 """Several GPUs: what ranks make and send, against real ranks on the CPU; what a launch file starts; 1024 GPUs."""
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -12,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
-from tests.distributed.launched import ROOT, command, environment, start
+from tests.distributed.launched import ROOT, command, ended, environment, start
+from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import CHECKPOINTING, request, tiny
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.cli import app
@@ -34,13 +31,7 @@ def real(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     """What two real ranks made, and the folder with what they would have sent to a prediction."""
     folder = tmp_path_factory.mktemp("ranks")
     call = [*command("fsdp2", (), HERE / "real_ranks.py"), str(folder)]
-    process = start(call, folder, CUDA_VISIBLE_DEVICES="")
-    try:
-        process.wait(timeout=240)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    printed = (folder / "printed.txt").read_text()
+    printed = ended(start(call, folder, CUDA_VISIBLE_DEVICES=""), folder, timeout=240)
     assert (folder / "rank-0.json").is_file(), printed[-5000:]
     return json.loads((folder / "rank-0.json").read_text()), folder
 
@@ -54,8 +45,8 @@ def predicted(real) -> dict[str, tuple[dict[str, Any], Counter[tuple[str, int, i
     assert done.returncode == 0, done.stderr
     results = json.loads((folder / "results").read_text())
     if any("its collectives take no fake tensors" in str(result) for result in results):
-        assert torch.__version__.startswith("2.9.")
-        pytest.skip("several GPUs need a newer torch, and the plan says so")
+        assert IS_TOO_OLD
+        pytest.skip(WHY_NOT)
     plans = [result["plan"] for result in results]
     seen = [Counter(map(tuple, made)) for made in json.loads((folder / "results.seen").read_text())]
     return dict(zip(facts, zip(plans, seen, strict=True), strict=True))
@@ -185,9 +176,9 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
 
 def plan_of(outcomes, name) -> MemoryPlan:
     plan = outcomes[name]
-    if isinstance(plan, NotPredicted) and torch.__version__.startswith("2.9."):
+    if isinstance(plan, NotPredicted) and IS_TOO_OLD:
         assert "its collectives take no fake tensors" in str(plan)
-        pytest.skip("several GPUs need a newer torch, and the plan says so")
+        pytest.skip(WHY_NOT)
     assert isinstance(plan, MemoryPlan), plan
     assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes <= plan.reserved_peak_bytes
     return plan
@@ -260,15 +251,15 @@ def test_a_launch_that_contradicts_itself_is_one_line(outcomes, name, line):
 )
 def test_what_no_strategy_is_there_for_is_refused_by_name(outcomes, name, what):
     assert isinstance(outcomes[name], NotPredicted)
-    if name == "8-bit" and torch.__version__.startswith("2.9."):
-        pytest.skip("several GPUs need a newer torch, and the plan says so")
+    if name == "8-bit" and IS_TOO_OLD:
+        pytest.skip(WHY_NOT)
     assert what in str(outcomes[name])
 
 
 def test_fsdp1_is_refused_however_it_is_asked_for(outcomes):
     refusal = outcomes["fsdp1 by flag"]
     assert isinstance(refusal, NotPredicted), refusal
-    assert "FSDP1" in str(refusal) or torch.__version__.startswith("2.9.")
+    assert "FSDP1" in str(refusal) or IS_TOO_OLD
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("64, one machine", 8), ("12, no file", 2)])

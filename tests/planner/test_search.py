@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
+from tests.planner.several import IS_TOO_OLD
 from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan, PlanError
@@ -34,8 +34,6 @@ ROWS = 2
 ALONE = ("--accelerate-config", str(path("single_device")))
 """Of the ways to launch only that one."""
 
-IS_TOO_OLD = torch.__version__.startswith("2.9.")
-"""For several GPUs, and for DeepSpeed on one: a search says so."""
 
 MICRO_BATCHES = (1, 2)
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.distributed.launched import environment, free_port
+from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.zero_config import refuse_config
 
 SCRIPT = Path(__file__).with_name("zero_stream.py")
-if torch.__version__.startswith("2.9."):
-    pytest.skip("several GPUs need a newer torch, and the plan says so", allow_module_level=True)
+if IS_TOO_OLD:
+    pytest.skip(WHY_NOT, allow_module_level=True)
 
 SMALL_TENSORS = 64
 """Bytes of a loss, a norm, a scale, which one has moved to the card and the other has there already."""

@@ -1,7 +1,6 @@
 """`trainer-plugins plan`: what a run will need of its card, before it is launched."""
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +66,7 @@ def plan(
     from trainer_plugins.planner.contexts import with_measured_context
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
-    from trainer_plugins.planner.run import predict_all, read_config
+    from trainer_plugins.planner.run import allocator_text, predict_all, read_config
 
     try:
         if num_gpus is not None and num_gpus < 1:
@@ -90,7 +89,7 @@ def plan(
                 num_evaluation_batches=eval_batches,
             ),
             card=card,
-            allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")),
+            allocator=allocator_text(),
             num_gpus=num_gpus or 0,
             launch_file=str(accelerate_config) if accelerate_config is not None else None,
             has_padding=padding,

@@ -3,22 +3,19 @@
 import contextlib
 import dataclasses
 import io
-import json
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer_plugins.launch.lint.document import ConfigError, read_mapping
 from trainer_plugins.planner import fused_head, refusals, ship
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS, Batch, other_models
 from trainer_plugins.planner.request import ConfigSource, TrainerSource
-from trainer_plugins.planner.zero_config import refuse_config
+from trainer_plugins.planner.zero_config import read_config, refuse_config
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
 _REHEARSED = {
@@ -105,16 +102,8 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 def _check_deepspeed(given: Any) -> None:
     """Before transformers reads it, which takes its form for granted."""
-    if given is None or given == "":
-        return
-    try:
-        if isinstance(given, str) and given.startswith("{"):  # as TrainingArguments takes it too
-            given = json.loads(given)
-        refuse_config(given if isinstance(given, dict) else read_mapping(Path(given))[0])
-    except ConfigError as error:
-        raise PlanError(f"--deepspeed: {error}") from error
-    except json.JSONDecodeError as error:
-        raise PlanError(f"--deepspeed: {given} is not JSON: {error}") from error
+    if given:
+        refuse_config(read_config(given))
 
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:

@@ -47,21 +47,17 @@ def resolved(request: PlanRequest) -> PlanRequest:
         raise PlanError(f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}")
     if num_gpus % num_nodes:
         raise PlanError(f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}")
+    deepspeed = None
     try:
         environment = _environment(request.launch_file, num_gpus)
         if kind == "DEEPSPEED":
-            return replace(
-                request,
-                num_gpus=num_gpus,
-                num_nodes=num_nodes,
-                deepspeed=_deepspeed(environment),
-                environment={key: environment[key] for key in ("ACCELERATE_MIXED_PRECISION",) if key in environment},
-            )
+            deepspeed = _deepspeed(environment)
+            environment = {key: environment[key] for key in ("ACCELERATE_MIXED_PRECISION",) if key in environment}
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
     if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
         raise NotPredicted(f"FSDP1 ({name}; fsdp_version 2 is)")
-    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
+    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, deepspeed=deepspeed, environment=environment)
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
@@ -69,7 +65,7 @@ def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
     machines, processes = config.get("num_machines", 1), config.get("num_processes")
     if not isinstance(machines, int) or machines < 1:
         raise PlanError(f"{name} has num_machines {machines}: it is 1 or more")
-    if not isinstance(processes, int) or processes % machines:
+    if not isinstance(processes, int) or processes < 1 or processes % machines:
         return nodes_of(num_gpus) if machines == 1 else machines
     return machines if num_gpus == processes else nodes_of(num_gpus, processes // machines)
 

@@ -33,7 +33,7 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
     from accelerate import Accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    num_local = request.num_gpus // request.num_nodes
+    num_local = request.gpus_per_node
     os.environ.update(
         {
             "RANK": "0",

@@ -78,3 +78,8 @@ class PlanRequest:
 
     is_packed: bool = False
     """Whether several sequences share a row of the batch, told apart by their positions."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Of a request that says both numbers, as `launched.resolved` leaves it."""
+        return self.num_gpus // self.num_nodes

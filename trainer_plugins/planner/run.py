@@ -15,6 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
@@ -66,9 +68,7 @@ def plan_run(
         PlanError: the input is wrong, or the subprocess ended early: one line says how. It is a ValueError.
         NotPredicted: the input is sound, and nothing here can say what it will need. It is a PlanError.
     """
-    text = allocator
-    if text is None:
-        text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    text = allocator if allocator is not None else allocator_text()
     card = card_of(gpu) if gpu is not None else None
     if num_gpus is not None and num_gpus < 1:
         raise PlanError(f"a run needs at least one GPU, got {num_gpus}")
@@ -99,6 +99,13 @@ def plan_run(
     if isinstance(outcome, PlanError):
         raise outcome
     return outcome
+
+
+def allocator_text() -> str:
+    """The allocator settings that the torch installed here would read: which name counts depends on its version."""
+    variables = Variables.of(os.environ)
+    name = variables.read_by(gather_machine(os.environ))
+    return variables.texts[name] if name is not None else ""
 
 
 def predict_all(

@@ -2,13 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
-from trainer_plugins.launch.lint.document import ConfigError, read_mapping
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.trace import Tracker
+from trainer_plugins.planner.zero_config import read_config
 
 
 class Strategy(Protocol):
@@ -59,10 +58,11 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
         NotPredicted: there is no strategy here for it.
     """
     _refuse_other_batches(request, args)
-    if getattr(args, "deepspeed", None) or request.deepspeed is not None:
+    deepspeed = getattr(args, "deepspeed", None) or request.deepspeed  # the Trainer's arguments go before a launcher's
+    if deepspeed is not None:
         from trainer_plugins.planner.zero import zero_strategy
 
-        return zero_strategy(_deepspeed_config(request, args), request, args)
+        return zero_strategy(read_config(deepspeed), request, args)
     several = request.num_gpus > 1 or request.environment.get("ACCELERATE_USE_FSDP") == "true"
     if several and request.device != "cuda":
         raise NotPredicted(f"several ranks on {request.device}")
@@ -88,12 +88,3 @@ def _refuse_other_batches(request: PlanRequest, args: Any) -> None:
         raise NotPredicted("split_batches (accelerator_config)")
     if request.num_gpus > 1 and loading.dispatch_batches:
         raise NotPredicted("dispatch_batches (accelerator_config)")
-
-
-def _deepspeed_config(request: PlanRequest, args: Any) -> dict[str, Any]:
-    """As it was written: by the Trainer's arguments, which go before a launcher's."""
-    given = getattr(args, "deepspeed", None) or request.deepspeed
-    try:
-        return given if isinstance(given, dict) else read_mapping(Path(str(given)))[0]
-    except ConfigError as error:
-        raise PlanError(f"--deepspeed: {error}") from error

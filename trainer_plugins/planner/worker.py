@@ -168,20 +168,17 @@ def watch(request: Any) -> Watched:
             rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
         trace = tracker.trace()
         parameters = [*trainer.model.parameters()]
-        sizes = sum(map(_size, parameters)), sum(_size(each) for each in parameters if each.requires_grad)
         not_reliable += strategy.not_reliable
         pinned = strategy.host_pinned_bytes_per_node()
     if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
         not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
     if request.num_nodes > 1:
-        rehearsed.assumptions.append(
-            f"{request.num_gpus // request.num_nodes} GPUs in each of {request.num_nodes} nodes"
-        )
+        rehearsed.assumptions.append(f"{request.gpus_per_node} GPUs in each of {request.num_nodes} nodes")
     return Watched(
         trace=trace,
         num_gpus=request.num_gpus,
-        num_parameters=sizes[0],
-        num_trainable_parameters=sizes[1],
+        num_parameters=sum(map(_size, parameters)),
+        num_trainable_parameters=sum(_size(each) for each in parameters if each.requires_grad),
         host_pinned_bytes_per_node=pinned,
         not_predicted=strategy.not_predicted,
         not_reliable=tuple(not_reliable),

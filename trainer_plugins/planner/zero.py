@@ -47,7 +47,7 @@ class Zero:
         pass
 
     def host_pinned_bytes_per_node(self) -> int:
-        return self._pinned.num_bytes * (self._request.num_gpus // self._request.num_nodes)
+        return self._pinned.num_bytes * self._request.gpus_per_node
 
 
 def _exported(request: PlanRequest) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """What of a DeepSpeed config can be planned for. Its keys are those of `launch/lint`, in the words of that page."""
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer_plugins.finding import Severity
-from trainer_plugins.launch.lint.document import Document
+from trainer_plugins.launch.lint.document import ConfigError, Document, read_mapping
 from trainer_plugins.launch.lint.schema import part, schema_findings
 from trainer_plugins.launch.lint.zero import zero_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -26,6 +28,25 @@ _BATCHES = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 _ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def read_config(given: Any) -> dict[str, Any]:
+    """A DeepSpeed config as TrainingArguments take it: a mapping, the path of a file, or its text.
+
+    Raises:
+        PlanError: there is no such file, or it is no mapping of JSON.
+    """
+    if isinstance(given, dict):
+        return given
+    if isinstance(given, str) and given.startswith("{"):
+        try:
+            return dict(json.loads(given))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"--deepspeed: {given} is not JSON: {error}") from error
+    try:
+        return dict(read_mapping(Path(given))[0])
+    except ConfigError as error:
+        raise PlanError(f"--deepspeed: {error}") from error
 
 
 def refuse_config(config: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ for all. A view takes no memory, and lives as long as the engine holds it.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -24,20 +24,19 @@ class LikeViews:
 
     def narrow(self, original: Any, tensor: Any, dim: int, start: int, length: int) -> Any:
         """`tensor.narrow`: partition_parameters.py, _all_gather_dtype and AllGatherCoalescedHandle.wait."""
-        key = (id(tensor), dim, length)
-        view = self._alive.get(key)
-        if view is None:
-            view = self._alive[key] = original(tensor, dim, start, length)
-        return view
+        return self._one_for_all((id(tensor), dim, length), lambda: original(tensor, dim, start, length))
 
     def slice(self, original: Any, tensor: Any, index: Any) -> Any:
         """`tensor[start:stop]`: coalesced_collectives.py, reduce_scatter_coalesced."""
         if not isinstance(index, slice) or tensor.dim() != 1:
             return original(tensor, index)
-        key = (id(tensor), 0, len(range(*index.indices(tensor.numel()))))
+        length = len(range(*index.indices(tensor.numel())))
+        return self._one_for_all((id(tensor), 0, length), lambda: original(tensor, index))
+
+    def _one_for_all(self, key: _Key, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         view = self._alive.get(key)
         if view is None:
-            view = self._alive[key] = original(tensor, index)
+            view = self._alive[key] = make()
         return view
 
 

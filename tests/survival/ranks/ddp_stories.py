@@ -25,9 +25,9 @@ from transformers import Trainer, TrainerCallback
 
 from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by, off_by_steps, padded, ragged_rows, small_trainer
+from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import AnewEachStep
 from trainer_plugins import survive_oom
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.run import memo_of
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -269,7 +269,7 @@ def resumed() -> dict:
     return {"limit": memo.limit, "divided": divided, "gradients": off}
 
 
-class Card:
+class Card(HalfFull):
     """On which so many tokens fit: fewer on rank 1, which has to try more often what fits."""
 
     num_tokens = 1000 if RANK == 0 else 100
@@ -277,16 +277,6 @@ class Card:
     def refuse(self, module, args, kwargs):
         if kwargs["input_ids"].numel() > self.num_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def read(self) -> MemoryReading:
-        half = {"free_bytes": 5 * 10**8, "reserved_bytes": 5 * 10**8, "allocated_bytes": 5 * 10**8}
-        return MemoryReading(device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half)
-
-    def reset_peak(self) -> None:
-        pass
-
-    def release_cached(self) -> int:
-        return 0
 
 
 def rehearsed() -> dict:

@@ -25,10 +25,10 @@ from transformers import TrainerCallback
 
 from tests.models import tiny_llama
 from tests.survival.failing import Allocations, off_by, padded, ragged_rows, small_trainer
+from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
 from trainer_plugins.agreement import Agreement
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
@@ -143,7 +143,7 @@ def make(folder: Path, case: dict):
     return trainer
 
 
-class Card:
+class Card(HalfFull):
     """On which so many tokens fit in a forward pass. Another on each rank."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -152,16 +152,6 @@ class Card:
     def refuse(self, module, args, kwargs):
         if kwargs["input_ids"].numel() > self.num_tokens:
             raise torch.OutOfMemoryError(f"CUDA out of memory, with {kwargs['input_ids'].numel()} tokens.")
-
-    def read(self) -> MemoryReading:
-        half = {"free_bytes": 5 * 10**8, "reserved_bytes": 5 * 10**8, "allocated_bytes": 5 * 10**8}
-        return MemoryReading(device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half)
-
-    def reset_peak(self) -> None:
-        pass
-
-    def release_cached(self) -> int:
-        return 0
 
 
 @contextlib.contextmanager

@@ -5,10 +5,7 @@ processes cost more than the trainings. `fail` says for a rank and a micro-batch
 memory ends: below about 0.5 in the forward pass, beyond 1 in what is computed after a failure.
 """
 
-import contextlib
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launched import command, start
+from tests.distributed.launched import command, ended, start
 
 SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
 
@@ -78,12 +75,7 @@ def launched(folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int) -> 
     call = [*command("fsdp2", ("--num_processes", str(num_ranks)), SCRIPT), str(folder)]
     began = time.monotonic()
     process = start(call, folder)
-    try:
-        process.wait(timeout=240)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    printed = (folder / "printed.txt").read_text()
+    printed = ended(process, folder, timeout=240)
     facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
     assert all(list(seen) == list(cases)[: len(seen)] for seen in facts)
     missing = set(cases) - set(facts[-1])
