@@ -58,7 +58,7 @@ def foreign_names() -> dict[str, set[str]]:
 @cache
 def owner_of(path: str) -> Any:
     """The module, or the class in a module, of that dotted path."""
-    module, _, rest = path, "", []
+    module, rest = path, list[str]()
     while True:
         try:
             found: Any = importlib.import_module(module)
