@@ -1,0 +1,134 @@
+"""How the house is built, counted from its own source: rooms, floors, imports between rooms, long files and functions.
+
+A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python. A room stands one
+floor above the highest that is imported when it is imported. An arrow is a pair of rooms of which one imports the
+other, anywhere in it. It points upward if it does not end on a lower floor. A circle is one of files, at import.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trainer_plugins"
+OTHERS = ("benchmarks", "hydra_plugins", "scripts")
+
+FRAGMENTS = frozenset(
+    (
+        *("about", "among", "and", "as", "at", "behind", "beside", "between", "but", "by", "for", "from", "how", "in"),
+        *("inside", "like", "of", "on", "or", "that", "those", "to", "under", "what", "when", "where", "whether"),
+        *("which", "who", "whom", "whose", "why", "with", "within", "without"),
+    )
+)
+"""A first word after which a docstring's first sentence has no subject. What begins with a noun is not noticed."""
+
+
+def trees() -> dict[Path, ast.Module]:
+    """The syntax of each file of the package, by its path there."""
+    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room_of(path: Path) -> str:
+    """The room of a file of the package."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
+    """What is imported of the package, as the parts of its dotted name after `trainer_plugins`."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer_plugins"):
+            for alias in node.names:
+                yield [*(node.module or "").split(".")[1:], alias.name]
+        elif isinstance(node, ast.Import):
+            yield from (name.split(".")[1:] for name in (a.name for a in node.names) if name.startswith("trainer_plug"))
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported: no bodies of functions, nothing for type checkers alone."""
+    for child in ast.iter_child_nodes(tree):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from at_import(child)
+
+
+def floors(below: dict[str, set[str]]) -> dict[str, int]:
+    """The floor of each room, counted from 1.
+
+    Raises:
+        graphlib.CycleError: rooms import each other in a circle.
+    """
+    found: dict[str, int] = {}
+    for room in TopologicalSorter(below).static_order():
+        found[room] = 1 + max((found[other] for other in below[room]), default=0)
+    return found
+
+
+def files_in_a_circle(files: dict[Path, ast.Module]) -> int:
+    """How many files import each other in a circle; 0 if none do. Of several circles it counts one."""
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    below = {
+        name: {
+            found for parts in imported(at_import(files[path])) if (found := _module(parts, names)) not in ("", name)
+        }
+        for name, path in names.items()
+    }
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return len(error.args[1]) - 1  # the first stands at the end once more
+    return 0
+
+
+def _module(parts: list[str], names: dict[str, Path]) -> str:
+    dotted = ".".join(parts)
+    return dotted if dotted in names else ".".join(parts[:-1])
+
+
+def measure() -> dict[str, float]:
+    """The figures, each a count unless its name says otherwise."""
+    files = trees()
+    rooms = {room_of(path) for path in files}
+    below: dict[str, set[str]] = {room: set() for room in rooms}
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for path, tree in files.items():
+        here = room_of(path)
+        for name in imported(at_import(tree)):
+            below[here] |= {name[0] if name and name[0] in rooms else "__init__"} - {here}
+        for name in imported(ast.walk(tree)):
+            arrows[here] |= {name[0] if name and name[0] in rooms else "__init__"} - {here}
+    floor = floors(below)
+    upward = [(a, b) for a, others in arrows.items() for b in others if floor[b] >= floor[a]]
+
+    lines = [line for path in files for line in (PACKAGE / path).read_text().splitlines()]
+    lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in files}
+    nodes = [node for tree in files.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    documented = [n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    docstrings = [text for text in map(ast.get_docstring, documented) if text]
+    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+    return {
+        "rooms at the top": len(rooms) + len(OTHERS),
+        "floors": max(floor.values()),
+        "arrows": sum(map(len, arrows.values())),
+        "upward arrows": len(upward),
+        "files in a circle": files_in_a_circle(files),
+        "files": len(files),
+        "lines": len(lines),
+        "files over 400 lines": sum(length > 400 for length in lengths.values()),
+        "functions": len(functions),
+        "functions over 60 lines": sum((f.end_lineno or 0) - f.lineno + 1 > 60 for f in functions),
+        "Any per 1000 lines": 1000 * anys / len(lines),
+        "lines over 100 columns": sum(len(line) > 100 for line in lines),
+        "docstrings": len(docstrings),
+        "docstrings that begin with a fragment": sum(
+            text.split()[0].strip("`,.:").lower() in FRAGMENTS for text in docstrings
+        ),
+    }
+
+
+if __name__ == "__main__":
+    for name, value in measure().items():
+        print(f"{name}: {value:g}")
