@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
 
+from tests import processes
 from tests.distributed.launched import QUIET, ROOT, TRAIN, Launched, environment, free_port, launch
 from trainer_plugins.finding import Severity
 
@@ -74,10 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """The same training in one process: the same rows, in batches of four instead of two times two."""
     folder = tmp_path_factory.mktemp("alone")
     call = [sys.executable, str(TRAIN), *QUIET, "--per_device_train_batch_size", "4", "--use_cpu", *FOUR_STEPS]
-    done = subprocess.run(
-        [*call, "--output_dir", str(folder / "run")],
-        check=False, capture_output=True, text=True, env=environment(), timeout=300,
-    )  # fmt: skip
+    done = processes.run([*call, "--output_dir", str(folder / "run")], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return Launched(folder / "run", done.stdout + done.stderr)
 
@@ -133,7 +131,8 @@ def test_fsdp_1_is_read_too(tmp_path: Path) -> None:
     """No file for it is shipped, and it is accelerate's default version of FSDP."""
     script = Path(__file__).with_name("fsdp_1.py")
     call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    subprocess.run([*call, str(script), str(tmp_path)], check=True, capture_output=True, env=environment(), timeout=300)
+    done = processes.run([*call, str(script), str(tmp_path)], environ=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
 
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())

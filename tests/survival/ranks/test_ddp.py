@@ -3,13 +3,13 @@ gradient that they would have had."""
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launched import ROOT, environment, free_port
+from tests import processes
+from tests.distributed.launched import environment, free_port, start
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
 
 HERE = Path(__file__).parent
@@ -19,10 +19,7 @@ TOLERANCE = {"bf16": 3e-2} | {name: 1e-5 for name in (*STORIES, *SWEEPS) if "TRL
 
 def told_by(folder: Path, num_ranks: int) -> list[dict]:
     call = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", free_port()]
-    done = subprocess.run(
-        [sys.executable, *call, HERE / "ddp_stories.py", folder],
-        check=False, capture_output=True, text=True, cwd=folder, env=environment(), timeout=600,
-    )  # fmt: skip
+    done = processes.run([sys.executable, *call, HERE / "ddp_stories.py", folder], cwd=folder, environ=environment())
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -103,16 +100,16 @@ def test_refused_by_name(of_two, name: str) -> None:
 def test_where_one_rank_gives_up_all_end_and_it_says_why(tmp_path) -> None:
     port = free_port()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, HERE / "ddp_gives_up.py", tmp_path], cwd=ROOT, text=True, stderr=subprocess.PIPE,
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                            MASTER_PORT=port),
+        start(
+            [sys.executable, HERE / "ddp_gives_up.py", tmp_path], tmp_path / f"of-{rank}",
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    codes = processes.end(*ranks)
+    said = [(tmp_path / f"of-{rank}" / "printed.txt").read_text() for rank in (0, 1)]
 
-    assert all(rank.returncode != 0 for rank in ranks)
+    assert all(codes)
     assert "survive_oom could not help: there is nothing smaller to try than 4 rows" in said[1]
     assert "Connection closed by peer" in said[0] or "Connection reset by peer" in said[0]
     assert "Timeout" not in said[0] + said[1], "it ended by itself"

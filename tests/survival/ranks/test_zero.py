@@ -2,16 +2,13 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launched import environment, free_port
+from tests import processes
+from tests.distributed.launched import free_port, start
 from trainer_plugins.timeline import Remark, read_timeline
 
 SCRIPT = Path(__file__).with_name("zero_plan.py")
@@ -24,24 +21,12 @@ def ranks(tmp_path_factory):
     """Both, without a launcher that would end one when the other has failed. Their exit codes, and what they wrote."""
     folder = tmp_path_factory.mktemp("zero")
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    printed = [(folder / f"printed-{rank}.txt").open("wb") for rank in (0, 1)]
     both = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, folder], stdout=printed[rank], stderr=printed[rank], start_new_session=True,
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
-        )
+        start([sys.executable, SCRIPT, folder], folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **variables)
         for rank in (0, 1)
-    ]  # fmt: skip
-    deadline = time.monotonic() + 280  # rank 1 would wait for 300 s, rank 0 for 1800
-    try:
-        codes = [one.wait(timeout=deadline - time.monotonic()) for one in both]
-    finally:
-        for one in both:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-        for file in printed:
-            file.close()
-    said = [(folder / f"printed-{rank}.txt").read_text() for rank in (0, 1)]
+    ]
+    codes = processes.end(*both)
+    said = [(folder / str(rank) / "printed.txt").read_text() for rank in (0, 1)]
     assert (folder / "rank-0.json").is_file(), said[0][-3000:]
     return folder, codes, said, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
