@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests import processes
+from tests import processes, rounding
 from tests.distributed.launched import environment, free_port, start
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
 
 HERE = Path(__file__).parent
-# TRL takes its losses in float32. In bf16 it is what rounding makes of another size of the micro-batch.
-TOLERANCE = {"bf16": 3e-2} | {name: 1e-5 for name in (*STORIES, *SWEEPS) if "TRL" in name}
+IN_FLOAT32 = [name for name in (*STORIES, *SWEEPS) if "TRL" in name]
+"""TRL takes its losses in float32, whatever the model is in."""
+
+# In bf16 what each of the 2 x 7 matrices gives is rounded, forward and back.
+TOLERANCE = {"bf16": rounding.of_sums(2 * 2 * 7, torch.bfloat16)}
 
 
 def told_by(folder: Path, num_ranks: int) -> list[dict]:
@@ -38,8 +42,11 @@ def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
     for fact in facts:
         assert (fact["wrapper"], fact["backend"], fact["world"]) == ("DistributedDataParallel", "gloo", len(facts))
         assert fact["failed"] == fact["planned"]
-        assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
-        assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
+        if name in IN_FLOAT32:
+            assert max(fact["by rounding"]) <= 1
+        else:
+            assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
+            assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
         # transformers before 5 rounds a loss to four digits: two that are equal may be one apart in the last.
         assert fact["logged"] <= max(3e-5, TOLERANCE.get(name, 0) / 10)
         assert fact["digest"] == facts[0]["digest"], "all ranks have the same weights, bit for bit"
@@ -80,7 +87,7 @@ def test_ranks_rehearse_unequally_often_and_exchange_nothing_then(of_two) -> Non
     assert facts[1]["limit"] <= 100
     for fact in facts:
         assert (fact["wrapper"], fact["world"]) == ("DistributedDataParallel", 2)
-        assert fact["gradients"] <= 1e-5
+        assert max(fact["by rounding"]) <= 1
         assert fact["logged"] <= 1e-5
 
 
