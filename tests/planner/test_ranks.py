@@ -15,6 +15,7 @@ from tests import processes
 from tests.distributed.launched import ROOT, command, ended, environment, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import CHECKPOINTING, request, tiny
+from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import names, path
@@ -171,7 +172,7 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
             changed={"num_hidden_layers": 2},
         ),
     }
-    return dict(zip(requests, predict_all([*requests.values()]), strict=True))
+    return dict(zip(requests, predict_all([*requests.values()], ENDS_A_HANG), strict=True))
 
 
 def plan_of(outcomes, name) -> MemoryPlan:

@@ -335,7 +335,7 @@ REFUSED = {
 }
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(processes.ENDS_A_HANG, exit=True)
+    faulthandler.dump_traceback_later(processes.ENDS_A_HANG / 2, exit=True)
     gc.collect()
     gc.freeze()  # each survival collects garbage, and what was imported is a million objects
     told = {name: tell(name) for name, story in STORIES.items() if story.world == WORLD}
