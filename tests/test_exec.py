@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.offers import install_transformers
 from trainer_plugins.timeline import Sample, read_timeline
 
@@ -31,8 +32,7 @@ os._exit(0)  # gloo now and then aborts a process at its end
 def execute(*arguments: object, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainer_plugins", "exec", *map(str, arguments)]
     path = os.pathsep.join(filter(None, [environ.pop("path", None), str(ROOT)]))
-    environment = {**os.environ, "PYTHONPATH": path, **environ}
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+    return processes.run(command, cwd=cwd, environ={**os.environ, "PYTHONPATH": path, **environ})
 
 
 def test_two_ranks_of_torchrun(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.offers import install_transformers
 from trainer_plugins.timeline import Sample, read_timeline
 
@@ -28,8 +29,8 @@ sys.exit(3)
 
 def run(*arguments: object, cwd: Path, path: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainer_plugins.run", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
+    return processes.run(command, cwd=cwd, environ=environ)
 
 
 def test_a_script_trains_with_callbacks_and_nothing_else_is_different(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def protect(trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Any) ->
     """Give one Trainer the callbacks of a preset, but for those whose class it already has. Again is harmless.
 
     They stand behind the Trainer's own flow and in front of its trackers (`report_to`), so that what they add to the
-    logs is tracked. Like anything that is added to a Trainer that is built, they never hear `on_init_end`.
+    logs is tracked. They hear `on_init_end` when they are added.
 
     Args:
         trainer: any `transformers.Trainer`, before it trains.
@@ -39,7 +39,7 @@ def protect(trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Any) ->
 
 
 def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[TrainerCallback]":
-    """Insert those callbacks whose class the Trainer does not have, and return them.
+    """Insert those callbacks whose class the Trainer does not have, tell them that it is built, and return them.
 
     Not by `add_callback`: that puts them last, behind the trackers, and a subclass may refuse.
     """
@@ -56,6 +56,8 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
         if isinstance(each, RunCallback):
             each.given_to(trainer.callback_handler, was_inserted)
     present[behind:behind] = missing
+    for each in missing:
+        each.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     return missing
 
 

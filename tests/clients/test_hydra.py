@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from tests import processes
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.integrations.hydra import AttachToJob
 from trainer_plugins.presets import PRESETS
@@ -27,14 +28,10 @@ CALLBACKS = "trainer_plugins.callbacks"
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the app, its jobs in this folder."""
-    return subprocess.run(
+    return processes.run(
         [sys.executable, APP, *words, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"],
-        check=False,
-        capture_output=True,
-        text=True,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        environ={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import ByT5Tokenizer
 
+from tests import processes
 from tests.models import tiny_llama
 from trainer_plugins.timeline import Beginning, Sample, read_timeline
 
@@ -62,7 +62,7 @@ def test_sft(client: Path, recipe: str, num_ranks: int) -> None:
         port = free.getsockname()[1]
     command = re.sub(r"--num_processes \d", rf"\g<0> --main_process_port {port}", recipe)
     command = re.sub(r"--output_dir \S+", rf"\g<0>-{num_ranks}", command)
-    environment = {
+    environ = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -70,9 +70,7 @@ def test_sft(client: Path, recipe: str, num_ranks: int) -> None:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=client, env=environment, shell=True, timeout=300
-    )
+    done = processes.run(["sh", "-c", command], cwd=client, environ=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     output = client / re.findall(r"--output_dir (\S+)", command)[0]
 

@@ -1,15 +1,16 @@
 """Launches examples/train.py as a user would, and judges it by what it wrote, never by its exit code alone."""
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import processes
+from tests.distributed import extensions
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.configs import path
 from trainer_plugins.strategy import Strategy
@@ -63,38 +64,41 @@ def environment(**more: str) -> dict[str, str]:
     """The variables of a launch on the CPU; DeepSpeed finds ninja beside the Python that runs."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     tools = str(Path(sys.executable).parent)
+    accelerator = more.get("DS_ACCELERATOR", "cpu")
     return kept | {
         "PATH": f"{tools}{os.pathsep}{kept['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": accelerator,
+        "TORCH_EXTENSIONS_DIR": str(extensions.folder(accelerator)),
         "HF_HUB_OFFLINE": "1",
         **more,
     }
 
 
-def start(call: list[str], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
+def start(call: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
     """Begin a launch that is judged later, by `finished`. What it prints goes into a file, which never blocks."""
+    environ = environment(**variables)
+    extensions.build(environ["DS_ACCELERATOR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "printed.txt").open("wb") as printed:
-        return subprocess.Popen(
-            call, cwd=folder, env=environment(**variables), stdout=printed, stderr=printed, start_new_session=True
-        )
+        return processes.start(call, cwd=folder, environ=environ, stdout=printed, stderr=printed)
 
 
-def ended(process: subprocess.Popen[bytes], folder: Path, timeout: float) -> str:
+def ended(process: subprocess.Popen[bytes], folder: Path) -> str:
     """Wait for a launch, and end what is left of it. Returns what it printed."""
+    printed = folder / "printed.txt"
     try:
-        process.wait(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also the ranks of a launcher that hangs
-    return (folder / "printed.txt").read_text()
+        processes.end(process)
+    except subprocess.TimeoutExpired as error:
+        extensions.refuse_a_lock("cpu")
+        raise AssertionError(f"{error}\n{printed.read_text()[-5000:]}") from None
+    return printed.read_text()
 
 
 def finished(process: subprocess.Popen[bytes], folder: Path, output_dir: Path) -> Launched:
     """Wait for a launch, and look that it did its work."""
-    text = ended(process, folder, timeout=600)
+    text = ended(process, folder)
     # gloo now and then aborts a process at its end, after the work: the last thing that training writes counts.
     assert process.returncode == 0 or (output_dir / "model.safetensors").is_file(), text[-5000:]
     return Launched(output_dir, text)

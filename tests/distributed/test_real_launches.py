@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
 
+from tests import processes, rounding
 from tests.distributed.launched import QUIET, ROOT, TRAIN, Launched, environment, free_port, launch
 from trainer_plugins.finding import Severity
 
@@ -28,6 +29,9 @@ RUNS = {
     "zero3": ("DeepSpeed", 3, {}, "AdamW"),
     "zero3_offload_all": ("DeepSpeed", 3, {"optimizer": "cpu", "param": "cpu"}, "DeepSpeedCPUAdam"),
 }
+
+TERMS = rounding.terms_of(num_layers=2, width=1024)  # of the model that examples/train.py makes
+OF_A_LOSS = rounding.of_a_mean(TERMS, num_values=2 * 2 * 31)  # two rows of 32 tokens, each but the last, on two ranks
 
 
 def script_for(name: str) -> Path:
@@ -74,10 +78,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """The same training in one process: the same rows, in batches of four instead of two times two."""
     folder = tmp_path_factory.mktemp("alone")
     call = [sys.executable, str(TRAIN), *QUIET, "--per_device_train_batch_size", "4", "--use_cpu", *FOUR_STEPS]
-    done = subprocess.run(
-        [*call, "--output_dir", str(folder / "run")],
-        check=False, capture_output=True, text=True, env=environment(), timeout=300,
-    )  # fmt: skip
+    done = processes.run([*call, "--output_dir", str(folder / "run")], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return Launched(folder / "run", done.stdout + done.stderr)
 
@@ -102,12 +103,16 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
         assert sum(strategy.homes.values()) == pytest.approx(whole * strategy.num_params, rel=1e-3)
     assert not [f for f in ran.findings.values() if f.severity >= Severity.WARNING]
 
-    assert ran.losses("checkpoint-4") == pytest.approx(alone.losses("checkpoint-4"), rel=1e-4)
-    assert ran.losses("checkpoint-4", "eval_loss") == pytest.approx(alone.losses("checkpoint-4", "eval_loss"), rel=1e-4)
+    assert ran.losses("checkpoint-4") == pytest.approx(alone.losses("checkpoint-4"), rel=OF_A_LOSS)
+    assert ran.losses("checkpoint-4", "eval_loss") == pytest.approx(
+        alone.losses("checkpoint-4", "eval_loss"), rel=OF_A_LOSS
+    )
     final, expected = weights(ran.output_dir), weights(alone.output_dir)
+    learning_rates = ran.losses("checkpoint-4", "learning_rate")
+    assert len(learning_rates) == 4
     assert final.keys() == expected.keys()
     for key, tensor in final.items():
-        torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
+        assert rounding.after_adam(tensor, expected[key], learning_rates, TERMS) <= 1, key
 
     if name not in ZERO and Version(transformers.__version__) < Version("5"):
         return  # transformers 4 loads the optimizer of a CPU rank to "cpu:0", which torch knows no storage for
@@ -115,11 +120,12 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
     arguments = (*FOUR_STEPS, "--resume_from_checkpoint", checkpoint)
     resumed = launch(tmp_path / "resumed", file, *arguments, script=script, PYTHONPATH=site)
     assert [s.family for s in resumed.strategies] == [family] * 2
-    assert resumed.losses("checkpoint-4") == pytest.approx(ran.losses("checkpoint-4"), rel=1e-6)
-    # transformers 4 resumes the learning rate of ZeRO a step off, which the last step shows.
-    exact = Version(transformers.__version__) >= Version("5")
+    assert resumed.losses("checkpoint-4") == pytest.approx(ran.losses("checkpoint-4"), rel=OF_A_LOSS)
     for key, tensor in weights(resumed.output_dir).items():
-        torch.testing.assert_close(tensor, final[key], rtol=1e-6 if exact else 0, atol=1e-7 if exact else 5e-5)
+        if Version(transformers.__version__) >= Version("5"):
+            assert rounding.after_adam(tensor, final[key], learning_rates[2:], TERMS) <= 1, key
+        else:  # it resumes the learning rate of ZeRO a step off, which the last step shows
+            torch.testing.assert_close(tensor, final[key], rtol=0, atol=5e-5)
 
     if name in ZERO:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -133,7 +139,8 @@ def test_fsdp_1_is_read_too(tmp_path: Path) -> None:
     """No file for it is shipped, and it is accelerate's default version of FSDP."""
     script = Path(__file__).with_name("fsdp_1.py")
     call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    subprocess.run([*call, str(script), str(tmp_path)], check=True, capture_output=True, env=environment(), timeout=300)
+    done = processes.run([*call, str(script), str(tmp_path)], environ=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
 
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.distributed.launched import QUIET, command, finished, free_port, start
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
@@ -56,6 +57,7 @@ def test_two_machines_train_together(machines: tuple[list[list[str]], str, list[
         call += [*QUIET, "--use_cpu", "--max_steps", "2", "--save_steps", "2", "--output_dir", str(output_dir)]
         # A machine's own name often leads to 127.0.0.1, where gloo would wait for the other one.
         running.append(start([*prefix, *call], tmp_path / str(rank), GLOO_SOCKET_IFNAME=network))
+    processes.end(*running)
     first, _ = [finished(process, tmp_path / str(rank), output_dir) for rank, process in enumerate(running)]
 
     assert [(s.world_size, s.num_machines, s.zero_stage) for s in first.strategies] == [(2, 2, 3)] * 2

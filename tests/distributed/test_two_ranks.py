@@ -4,12 +4,12 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from trainer_plugins.testing import simgpu
 from trainer_plugins.timeline import Flush, Sample, read_timeline
 
@@ -30,11 +30,8 @@ def launch(tmp_path: Path, story: str, device: str, launcher: str) -> tuple[list
         if (reason := simgpu.unavailable_reason()) is not None:
             pytest.skip(reason)
         command += ["-m", "trainer_plugins.testing.simgpu", "--capacity", "256MiB"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command, SCRIPT, tmp_path, story],
-        check=False, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300,
-    )  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = processes.run([sys.executable, "-m", *command, SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
     timelines = [read_timeline(tmp_path / "memory" / f"rank-{rank}.jsonl") for rank in (0, 1)]

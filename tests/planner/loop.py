@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Trainer
 
+from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
 from trainer_plugins.planner.gather import request_of
@@ -50,5 +51,5 @@ class Loop:
         if not self.outcomes:
             requests = [request_of(make(folder), None, "", 1, None) for make in self.runs.values()]
             os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # left there by one of them
-            self.outcomes.update(zip(self.runs, predict_all(requests), strict=True))
+            self.outcomes.update(zip(self.runs, predict_all(requests, ENDS_A_HANG), strict=True))
         return self.outcomes[name]

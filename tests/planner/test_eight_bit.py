@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.planner.test_plans import request, tiny
+from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
 from trainer_plugins.planner.eight_bit import OPTIMIZERS, _StandIn
@@ -54,7 +55,7 @@ def outcomes() -> dict[str, MemoryPlan | PlanError]:
     flags: dict[str, tuple[str, ...]] = {name: ("--optim", name, "--save_only_model", "True") for name in NAMES}
     flags["resumed"] = ("--optim", "paged_adamw_8bit")
     asked = [request(config, *each, sequence_length=8, dtype="float32") for each in flags.values()]
-    return dict(zip(flags, predict_all(asked), strict=True))
+    return dict(zip(flags, predict_all(asked, ENDS_A_HANG), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

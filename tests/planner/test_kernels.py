@@ -3,6 +3,7 @@
 import pytest
 
 from tests.planner.test_plans import request, tiny
+from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
@@ -27,7 +28,7 @@ CUBLAS = (4096 * 2 + 16 * 8) * KIB  # aten/src/ATen/cuda/CublasHandlePool.cpp, o
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, MemoryPlan | PlanError]:
-    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()], ENDS_A_HANG), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.cards import card_of
@@ -99,7 +100,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, MemoryPlan | PlanError]:
-    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()], ENDS_A_HANG), strict=True))
 
 
 def plan_of(outcomes, name) -> MemoryPlan:

@@ -1,7 +1,6 @@
 """Several GPUs: what ranks make and send, against real ranks on the CPU; what a launch file starts; 1024 GPUs."""
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -12,9 +11,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests import processes
 from tests.distributed.launched import ROOT, command, ended, environment, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import CHECKPOINTING, request, tiny
+from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import names, path
@@ -31,7 +32,7 @@ def real(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     """What two real ranks made, and the folder with what they would have sent to a prediction."""
     folder = tmp_path_factory.mktemp("ranks")
     call = [*command("fsdp2", (), HERE / "real_ranks.py"), str(folder)]
-    printed = ended(start(call, folder, CUDA_VISIBLE_DEVICES=""), folder, timeout=240)
+    printed = ended(start(call, folder, CUDA_VISIBLE_DEVICES=""), folder)
     assert (folder / "rank-0.json").is_file(), printed[-5000:]
     return json.loads((folder / "rank-0.json").read_text()), folder
 
@@ -41,7 +42,7 @@ def predicted(real) -> dict[str, tuple[dict[str, Any], Counter[tuple[str, int, i
     """For each run the plan, and how often what was made: its category, its stream, its bytes."""
     facts, folder = real
     call = [sys.executable, "-m", "tests.planner.traced", str(folder / "requests"), str(folder / "results")]
-    done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = processes.run(call, cwd=ROOT, environ=environment())
     assert done.returncode == 0, done.stderr
     results = json.loads((folder / "results").read_text())
     if any("its collectives take no fake tensors" in str(result) for result in results):
@@ -171,7 +172,7 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
             changed={"num_hidden_layers": 2},
         ),
     }
-    return dict(zip(requests, predict_all([*requests.values()]), strict=True))
+    return dict(zip(requests, predict_all([*requests.values()], ENDS_A_HANG), strict=True))
 
 
 def plan_of(outcomes, name) -> MemoryPlan:

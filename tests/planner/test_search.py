@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.planner.several import IS_TOO_OLD
+from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan, PlanError
@@ -89,7 +90,7 @@ def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
     assert found["effective_batch"] == ROWS
     assert all(line["micro_batch"] * line["accumulation_steps"] == ROWS for line in found["lines"])
     ways = [*product(MICRO_BATCHES, (False, True), (256,))]
-    outcomes = predict_all([in_full(LLAMA, way, "650MiB") for way in ways])
+    outcomes = predict_all([in_full(LLAMA, way, "650MiB") for way in ways], ENDS_A_HANG)
     plans = {way: outcome for way, outcome in zip(ways, outcomes, strict=True) if isinstance(outcome, MemoryPlan)}
     for line in found["lines"]:
         fitting = [size for size in MICRO_BATCHES if plans[size, line["gradient_checkpointing"], 256].fits]

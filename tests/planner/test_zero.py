@@ -2,14 +2,14 @@
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.launched import environment, free_port
+from tests import processes
+from tests.distributed.launched import environment, free_port, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -28,23 +28,12 @@ def both(tmp_path_factory):
     """What rank 0 of two did, and what the planner did, by the name of the case."""
     folder = tmp_path_factory.mktemp("zero")
     launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    work = []
-    for rank in (0, 1):
-        with (folder / f"printed-{rank}.txt").open("wb") as printed:
-            variables = environment(RANK=str(rank), LOCAL_RANK=str(rank), **launch)
-            call = [sys.executable, SCRIPT, "ranks", folder]
-            work.append(subprocess.Popen(call, env=variables, stdout=printed, stderr=printed))
-    try:
-        for each in work:
-            each.wait(timeout=280)
-    finally:
-        for each in work:
-            each.kill()
-    assert (folder / "rank-0.json").is_file(), (folder / "printed-0.txt").read_text()[-3000:]
-    planner = subprocess.run(
-        [sys.executable, SCRIPT, "planner", folder], check=False, env=environment(), capture_output=True, timeout=280
-    )
-    assert (folder / "planner.json").is_file(), planner.stderr[-3000:].decode()
+    call = [sys.executable, SCRIPT, "ranks", folder]
+    ranks = [start(call, folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **launch) for rank in (0, 1)]
+    processes.end(*ranks)
+    assert (folder / "rank-0.json").is_file(), (folder / "0" / "printed.txt").read_text()[-3000:]
+    planner = processes.run([sys.executable, SCRIPT, "planner", folder], environ=environment())
+    assert (folder / "planner.json").is_file(), planner.stderr[-3000:]
     return [json.loads((folder / f"{name}.json").read_text()) for name in ("rank-0", "planner")]
 
 

@@ -8,8 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from tests import rounding
 from tests.models import tiny_llama
 from trainer_plugins import survive_oom
+
+TERMS = rounding.terms_of(num_layers=2, width=64)  # of tiny_llama and models of its size
+LEARNING_RATE = 1e-3
 
 
 def ragged_rows(num_rows: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -43,7 +47,7 @@ def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=Traini
         "max_steps": steps,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
+        "learning_rate": LEARNING_RATE,
         "report_to": "none",
         "save_strategy": "no",
         "logging_steps": 1,
@@ -176,3 +180,17 @@ def off_by_steps(ours: list[list], theirs: list[list]) -> float:
 
 def gradients_off_by(ours: Run, theirs: Run) -> float:
     return off_by_steps(ours.gradients, theirs.gradients)
+
+
+def gradients_by_rounding(ours: list[list], theirs: list[list], num_terms: int = TERMS) -> float:
+    """How far the gradients of each step are apart, as a fraction of what rounding to float32 may do until there."""
+    return max(
+        off_by(a, b) / rounding.of_gradients(num_terms, [LEARNING_RATE] * step)
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    )
+
+
+def weights_by_rounding(ours: list, theirs: list, steps: int, num_terms: int = TERMS) -> float:
+    """The same of weights, after so many steps of AdamW."""
+    rates = [LEARNING_RATE] * steps
+    return max(rounding.after_adam(a, b, rates, num_terms) for a, b in zip(ours, theirs, strict=True))

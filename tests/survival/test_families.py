@@ -19,7 +19,17 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, off_by, padded, ragged_rows, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_by_rounding,
+    gradients_off_by,
+    off_by,
+    padded,
+    ragged_rows,
+    small_trainer,
+    survive,
+    weights_by_rounding,
+)
 from trainer_plugins import survive_oom
 
 SMALL = {
@@ -148,8 +158,12 @@ def test_gradients_weights_and_logs_are_those_of_the_whole(tmp_path, family) -> 
     whole, survived = survive(lambda: family(tmp_path), {0: 0.8, 3: 0.3})
 
     is_exact = family not in IN_FLOAT32
-    assert gradients_off_by(survived, whole) <= (1e-12 if is_exact else 1e-5)
-    assert off_by(survived.weights, whole.weights) <= (1e-12 if is_exact else 1e-4)
+    if is_exact:
+        assert gradients_off_by(survived, whole) <= 1e-12
+        assert off_by(survived.weights, whole.weights) <= 1e-12
+    else:
+        assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
+        assert weights_by_rounding(survived.weights, whole.weights, steps=2) <= 1
     assert survived.logged == [pytest.approx(logs, rel=1e-6) for logs in whole.logged]
 
 
@@ -170,7 +184,7 @@ def test_a_last_window_that_is_not_full(tmp_path, accumulation: int) -> None:
 def test_label_smoothing(tmp_path) -> None:
     whole, survived = survive(lambda: causal(tmp_path, label_smoothing_factor=0.1), {0: 0.8, 3: 0.3})
 
-    assert gradients_off_by(survived, whole) <= 1e-5, "its sum is taken in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "its sum is taken in float32"
 
 
 def test_a_mean_over_tokens_with_rows_that_have_none(tmp_path) -> None:
@@ -191,7 +205,7 @@ def test_a_mean_over_tokens_with_rows_that_have_none(tmp_path) -> None:
     survived = Run(trainer, {0: [whole.num_allocations[0] // 2], 1: [whole.num_allocations[1] // 4]})
 
     assert survived.allocations.num_failed == 2
-    assert gradients_off_by(survived, whole) <= 1e-5, "the mean is taken in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "the mean is taken in float32"
     assert survived.logged == [pytest.approx(logs, rel=1e-6) for logs in whole.logged]
 
 

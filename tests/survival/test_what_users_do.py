@@ -17,7 +17,15 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, padded, ragged_rows, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_by_rounding,
+    gradients_off_by,
+    padded,
+    ragged_rows,
+    small_trainer,
+    survive,
+)
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.run import memo_of
 
@@ -125,7 +133,7 @@ def test_rows_without_a_class_do_not_count(tmp_path) -> None:
 
     whole, survived = survive(make, {0: 0.5, 1: 0.8})
     # The classifier sees every row through its last token; the loss is a mean over five of eight.
-    assert gradients_off_by(survived, whole) <= 1e-5
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
 
 
 class Shards(torch.autograd.Function):
@@ -217,7 +225,7 @@ def test_gpt2(tmp_path) -> None:
         return small_trainer(tmp_path, GPT2LMHeadModel(config).double())
 
     whole, survived = survive(make, {0: 0.4, 1: 0.8})
-    assert gradients_off_by(survived, whole) <= 1e-6  # it takes its loss in float32
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "it takes its loss in float32"
 
 
 def test_attached_in_the_middle_of_a_run_it_is_saved_with_it(tmp_path) -> None:

@@ -2,12 +2,12 @@
 
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from trainer_plugins.testing.nvml import unavailable_reason
 
 REPOSITORY = Path(__file__).parents[2]
@@ -27,9 +27,7 @@ def alone(story):
     @functools.wraps(story)
     def run(tmp_path):
         code = CALL.format(story.__module__, story.__name__, str(tmp_path))
-        outcome = subprocess.run(
-            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-        )
+        outcome = processes.run([sys.executable, "-c", code], cwd=REPOSITORY)
         assert outcome.returncode == 0, f"{outcome.stdout}\n{outcome.stderr}"
 
     return run

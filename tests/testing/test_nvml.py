@@ -14,6 +14,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from tests.processes import ENDS_A_HANG
 from tests.testing.alone import alone, needs_scripted_nvml
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.nvml import ScriptedNvml, build, unavailable_reason
@@ -239,7 +240,9 @@ def run_tool(tool: str, *arguments: str, env: dict[str, str]) -> str:
     path = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if path is None:
         pytest.skip(f"{tool} is not installed")
-    return subprocess.run([path, *arguments], env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        [path, *arguments], env=env, capture_output=True, text=True, timeout=ENDS_A_HANG, check=True
+    ).stdout
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import processes
 from trainer_plugins.testing import simgpu
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.units import MIB
@@ -101,9 +102,7 @@ def run(
     script = tmp_path / "story.py"
     script.write_text(prelude + textwrap.dedent(story))
     command = [sys.executable, *launcher, *RUNNER, "--capacity", capacity, *options, str(script)]
-    return subprocess.run(
-        command, cwd=tmp_path, env=environment(**(env or {})), capture_output=True, text=True, timeout=300, check=False
-    )
+    return processes.run(command, cwd=tmp_path, environ=environment(**(env or {})))
 
 
 def facts(process: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -405,15 +404,7 @@ class TestRunner:
         assert len(process.stderr.strip().splitlines()) == 1
 
     def finished(self, cwd: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return processes.run([sys.executable, *arguments], cwd=cwd, environ=environment())
 
 
 def test_importing_it_does_nothing():

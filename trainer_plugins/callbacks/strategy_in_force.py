@@ -11,6 +11,7 @@ from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import read_asked
+from trainer_plugins.launch.extensions import lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.timeline import Beginning, Remark
@@ -26,8 +27,20 @@ class StrategyInForce(RunCallback):
     stage, the share of parameters that is really divided, where each part lives, and the allocator's own settings.
     Findings are logged by the first rank; the strategy and the findings go into the timeline of every rank.
 
+    When the Trainer has been built, and so before DeepSpeed compiles anything, it also says on which extension of torch
+    this run would wait for ever, since an earlier build of it was cut off.
+
     Changes nothing. Cost: some milliseconds, once.
     """
+
+    _found_before: tuple[Finding, ...] = ()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        with self.harmless():
+            self._found_before = tuple(lock_findings(read_locks(os.environ)))
+            if args.process_index == 0:
+                for finding in self._found_before:
+                    logger.log(finding.severity, "%s", finding)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -54,6 +67,8 @@ class StrategyInForce(RunCallback):
         is_first = args.process_index == 0
         if is_first:
             logger.info("training runs as %s", runs)
+        for finding in self._found_before:
+            timeline.add(Remark(step=state.global_step, finding=finding))
         for finding in filter(None, findings):
             timeline.add(Remark(step=state.global_step, finding=finding))
             if is_first:

@@ -80,13 +80,15 @@ def check(
         str | None, typer.Option("--host-memory", help="Main memory to judge by, as in 128GiB; this machine's, else.")
     ] = None,
 ) -> None:
-    """Say what is wrong with a launch file, before the launch.
+    """Say what is wrong with a launch file, before the launch, and which build of an extension it would wait for.
 
     Exit codes: 0 fine; 1 an ERROR; 2 bad input, which a key written twice and a value of the wrong type are too.
     """
+    import os
     import shlex
 
     from trainer_plugins.finding import Severity
+    from trainer_plugins.launch.extensions import lock_findings, read_locks
     from trainer_plugins.launch.lint import ConfigError, check, training_arguments
     from trainer_plugins.units import parse_size
 
@@ -96,6 +98,7 @@ def check(
         findings = check(file, training=training, num_params=params, host_bytes=host_bytes)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+    findings += tuple(lock_findings(read_locks(os.environ)))
     for finding in findings:
         print(f"{finding.severity.name} {finding}")
     if not findings:

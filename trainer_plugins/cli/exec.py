@@ -16,10 +16,12 @@ def exec_(
     The command takes the place of this process, so its exit code is the answer.
     """
     import json
+    import sys
 
     from trainer_plugins import _site
     from trainer_plugins.flags import Flags
     from trainer_plugins.launch.environment import gather, launch_environment
+    from trainer_plugins.launch.extensions import lock_findings
 
     flags = Flags(
         "trainer-plugins exec",
@@ -30,7 +32,10 @@ def exec_(
     given, words = flags.split(command or [])
     if not words:
         flags.refuse("name a command after --, as in: trainer-plugins exec -- accelerate launch train.py")
-    exports = launch_environment(os.environ, gather(os.environ)).exports
+    facts = gather(os.environ)
+    for finding in lock_findings(facts.extension_locks):
+        print(f"{finding.severity.name} {finding}", file=sys.stderr)
+    exports = launch_environment(os.environ, facts).exports
     environ = os.environ | {export.name: export.value for export in exports}
     environ["TRAINER_PLUGINS_ATTACH"] = json.dumps(given)
     environ["PYTHONPATH"] = os.pathsep.join([*_site.__path__, *filter(None, [os.environ.get("PYTHONPATH")])])

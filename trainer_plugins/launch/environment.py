@@ -12,6 +12,7 @@ from trainer_plugins.allocator.lint import lint
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.finding import Finding
+from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class LaunchFacts:
 
     num_cards: int = 0
     vllm_is_installed: bool = False
+    extension_locks: tuple[ExtensionLock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
         num_cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
         num_cards=len(cards),
         vllm_is_installed=find_spec("vllm") is not None,
+        extension_locks=read_locks(environ),
     )
 
 
@@ -74,7 +77,8 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
         why += "; vLLM is installed: if it runs in the training process, give --vllm"
     exports = [Export(name, value, why) for name, value in choice.exports.items()]
     exports += [export for export in _others(facts) if export.name not in environ]
-    return LaunchEnvironment(tuple(exports), why, lint(variables, facts.machine))
+    findings = (*lint(variables, facts.machine), *lock_findings(facts.extension_locks))
+    return LaunchEnvironment(tuple(exports), why, findings)
 
 
 def _others(facts: LaunchFacts) -> list[Export]:

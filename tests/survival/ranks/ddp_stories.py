@@ -23,8 +23,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import Trainer, TrainerCallback
 
+from tests import processes
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, off_by, off_by_steps, padded, ragged_rows, small_trainer
+from tests.survival.failing import (
+    Run,
+    gradients_by_rounding,
+    gradients_off_by,
+    off_by,
+    off_by_steps,
+    padded,
+    ragged_rows,
+    small_trainer,
+    weights_by_rounding,
+)
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import AnewEachStep
 from trainer_plugins import survive_oom
@@ -189,6 +200,10 @@ def facts_of(survived: Run, whole: Run, planned: int) -> dict:
         "failed": survived.allocations.num_failed,
         "gradients": gradients_off_by(survived, whole),
         "weights": off_by(survived.weights, whole.weights),
+        "by rounding": [
+            gradients_by_rounding(survived.gradients, whole.gradients),
+            weights_by_rounding(survived.weights, whole.weights, len(whole.gradients)),
+        ],
         "logged": numbers_off_by(survived.logged, whole.logged),
         "num_logged": max(map(len, survived.logged)),
         "as one": survived.num_allocations == whole.num_allocations,
@@ -320,7 +335,7 @@ REFUSED = {
 }
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(300, exit=True)  # nothing may hang
+    faulthandler.dump_traceback_later(processes.ENDS_A_HANG / 2, exit=True)
     gc.collect()
     gc.freeze()  # each survival collects garbage, and what was imported is a million objects
     told = {name: tell(name) for name, story in STORIES.items() if story.world == WORLD}

@@ -3,26 +3,27 @@ gradient that they would have had."""
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.distributed.launched import ROOT, environment, free_port
+from tests import processes, rounding
+from tests.distributed.launched import environment, free_port, start
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
 
 HERE = Path(__file__).parent
-# TRL takes its losses in float32. In bf16 it is what rounding makes of another size of the micro-batch.
-TOLERANCE = {"bf16": 3e-2} | {name: 1e-5 for name in (*STORIES, *SWEEPS) if "TRL" in name}
+IN_FLOAT32 = [name for name in (*STORIES, *SWEEPS) if "TRL" in name]
+"""TRL takes its losses in float32, whatever the model is in."""
+
+# In bf16 what each of the 2 x 7 matrices gives is rounded, forward and back.
+TOLERANCE = {"bf16": rounding.of_sums(2 * 2 * 7, torch.bfloat16)}
 
 
 def told_by(folder: Path, num_ranks: int) -> list[dict]:
     call = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", free_port()]
-    done = subprocess.run(
-        [sys.executable, *call, HERE / "ddp_stories.py", folder],
-        check=False, capture_output=True, text=True, cwd=folder, env=environment(), timeout=600,
-    )  # fmt: skip
+    done = processes.run([sys.executable, *call, HERE / "ddp_stories.py", folder], cwd=folder, environ=environment())
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -41,8 +42,11 @@ def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
     for fact in facts:
         assert (fact["wrapper"], fact["backend"], fact["world"]) == ("DistributedDataParallel", "gloo", len(facts))
         assert fact["failed"] == fact["planned"]
-        assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
-        assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
+        if name in IN_FLOAT32:
+            assert max(fact["by rounding"]) <= 1
+        else:
+            assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
+            assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
         # transformers before 5 rounds a loss to four digits: two that are equal may be one apart in the last.
         assert fact["logged"] <= max(3e-5, TOLERANCE.get(name, 0) / 10)
         assert fact["digest"] == facts[0]["digest"], "all ranks have the same weights, bit for bit"
@@ -83,7 +87,7 @@ def test_ranks_rehearse_unequally_often_and_exchange_nothing_then(of_two) -> Non
     assert facts[1]["limit"] <= 100
     for fact in facts:
         assert (fact["wrapper"], fact["world"]) == ("DistributedDataParallel", 2)
-        assert fact["gradients"] <= 1e-5
+        assert max(fact["by rounding"]) <= 1
         assert fact["logged"] <= 1e-5
 
 
@@ -103,16 +107,16 @@ def test_refused_by_name(of_two, name: str) -> None:
 def test_where_one_rank_gives_up_all_end_and_it_says_why(tmp_path) -> None:
     port = free_port()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, HERE / "ddp_gives_up.py", tmp_path], cwd=ROOT, text=True, stderr=subprocess.PIPE,
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                            MASTER_PORT=port),
+        start(
+            [sys.executable, HERE / "ddp_gives_up.py", tmp_path], tmp_path / f"of-{rank}",
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    codes = processes.end(*ranks)
+    said = [(tmp_path / f"of-{rank}" / "printed.txt").read_text() for rank in (0, 1)]
 
-    assert all(rank.returncode != 0 for rank in ranks)
+    assert all(codes)
     assert "survive_oom could not help: there is nothing smaller to try than 4 rows" in said[1]
     assert "Connection closed by peer" in said[0] or "Connection reset by peer" in said[0]
     assert "Timeout" not in said[0] + said[1], "it ended by itself"

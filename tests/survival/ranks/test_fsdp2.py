@@ -75,7 +75,7 @@ def launched(folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int) -> 
     call = [*command("fsdp2", ("--num_processes", str(num_ranks)), SCRIPT), str(folder)]
     began = time.monotonic()
     process = start(call, folder)
-    printed = ended(process, folder, timeout=240)
+    printed = ended(process, folder)
     facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
     assert all(list(seen) == list(cases)[: len(seen)] for seen in facts)
     missing = set(cases) - set(facts[-1])

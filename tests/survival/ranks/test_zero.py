@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launched import environment, free_port
+from tests import processes, rounding
+from tests.distributed.launched import free_port, start
+from tests.survival.failing import TERMS
 from trainer_plugins.timeline import Remark, read_timeline
 
 SCRIPT = Path(__file__).with_name("zero_plan.py")
@@ -24,24 +22,12 @@ def ranks(tmp_path_factory):
     """Both, without a launcher that would end one when the other has failed. Their exit codes, and what they wrote."""
     folder = tmp_path_factory.mktemp("zero")
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    printed = [(folder / f"printed-{rank}.txt").open("wb") for rank in (0, 1)]
     both = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, folder], stdout=printed[rank], stderr=printed[rank], start_new_session=True,
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
-        )
+        start([sys.executable, SCRIPT, folder], folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **variables)
         for rank in (0, 1)
-    ]  # fmt: skip
-    deadline = time.monotonic() + 280  # rank 1 would wait for 300 s, rank 0 for 1800
-    try:
-        codes = [one.wait(timeout=deadline - time.monotonic()) for one in both]
-    finally:
-        for one in both:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-        for file in printed:
-            file.close()
-    said = [(folder / f"printed-{rank}.txt").read_text() for rank in (0, 1)]
+    ]
+    codes = processes.end(*both)
+    said = [(folder / str(rank) / "printed.txt").read_text() for rank in (0, 1)]
     assert (folder / "rank-0.json").is_file(), said[0][-3000:]
     return folder, codes, said, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -54,12 +40,12 @@ def test_a_plan_has_the_gradients_of_the_whole(ranks, name: str) -> None:
         assert facts["stage"] == STAGES[name]
         assert facts["offloaded"] == (name == "zero3")
         assert (facts["num_elsewhere"] > 0) == (facts["stage"] == 3)
-        assert facts["gradients"] <= 1e-6, "float32, of the largest number of each parameter"
-        assert facts["weights"] <= 1e-6, "float32, after Adam"
+        assert facts["gradients"] <= 1, "of what rounding to float32 may do"
+        assert facts["weights"] <= 1
         assert facts["counters"][0] == facts["counters"][1]
         for ours, theirs in (facts["norms"], facts["losses"]):
             assert len(theirs) == 4
-            assert ours == pytest.approx(theirs, rel=1e-6)
+            assert ours == pytest.approx(theirs, rel=rounding.of_a_mean(TERMS, num_values=64))
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -77,7 +63,7 @@ def test_it_is_rehearsed_together_and_leaves_no_trace(ranks, name: str) -> None:
     *_, (first, second) = ranks
     for facts in (first[name], second[name]):
         assert facts["limit"] == 2 * 16
-        assert max(facts["rehearsed"]) <= 1e-5, "float32, of four steps: Adam's first one divides by the gradient"
+        assert max(facts["rehearsed"]) <= 1, "of what rounding to float32 may do"
     assert [len(one) for one in first[name]["rehearsed_pieces"]] == [
         len(one) for one in second[name]["rehearsed_pieces"]
     ]
@@ -103,7 +89,7 @@ def test_one_sequence_where_another_rank_divides_is_computed_as_it_is(ranks) -> 
     """It lies otherwise than what was measured together: nothing is measured by one rank alone."""
     *_, both = ranks
     for facts in (one["flattened"] for one in both):
-        assert facts["gradients"] <= 1e-5, "float32, of four steps"
+        assert facts["gradients"] <= 1, "of what rounding to float32 may do"
         assert facts["pieces"] == both[0]["flattened"]["pieces"]
         assert max(facts["pieces"]) > 1
 

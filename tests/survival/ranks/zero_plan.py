@@ -15,8 +15,18 @@ from deepspeed.utils import safe_get_full_grad
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from tests import processes
 from tests.models import tiny_llama
-from tests.survival.failing import Run, off_by, off_by_steps, padded, ragged_rows, small_trainer
+from tests.survival.failing import (
+    Run,
+    gradients_by_rounding,
+    off_by,
+    off_by_steps,
+    padded,
+    ragged_rows,
+    small_trainer,
+    weights_by_rounding,
+)
 from trainer_plugins import survive_oom
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival import certificate, recovery, run
@@ -207,10 +217,10 @@ def told(name: str, config: dict) -> dict:
         "offloaded": engine.zero_offload_param() is not None,
         "num_elsewhere": sum(getattr(p, "ds_numel", p.numel()) - p.numel() for p in engine.module.parameters()),
         "attached": attached,
-        "gradients": off_by_steps(seen.gradients, whole_seen.gradients[2:]),
-        "weights": off_by(divided_weights, expected),
-        "rehearsed": [off_by_steps(rehearsed_seen.gradients, whole_seen.gradients),
-                      off_by(weights(folder / "rehearsed"), expected)],
+        "gradients": gradients_by_rounding(seen.gradients, whole_seen.gradients[2:]),
+        "weights": weights_by_rounding(divided_weights, expected, steps=2),
+        "rehearsed": [gradients_by_rounding(rehearsed_seen.gradients, whole_seen.gradients),
+                      weights_by_rounding(weights(folder / "rehearsed"), expected, steps=4)],
         "limit": next(c.limit for c in rehearsed.callback_handler.callbacks if isinstance(c, SurvivalMemo)),
         "rehearsed_pieces": rehearsed_seen.pieces,
         "micro_batches": seen.micro_batches, "pieces": seen.pieces,
@@ -228,7 +238,7 @@ def flattened() -> dict:
     _, whole = trained(FOLDER / "flat", stage, attach=False, collate=flat)
     _, divided = trained(FOLDER / "flat", stage, limit=25, collate=flat)
     pieces = [len(one) for one in divided.pieces]
-    return {"gradients": off_by_steps(divided.gradients, whole.gradients), "pieces": pieces}
+    return {"gradients": gradients_by_rounding(divided.gradients, whole.gradients), "pieces": pieces}
 
 
 def refused(stage: dict) -> str:
@@ -246,7 +256,7 @@ def fail() -> None:
         Run(trainer, {4: [300]} if RANK == 1 else {})
     except torch.OutOfMemoryError as error:
         (FOLDER / "said.txt").write_text(str(error))
-        threading.Event().wait(300)
+        threading.Event().wait(processes.ENDS_A_HANG)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,162 @@
+"""A build of an extension that was cut off leaves a lock, on which torch waits for ever: who meets it is told first."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer_plugins import StrategyInForce, protect
+from trainer_plugins.finding import Severity
+from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
+from trainer_plugins.timeline import Remark, timeline_of_run
+
+ROOT = Path(__file__).parent.parent.parent
+BUILD = """
+import sys
+from torch.utils.cpp_extension import load
+load("slow", [sys.argv[1]])
+"""
+# Answers what torch asks of a compiler, says that it compiles, and does not end before it is told to.
+COMPILER = """#!/bin/sh
+for word in "$@"; do
+    [ "$word" != -c ] || { echo compiling > "$BEGAN"; read -r _ < "$ENDS"; exit 1; }
+done
+exec c++ "$@"
+"""
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "extensions"
+    folder.mkdir()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def left(extensions: Path) -> Path:
+    """The lock of a build that was cut off two hours ago."""
+    lock = extensions / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (lock.stat().st_mtime - 7200,) * 2)
+    return lock
+
+
+@pytest.fixture
+def building(extensions: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in the middle of a build by torch."""
+    began, ends, compiler, source = (tmp_path / name for name in ("began", "ends", "compiler", "slow.cpp"))
+    os.mkfifo(began)
+    os.mkfifo(ends)
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    source.write_text("int one() { return 1; }")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where ninja is
+    environ = {**os.environ, "CXX": str(compiler), "BEGAN": str(began), "ENDS": str(ends), "PATH": path}
+    process = subprocess.Popen([sys.executable, "-c", BUILD, str(source)], env=environ, start_new_session=True)
+    try:
+        assert began.read_text() == "compiling\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_build_that_runs_has_its_lock_and_one_that_was_killed_left_it(building, extensions: Path) -> None:
+    (lock,) = read_locks(os.environ)
+    assert (lock.path, lock.holder) == (extensions / "slow" / "lock", building.pid)
+    assert not list(lock_findings([lock]))
+
+    os.killpg(building.pid, signal.SIGKILL)
+    building.wait()
+
+    (lock,) = read_locks(os.environ)
+    assert (lock.path, lock.holder) == (extensions / "slow" / "lock", None)
+    (finding,) = lock_findings([lock])
+    assert (finding.code, finding.severity) == ("extension-lock", Severity.WARNING)
+    assert str(lock.path) in finding.evidence
+
+
+def test_it_is_said_how_old_it_is_and_what_to_do(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    (finding,) = lock_findings([ExtensionLock(path=lock, age_seconds=7200)])
+
+    assert str(finding) == (
+        "[extension-lock] every launch that needs the extension cpu_adam of torch waits for ever: a build was cut off "
+        f"({lock} is 2 h old, and no process holds it). Remove it: rm {lock}"
+    )
+
+
+def test_where_its_owner_cannot_be_seen_no_more_is_said_than_its_age(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    why = "its folder is on nfs4, which other machines may share"
+    (finding,) = lock_findings([ExtensionLock(path=lock, age_seconds=90, unseen=why)])
+
+    assert "whether a process builds it now is not known" in finding.summary
+    assert finding.evidence == f"{lock} is 90 s old; {why}"
+    assert f"fuser -v {lock}" in finding.remedy
+
+
+def test_the_folder_is_that_of_this_python(left: Path, tmp_path: Path) -> None:
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    ours, others = (tmp_path / "torch_extensions" / f"{python}_cu128" / "one" for python in (tag, "py20"))
+    for folder in (ours, others):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+
+    assert [lock.path for lock in read_locks({"XDG_CACHE_HOME": str(tmp_path)})] == [ours / "lock"]
+    assert [lock.path for lock in read_locks({"TORCH_EXTENSIONS_DIR": str(left.parent.parent)})] == [left]
+
+
+def test_a_torch_that_locks_the_file_itself_leaves_no_trap(left: Path, tmp_path: Path) -> None:
+    """From pytorch#190543 on the file stays, and its existence means nothing."""
+    utils = tmp_path / "later" / "torch" / "utils"
+    utils.mkdir(parents=True)
+    (utils.parent / "__init__.py").touch()
+    (utils / "cpp_extension.py").write_text("lock = FileLock(os.path.join(build_directory, 'lock'))")
+    code = "import os, trainer_plugins.launch.extensions as e; print(len(e.read_locks(os.environ)))"
+    for path, num_locks in (([], 1), ([str(utils.parent.parent)], 0)):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+        assert int(done.stdout) == num_locks
+
+
+@pytest.mark.parametrize("inserted", [False, True], ids=["given", "inserted"])
+def test_a_run_says_it_when_its_trainer_is_built(left: Path, make_trainer, caplog, inserted: bool) -> None:
+    caplog.set_level(logging.WARNING, logger="trainer_plugins")
+    trainer = make_trainer(*([] if inserted else [StrategyInForce()]), max_steps=1)
+    if inserted:
+        protect(trainer, "observe")
+    said = caplog.text  # DeepSpeed would build, and wait, in train()
+    trainer.train()
+
+    assert "[extension-lock]" in said
+    assert f"{left} is 2 h old" in said
+    assert caplog.text.count("[extension-lock]") == 1
+    remarks = [entry.finding for entry in timeline_of_run(trainer.args.output_dir, 0) if isinstance(entry, Remark)]
+    assert [finding.code for finding in remarks] == ["extension-lock"]
+
+
+def test_exec_says_it_and_runs_the_command(left: Path) -> None:
+    command = [sys.executable, "-m", "trainer_plugins", "exec", "--", sys.executable, "-c", "print('it ran')"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert done.stdout == "it ran\n"
+    assert "WARNING [extension-lock]" in done.stderr
+    assert f"{left} is 2 h old" in done.stderr
+
+
+def test_configs_check_says_it_and_the_file_is_fine(left: Path) -> None:
+    file = ROOT / "configs" / "accelerate" / "zero3_offload_all.yaml"
+    command = [sys.executable, "-m", "trainer_plugins", "configs", "check", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert done.returncode == 0
+    assert "WARNING [extension-lock]" in done.stdout
+    assert f"{left} is 2 h old" in done.stdout

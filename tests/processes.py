@@ -1,0 +1,79 @@
+"""Processes that a test starts end with it: all of them, whatever they started themselves."""
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+ENDS_A_HANG = 1800.0
+"""Seconds. No measure of speed: on a machine with ten times as much to do as it has cores, launches take minutes."""
+
+_MARK = "STARTED_BY_A_TEST"
+
+
+def start(
+    call: Sequence[str | Path], *, environ: Mapping[str, str] | None = None, **options
+) -> subprocess.Popen[bytes]:
+    """Begin a command whose processes `end` finds again. Options go to Popen.
+
+    They are found by a variable that each hands on to its children. A process group would not do: torchrun starts each
+    rank in a session of its own, where it outlives a launcher that is killed.
+    """
+    mark = uuid.uuid4().hex
+    environ = {**(os.environ if environ is None else environ), _MARK: mark}
+    process = subprocess.Popen(call, env=environ, start_new_session=True, **options)
+    process.mark = mark  # type: ignore[attr-defined]
+    return process
+
+
+def end(*processes: subprocess.Popen[bytes], timeout: float = ENDS_A_HANG) -> list[int]:
+    """Wait for commands that `start` began, then kill what they left running. Returns their exit codes.
+
+    Raises:
+        TimeoutExpired: one did not end; all were killed, with all that they started.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        while left := [each for process in processes for each in left_of(process)]:
+            for each in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(left, timeout=60)
+        for process in processes:
+            process.wait()
+
+
+def left_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Find what runs of a command that `start` began: it, its children, and theirs."""
+    left = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_its = each.environ().get(_MARK) == process.mark  # type: ignore[attr-defined]
+            if is_its and each.status() != psutil.STATUS_ZOMBIE:
+                left.append(each)
+    return left
+
+
+def run(call: Sequence[str | Path], *, timeout: float = ENDS_A_HANG, **options) -> subprocess.CompletedProcess[str]:
+    """Do what `subprocess.run(call, capture_output=True, text=True)` does, and leave no process behind.
+
+    What it prints goes through files: a pipe would stay open as long as anything that was left behind.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        process = start(call, stdout=out, stderr=err, **options)
+        try:
+            end(process, timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            err.seek(0)
+            raise AssertionError(f"{error}\n{err.read()[-5000:]}") from None
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(call, process.returncode, out.read(), err.read())

@@ -1,0 +1,157 @@
+"""Builds of torch's C++ extensions that were cut off: each left a lock on which every later launch waits for ever.
+
+`torch.utils.cpp_extension.load`, by which DeepSpeed compiles CPUAdam and others at their first use, takes a file named
+`lock` for a lock: whoever finds it waits until it is gone (`FileBaton.wait`). A process that is killed while it
+compiles leaves it behind. While a build runs, its process has the file open.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from trainer_plugins.finding import Finding, Severity
+
+# Other machines see these too, and the processes there are not to be seen from here.
+_SHARED = ("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "gluster", "fuse", "9p", "virtiofs")
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtensionLock:
+    """One lock file of a build, and what is known of its owner."""
+
+    path: Path
+    age_seconds: float
+    holder: int | None = None
+    """The process that has it open, which builds the extension now."""
+
+    unseen: str = ""
+    """Why a process that holds it may be out of sight; empty where every process was looked at."""
+
+
+def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
+    """Look for locks in the folder in which this Python builds extensions of torch.
+
+    Costs the listing of a folder; where there is a lock, also a look at the open files of all processes.
+
+    Args:
+        environ: where TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may say which folder it is.
+    """
+    files = sorted(_lock_files(environ))
+    return tuple(lock for file in files if _existence_locks() and (lock := _read(file)) is not None)
+
+
+def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
+    """Name those that nobody is seen to hold. A build that runs ends, and is no finding."""
+    for lock in locks:
+        if lock.holder is not None:
+            continue
+        name, age = lock.path.parent.name, _age(lock.age_seconds)
+        if lock.unseen:
+            summary = f"the extension {name} of torch is locked, and whether a process builds it now is not known"
+            evidence = f"{lock.path} is {age} old; {lock.unseen}"
+            remedy = f"If no process that shares this folder builds it (fuser -v {lock.path}, there), remove the file"
+        else:
+            summary = f"every launch that needs the extension {name} of torch waits for ever: a build was cut off"
+            evidence = f"{lock.path} is {age} old, and no process holds it"
+            remedy = f"Remove it: rm {lock.path}"
+        yield Finding(
+            code="extension-lock",
+            severity=Severity.WARNING,
+            summary=summary,
+            evidence=evidence,
+            remedy=remedy,
+            amount=lock.age_seconds,
+        )
+
+
+def _lock_files(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Follow torch.utils.cpp_extension._get_build_directory, but for the name of the accelerator in the path."""
+    if (chosen := environ.get("TORCH_EXTENSIONS_DIR")) is not None:
+        yield from Path(chosen).glob("*/lock")
+        return
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    yield from (cache / "torch_extensions").glob(f"{python}_*/*/lock")
+
+
+def _existence_locks() -> bool:
+    """Whether to this torch the file's existence is the lock; later ones lock its content (pytorch#190543)."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return True
+    source = Path(torch.origin).parent / "utils" / "cpp_extension.py"
+    return not source.is_file() or "FileBaton(" in source.read_text()
+
+
+def _read(file: Path) -> ExtensionLock | None:
+    try:
+        found = file.stat()
+        holder, unseen = _holder(file, found)
+        file.stat()  # a build that has ended meanwhile closed it, and then removed it
+    except OSError:
+        return None
+    return ExtensionLock(path=file, age_seconds=max(0.0, time.time() - found.st_mtime), holder=holder, unseen=unseen)
+
+
+def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
+    """The process that has a file open, or why it may be out of sight."""
+    unseen = _out_of_sight(file)
+    for process in psutil.process_iter(["uids", "status"]):
+        try:
+            opened = list(Path(f"/proc/{process.pid}/fd").iterdir())
+        except PermissionError:
+            if _may_hold(process, found.st_uid):
+                unseen = unseen or f"the open files of process {process.pid} cannot be read"
+            continue
+        except OSError:
+            continue  # it has ended
+        if any(_is(one, file, found) for one in opened):
+            return process.pid, ""
+    return None, unseen
+
+
+def _may_hold(process: psutil.Process, owner: int) -> bool:
+    """Whether a process whose open files cannot be read may be the one that made a file of this user."""
+    if process.info["status"] == psutil.STATUS_ZOMBIE or (process.pid == 1 and _sees_all_processes()):
+        return False
+    return process.info["uids"] is None or owner in process.info["uids"]
+
+
+def _is(opened: Path, file: Path, found: os.stat_result) -> bool:
+    """Whether a link below /proc leads to this file. The name first: it spares the stat of pipes and sockets."""
+    try:
+        return os.readlink(opened).endswith(file.name) and os.path.samestat(opened.stat(), found)
+    except OSError:
+        return False  # it was closed
+
+
+def _out_of_sight(file: Path) -> str:
+    """Why processes that may use a folder cannot be seen from here."""
+    if not Path("/proc/self/fd").is_dir():
+        return "this system does not list the open files of its processes"
+    parts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((parts[str(folder)] for folder in file.resolve().parents if str(folder) in parts), "")
+    if kind.startswith(_SHARED):
+        return f"its folder is on {kind}, which other machines may share"
+    if kind != "overlay" and not _sees_all_processes():
+        return "this container sees its own processes only"
+    return ""
+
+
+def _sees_all_processes() -> bool:
+    """Whether this is no container with processes of its own, so that process 1 is the system's first."""
+    return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
