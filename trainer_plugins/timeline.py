@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from io import BufferedReader, FileIO
 from itertools import islice
 from json.encoder import encode_basestring_ascii as _quoted
@@ -166,14 +167,19 @@ def _made(kind: Any, record: Mapping[str, Any]) -> Any:
     Raises:
         TypeError: one that has no default is missing, or one has another type than the class says.
     """
-    made = kind(**{f.name: record[f.name] for f in fields(kind) if f.name in record})
+    made = kind(**{name: record[name] for name, _ in _types_of(kind) if name in record})
     if not _has_types(made):
         raise TypeError
     return made
 
 
 def _has_types(value: Any) -> bool:
-    return all(_is_of(getattr(value, f.name), f.type) for f in fields(value))
+    return all(_is_of(getattr(value, name), kind) for name, kind in _types_of(type(value)))
+
+
+@cache
+def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((f.name, f.type) for f in fields(kind))
 
 
 def _is_of(value: object, kind: Any) -> bool:
@@ -182,6 +188,8 @@ def _is_of(value: object, kind: Any) -> bool:
         return type(value) is int and abs(value) < 1 << 63
     if kind is float:
         return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1 << 63
+    if kind is str:
+        return isinstance(value, str)
     if get_origin(kind) is Mapping:
         keys, values = get_args(kind)
         return isinstance(value, dict) and all(_is_of(k, keys) and _is_of(v, values) for k, v in value.items())
