@@ -1,11 +1,19 @@
-"""What one reading costs, on the card of this machine or on a simulated one, and what it would cost the flat way."""
+"""What one reading costs, on the card of this machine or a simulated one, and what it would cost the flat way.
 
-from time import perf_counter
+Also its line in the timeline, where that is short, and where it is so long that it is thinned.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
 
 import torch
 
 from benchmarks.card import card_here
 from trainer_plugins.devices import open_device
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.timeline import Sample, Timeline
 
 
 def microseconds(function: object, times: int = 2000) -> float:
@@ -20,6 +28,17 @@ def microseconds(function: object, times: int = 2000) -> float:
     return sorted(means)[2]
 
 
+def entry_microseconds(reading: MemoryReading, num: int) -> float:
+    """Processor time of an entry, the mean of so many; every peak is another."""
+    with TemporaryDirectory() as folder:
+        timeline = Timeline(Path(folder) / "rank-0.jsonl")
+        start = process_time()
+        for step in range(num):
+            peak = replace(reading, peak_allocated_bytes=reading.peak_allocated_bytes + step * 7919 % 1_000_003)
+            timeline.add(Sample(step=step, moment="train", reading=peak))
+        return (process_time() - start) / num * 1e6
+
+
 def measure() -> dict[str, float]:
     """Microseconds a call, side by side in one process."""
     place = card_here()
@@ -29,6 +48,8 @@ def measure() -> dict[str, float]:
         f"reading_us[{place}]": microseconds(card.read),
         "reading_us[cpu]": microseconds(host.read, 300),
         f"torch.accelerator.memory_stats_us[{place}]": microseconds(torch.accelerator.memory_stats),
+        "timeline_entry_us": entry_microseconds(card.read(), 20_000),
+        "timeline_entry_us[of 100,000, with thinning]": entry_microseconds(card.read(), 100_000),
     }
 
 

@@ -11,7 +11,10 @@ import trainer_plugins
 
 ROOT = Path(trainer_plugins.__file__).parent
 FLOORS = [
-    {"units", "finding", "reading", "strategy", "timeline", "metrics", "prometheus", "as_main"},
+    {
+        *("units", "printable", "regular_file", "finding", "reading", "strategy", "thinning", "timeline", "history"),
+        *("metrics", "prometheus", "as_main"),
+    },
     {"devices", "agreement", "allocator", "launch"},
     {"watch", "oom", "generation", "holders", "release", "planner"},
     {"callbacks", "report", "survival"},
@@ -22,7 +25,16 @@ FLOORS = [
 ]
 # Rooms of one floor that may look at a neighbour, each with its reason.
 NEIGHBOURS = {
-    ("finding", "reading"),
+    ("finding", "printable"),
+    ("strategy", "printable"),
+    ("thinning", "regular_file"),
+    ("timeline", "printable"),
+    ("timeline", "regular_file"),
+    ("timeline", "thinning"),
+    ("history", "printable"),
+    ("history", "timeline"),
+    ("prometheus", "printable"),
+    ("prometheus", "regular_file"),
     ("timeline", "finding"),
     ("timeline", "reading"),
     ("timeline", "strategy"),
@@ -93,6 +105,7 @@ def test_no_import_climbs_or_goes_sideways() -> None:
     "module",
     [
         "timeline",
+        "history",
         "prometheus",
         "report.text",
         "cli",

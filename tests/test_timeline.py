@@ -127,3 +127,35 @@ def test_a_file_taken_away_does_not_stop_the_run(tmp_path: Path) -> None:
     timeline.add(ENTRIES[1])
 
     assert list(timeline) == ENTRIES[:2]
+
+
+def test_a_file_put_in_its_place_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    timeline = Timeline(path)
+    timeline.add(ENTRIES[0])
+    (tmp_path / "copy").write_bytes(path.read_bytes())
+    os.replace(tmp_path / "copy", path)  # as an editor saves
+    timeline.add(ENTRIES[1])
+
+    assert read_timeline(path) == ENTRIES[:2]
+
+
+def test_what_a_full_disk_refuses_is_kept_as_long_as_what_is_in_memory(tmp_path: Path) -> None:
+    # The first line is cut in the middle, and given up when a third comes: two are kept.
+    path = tmp_path / "rank-0.jsonl"
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from tests.test_timeline import ENTRIES
+from trainer_plugins.timeline import Timeline
+timeline = Timeline(Path({str(path)!r}), capacity=2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for entry in ENTRIES * 2: timeline.add(entry)
+assert Path({str(path)!r}).stat().st_size == 100
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+timeline.add(ENTRIES[0])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+    assert read_timeline(path) == [ENTRIES[2], ENTRIES[0]]

@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass
 from enum import IntEnum
 
+from trainer_plugins.printable import printable
+
 
 class Severity(IntEnum):
     """How much a finding matters. The values are logging levels, so a finding logs at its own severity."""
@@ -34,7 +36,7 @@ class Finding:
     """The one number it turns on, in its own unit. Only compared with itself: more is worse."""
 
     def __str__(self) -> str:
-        return f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}"
+        return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
 
     def worse_than(self, other: "Finding") -> bool:
         """Whether it is worth saying again: a higher severity, or an amount at least a tenth larger."""

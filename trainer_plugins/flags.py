@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from trainer_plugins.options import PREFIX, MemoryArguments, kind_of, memory_arguments
 from trainer_plugins.presets import nearest
+from trainer_plugins.printable import printable
 
 EXIT_USAGE = 2
 
@@ -62,5 +63,5 @@ class Flags:
 
     def refuse(self, reason: str) -> NoReturn:
         """End the process: one line on stderr, exit code 2."""
-        sys.stderr.write(f"{self.prog}: {reason}\n")
+        sys.stderr.write(f"{self.prog}: {printable(reason)}\n")
         sys.exit(EXIT_USAGE)

@@ -1,10 +1,11 @@
 """PrometheusFile: memory metrics where the textfile collector of node_exporter finds them."""
 
 import logging
-import os
 from pathlib import Path
 
 from trainer_plugins.metrics import MemoryMetrics
+from trainer_plugins.printable import printable
+from trainer_plugins.regular_file import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,9 @@ class PrometheusFile:
 
     def __init__(self, folder: Path, rank: int, device: str) -> None:
         self.path = folder / f"trainer_plugins-rank-{rank}.prom"
-        self._labels = f'{{rank="{rank}",device="{device}"}}'
+        # https://prometheus.io/docs/instrumenting/exposition_formats: what is escaped in the value of a label
+        escaped = device.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._labels = f'{{rank="{rank}",device="{escaped}"}}'
         self._num_alloc_retries = 0
         self._flush_seconds = 0.0
         self._warned = False
@@ -30,19 +33,18 @@ class PrometheusFile:
         """Put these metrics in the place of those before."""
         self._num_alloc_retries += metrics.num_alloc_retries
         self._flush_seconds += metrics.flush_seconds
-        # The collector reads *.prom and nothing else, at any time: so a whole file takes the place of a whole file.
-        unfinished = self.path.with_suffix(".prom.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(self._text(metrics), encoding="utf-8")
-            os.replace(unfinished, self.path)
+            # The collector reads *.prom and nothing else, at any time: so a whole file takes the place of a whole file.
+            with replacing(self.path) as file:
+                file.write(self._text(metrics).encode(errors="replace"))
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 logger.warning(
                     "memory metrics cannot be written to %s (%s): training goes on without them. Free some space, or "
                     "set prometheus_dir to a folder that can be written",
-                    self.path,
+                    printable(self.path),
                     error.strerror,
                 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trainer_plugins.printable import printable
 from trainer_plugins.units import percent
 
 
@@ -64,4 +65,4 @@ class Strategy:
         divided = f", {percent(self.partitioned_fraction)} of {self.num_params:,} parameters divided"
         off = "".join(f", {what} on {where}" for what, where in self.offload.items())
         update = f", {self.optimizer_class} on {self.master_dtype} weights" if self.master_dtype else ""
-        return f"{ranks}{machines} of {self.wrapped_class} on {self.device}{stage}{divided}{off}{update}"
+        return printable(f"{ranks}{machines} of {self.wrapped_class} on {self.device}{stage}{divided}{off}{update}")

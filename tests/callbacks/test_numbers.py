@@ -1,6 +1,9 @@
 """The numbers of the watchdog are found where people look: trackers, the log history, a file for Prometheus."""
 
 import json
+import os
+import resource
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from tests.callbacks.test_memory_watchdog import Takes
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
+from trainer_plugins.devices import HostDevice
 from trainer_plugins.timeline import Flush, Sample, Timeline, read_timeline
 from trainer_plugins.units import GIB, MIB
 
@@ -251,6 +255,64 @@ def test_a_folder_that_cannot_be_written_is_said_once(make_trainer, tmp_path, ca
     assert list(rows(trainer)) == [2, 4, 6, 8]
     assert caplog.text.count("memory metrics cannot be written to") == 1
     assert (tmp_path / "taken").read_text() == "a user's file"
+
+
+def test_a_draft_of_another_name_and_a_symlink_in_its_place_harm_nobody(make_trainer, tmp_path) -> None:
+    folder, victim = tmp_path / "node_exporter", tmp_path / "of another user"
+    folder.mkdir()
+    victim.write_text("what is in it")
+    for name in ("trainer_plugins-rank-0.prom.tmp", "trainer_plugins-rank-0.prom"):
+        (folder / name).symlink_to(victim)
+    before = os.umask(0o027)
+    try:
+        make_trainer(MemoryWatchdog(prometheus_dir=folder), **LOGGED).train()
+    finally:
+        os.umask(before)
+
+    assert victim.read_text() == "what is in it"
+    file = folder / "trainer_plugins-rank-0.prom"
+    assert file.lstat().st_mode & 0o7777 == 0o640  # as the umask has it: a temporary file's own mode hides it
+    assert file.read_text().startswith("# HELP")
+    assert sorted(os.listdir(folder)) == [file.name, f"{file.name}.tmp"]
+
+
+def test_the_name_of_a_device_is_a_label_whatever_is_in_it(make_trainer, tmp_path) -> None:
+    class Named(HostDevice):
+        name = 'a "card" \\ of\ntwo lines'
+
+    make_trainer(MemoryWatchdog(prometheus_dir=tmp_path, device=Named()), **LOGGED).train()
+
+    families = text_string_to_metric_families((tmp_path / "trainer_plugins-rank-0.prom").read_text())
+    assert {sample.labels["device"] for family in families for sample in family.samples} == {Named.name}
+
+
+def test_a_folder_taken_away_and_a_full_disk_end_nothing(make_trainer, tmp_path, caplog) -> None:
+    folder = tmp_path / "node_exporter"
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Troubles(TrainerCallback):
+        """Before the watchdog."""
+
+        def on_log(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                shutil.rmtree(folder)
+            if state.global_step > 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+
+    class Ends(TrainerCallback):
+        """Behind it, for what others write."""
+
+        def on_log(self, args, state, control, **kwargs):
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    trainer = make_trainer(Troubles(), MemoryWatchdog(prometheus_dir=folder), Ends(), **LOGGED)
+    trainer.train()
+
+    assert list(rows(trainer)) == [2, 4, 6, 8]
+    assert caplog.text.count("memory metrics cannot be written to") == 1
+    assert os.listdir(folder) == ["trainer_plugins-rank-0.prom"]  # of step 4, whole, and no draft of a later one
+    assert "flush_seconds_total{" in (folder / "trainer_plugins-rank-0.prom").read_text()
 
 
 # The trackers below are large: `pip install trackio mlflow-skinny sqlalchemy alembic wandb` brings them.

@@ -1,8 +1,10 @@
 """The command `trainer-plugins`. Each command is a file, and imports what is heavy only when it runs."""
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from trainer_plugins import __version__
 from trainer_plugins.cli.configs import configs
@@ -10,8 +12,24 @@ from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
+from trainer_plugins.printable import printable
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Typer brings a copy of click, or imports it, depending on its version.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+
+
+class _Commands(TyperGroup):
+    """All commands: what is wrong with their input is said in one harmless line, whatever files it comes from."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _USAGE_ERROR as error:
+            error.message = printable(error.message)
+            raise
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(report)
 app.command()(env)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
@@ -41,4 +59,6 @@ def main() -> None:
 
     Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
     """
+    for stream in (sys.stdout, sys.stderr):  # in a locale that lacks a character of somebody's file name
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.printable import printable
+
 
 class Shell(str, Enum):
     """The shells whose syntax is known. Any POSIX shell reads that of bash."""
@@ -36,9 +38,9 @@ def env(
         print(json.dumps(asdict(environment), indent=2))
         return
     if environment.allocator not in {export.purpose for export in environment.exports}:
-        print(f"# {environment.allocator}")
+        print(f"# {printable(environment.allocator)}")
     for export in environment.exports:
-        print(f"# {export.purpose}")
+        print(f"# {printable(export.purpose)}")
         if shell is Shell.FISH:
             print(f"set -gx {export.name} {_fish_quoted(export.value)}")
         else:

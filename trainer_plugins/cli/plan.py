@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trainer_plugins.printable import printable
+
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
 
@@ -118,21 +120,20 @@ def plan(
 
             html.write_text(plan_page(outcome), encoding="utf-8")
     except (PlanError, OSError) as error:
-        print(f"trainer-plugins plan: {error}", file=sys.stderr)
+        print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if as_json:
         compared = {} if found is None else {"calibration": asdict(found)}
         print(json.dumps({**asdict(outcome), **compared}, indent=2, default=str))
     else:
-        from rich.console import Console
-
+        from trainer_plugins.report.page import show
         from trainer_plugins.report.plan import plan_report
 
-        Console().print(plan_report(outcome))
+        show(plan_report(outcome))
         if found is not None:
             from trainer_plugins.report.calibration import calibration_report
 
-            Console().print(calibration_report(found))
+            show(calibration_report(found))
     if outcome.fits is False:
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
 

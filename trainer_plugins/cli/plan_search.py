@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from rich.console import Console
+from rich.console import Group
 
 from trainer_plugins.planner.changes import changes_of, explain
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all, search_run
 from trainer_plugins.planner.search import SearchRequest
+from trainer_plugins.report.page import show
 
 
 def search_batches(run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool) -> bool:
@@ -30,7 +31,7 @@ def search_batches(run: PlanRequest, lengths: str | None, timeout_seconds: float
     else:
         from trainer_plugins.report.search import search_report
 
-        Console().print(search_report(result))
+        show(search_report(result))
     return result.best is not None
 
 
@@ -47,7 +48,7 @@ def explain_changes(run: PlanRequest, names: Sequence[str], timeout_seconds: flo
         from trainer_plugins.report.plan import verdict
         from trainer_plugins.report.search import changes_report
 
-        Console().print(verdict(plan), changes_report(plan, saved), sep="\n")
+        show(Group(verdict(plan), changes_report(plan, saved)))
     return plan.fits
 
 

@@ -7,15 +7,20 @@ import typer
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")]) -> None:
-    """Print the peak of each moment of a run, what was released, and the findings, for every rank."""
-    from rich.console import Console
+    """Print the peak of each moment of a run, what was released, and the findings, for every rank.
 
-    from trainer_plugins.report.text import memory_report
-    from trainer_plugins.timeline import read_run
+    Several runs into one folder get a block each, the last one first.
+
+    Exit codes: 0 printed; 2 there is nothing to read.
+    """
+    from trainer_plugins.history import read_history
+    from trainer_plugins.report.page import show
+    from trainer_plugins.report.text import history_report
 
     try:
-        timelines = read_run(run_dir)
+        history = read_history(run_dir)
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    Console().print(memory_report(timelines))
-    print("files: " + ", ".join(str(run_dir / "memory" / f"rank-{rank}.jsonl") for rank in timelines))
+    show(history_report(history))

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer_plugins.history import read_history
 from trainer_plugins.planner.contexts import remember
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Beginning, Entry, Flush, Remark, Sample, read_run
+from trainer_plugins.timeline import Beginning, Entry, Flush, Remark, Sample
 from trainer_plugins.units import size
 
 _MOMENTS = {
@@ -92,28 +93,20 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     )
 
 
-def timelines_of(run_dir: Path) -> dict[int, list[Entry]]:
+def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
     """The timelines of the last run into a folder, by rank.
 
     Raises:
         PlanError: there are none, or nothing in them can be compared.
     """
     try:
-        ranks = {rank: _last_run(entries) for rank, entries in read_run(run_dir).items()}
+        runs = read_history(run_dir).runs
     except (OSError, ValueError) as error:
         raise PlanError(f"--calibrate: {error}") from error
+    ranks = runs[-1].timelines if runs else {}
     if not any(isinstance(each, Sample) and each.moment in _MOMENTS for each in _all(ranks)):
         raise PlanError(f"--calibrate: {run_dir} has no reading of a training step, an evaluation or a save")
     return ranks
-
-
-def _last_run(entries: Sequence[Entry]) -> list[Entry]:
-    """Runs into one folder go on in one file, each with a reading at its beginning."""
-    samples = [at for at, entry in enumerate(entries) if isinstance(entry, Sample)]
-    begins = [number for number, at in enumerate(samples) if getattr(entries[at], "moment", "") == "begin"]
-    if not begins or begins[-1] == 0:
-        return [*entries]
-    return [*entries[samples[begins[-1] - 1] + 1 :]]  # what other callbacks have noted before that reading is of it too
 
 
 def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:

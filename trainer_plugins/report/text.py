@@ -1,6 +1,7 @@
-"""A memory report of a run, as a short table for the terminal."""
+"""A memory report of the runs in a folder, as short tables for the terminal."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
@@ -8,35 +9,68 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.finding import Severity
+from trainer_plugins.history import History, Run
+from trainer_plugins.printable import printable
 from trainer_plugins.timeline import Beginning, Entry, Flush, Remark, Sample
 from trainer_plugins.units import percent, size
 
 _STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 
+def history_report(history: History) -> RenderableType:
+    """Render what went into a folder: a block a run, the last one first, and what could not be read."""
+    parts: list[RenderableType] = []
+    num_runs = len(history.runs)
+    if num_runs > 1:
+        parts.append(Text(f"{num_runs} runs went into this folder; the last one comes first"))
+    for number, run in reversed([*enumerate(history.runs, start=1)]):
+        if num_runs > 1:
+            parts.append(Text(f"\nRun {number} of {num_runs}: {_when(run)}", style="bold"))
+        parts.append(memory_report(run.timelines))
+    if not history.runs:
+        parts.append(Text("The files have no entries"))
+    parts += [
+        Text(
+            f"rank {rank}: {num} {'line is' if num == 1 else 'lines are'} no entry and passed over: cut off by a kill "
+            "or a full disk, damaged, or of a later version"
+        )
+        for rank, num in history.num_passed_over.items()
+        if num
+    ]
+    parts.append(Text("files: " + ", ".join(printable(path) for path in history.files.values())))
+    return Group(*parts)
+
+
 def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
-    """Render the timelines of a run, one per rank: the peak of each moment, the releases, the findings."""
+    """Render the timelines of one run, one per rank: the peak of each moment, the releases, the findings."""
     table = Table(title="Memory: the peak of each moment", title_justify="left", box=SIMPLE)
     for column in ("rank", "moment", "device"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column)
     for column in ("readings", "peak", "full", "total", "reserved"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     lines: list[Text] = []
     for rank, entries in sorted(timelines.items()):
         for moment, samples in _by_moment(entries).items():
             highest = max((sample.reading for sample in samples), key=lambda reading: reading.pressure)
             table.add_row(
                 str(rank),
-                moment,
-                highest.device,
-                str(len(samples)),
-                size(highest.peak_allocated_bytes),
+                printable(moment),
+                printable(highest.device),
+                str(sum(sample.num_readings for sample in samples)),
+                size(max(sample.reading.peak_allocated_bytes for sample in samples)),
                 percent(highest.pressure),
                 size(highest.total_bytes),
                 size(max(sample.reading.reserved_bytes for sample in samples)),
             )
         lines += [_releases(rank, entries), *_findings(rank, entries)]
     return Group(*_strategies(timelines), table, *lines)
+
+
+def _when(run: Run) -> str:
+    (first_step, last_step), (began, ended) = run.steps, run.seconds
+    steps = f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+    from_when, until = (datetime.fromtimestamp(seconds).isoformat(" ", "seconds") for seconds in (began, ended))
+    return f"{steps}, {from_when} to {until}"
 
 
 def _strategies(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
@@ -58,7 +92,8 @@ def _releases(rank: int, entries: Sequence[Entry]) -> Text:
     if not flushes:
         return Text(f"rank {rank}: no cached memory was released")
     released, seconds = sum(f.released_bytes for f in flushes), sum(f.seconds for f in flushes)
-    return Text(f"rank {rank}: {len(flushes)} releases gave back {size(released)} and took {seconds * 1000:.1f} ms")
+    num = sum(f.num_releases for f in flushes)
+    return Text(f"rank {rank}: {num} releases gave back {size(released)} and took {seconds * 1000:.1f} ms")
 
 
 def _findings(rank: int, entries: Sequence[Entry]) -> list[Text]:

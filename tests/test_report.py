@@ -1,0 +1,322 @@
+"""The report reads sensibly whatever went into a folder, and a terminal obeys nothing that stands in it."""
+
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.callbacks.test_memory_watchdog import Takes
+from tests.test_timeline import ENTRIES, READING
+from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog, StrategyInForce
+from trainer_plugins.cli import app
+from trainer_plugins.devices import GpuProcess
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.timeline import Entry, Remark, Sample, to_line
+from trainer_plugins.units import GIB
+
+# Sets a title, clears the screen, forges a line and a style, turns the direction of writing, ends a C1 string.
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\r\nall is well [red]text[/red] [link=file:///]x[/link] :bomb: \u202e\x9b31m\udc80\0"
+
+
+def report(folder: Path, *, width: int | None = None) -> str:
+    """What the command prints, which has ended well; each line without the blanks around it."""
+    environment = None if width is None else {"COLUMNS": str(width)}
+    done = CliRunner().invoke(app, ["report", str(folder)], env=environment)
+    assert done.exit_code == 0, done.output
+    return "\n".join(line.strip() for line in done.stdout.splitlines())
+
+
+def write(folder: Path, rank: int, entries: list[Entry]) -> Path:
+    path = folder / "memory" / f"rank-{rank}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(to_line(entry) + "\n" for entry in entries)
+    return path
+
+
+def run_of(steps: range, *, seconds: float, peak_gib: int = 1, begins: bool = True) -> list[Entry]:
+    """As MemoryWatchdog leaves it."""
+    reading = replace(READING, total_bytes=80 * GIB, free_bytes=0, peak_allocated_bytes=peak_gib * GIB)
+    moments = [(steps[0], "begin")] * begins + [(step, "train") for step in steps[1:]]
+    return [
+        Sample(step=step, moment=moment, reading=reading, time_seconds=seconds + number)
+        for number, (step, moment) in enumerate(moments)
+    ]
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The lines of each run."""
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("Run "):
+            found.append([])
+        if found:
+            found[-1].append(line)
+    return found
+
+
+def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(make_trainer, simgpu, tmp_path) -> None:
+    callbacks = (StrategyInForce, MemoryWatchdog, CudaCacheCallback, EvalGenerateCleanup)
+    for mib in (150, 20):  # a launch, and another one
+        torch.accelerator.empty_cache()
+        make_trainer(Takes(train=mib), *(each() for each in callbacks), eval_strategy="steps", eval_steps=4).train()
+    again = make_trainer(Takes(train=60), *(each() for each in callbacks), max_steps=3, save_strategy="steps")
+    again.train()
+    again.train()  # as a cell of a notebook that is run twice
+    again.evaluate()
+    resumed = make_trainer(*(each() for each in callbacks), max_steps=5)
+    resumed.train(resume_from_checkpoint=True)
+
+    text = report(tmp_path / "run")
+    assert text.splitlines()[0] == "5 runs went into this folder; the last one comes first"
+    found = blocks(text)
+    assert [each[0].split(":")[0] for each in found] == [f"Run {number} of 5" for number in (5, 4, 3, 2, 1)]
+    assert [each[0].split(": ")[1].split(",")[0] for each in found] == [
+        "steps 3 to 5",
+        "steps 0 to 3",
+        "steps 0 to 3",
+        "steps 0 to 8",
+        "steps 0 to 8",
+    ]
+    assert all(each[1].startswith(f"from step {3 if number == 0 else 0}:") for number, each in enumerate(found))
+    trained = [next(line.split() for line in each if line.startswith("0") and " train " in line) for each in found]
+    assert [round(float(line[4])) // 10 * 10 for line in trained] == [0, 60, 60, 20, 150]
+    reserved = [float(line[-2]) for line in trained]
+    assert reserved[4] >= 150 > reserved[3] >= 20
+    assert [sum(" eval " in line for line in each) for each in found] == [0, 1, 0, 1, 1]
+
+
+def test_one_run_has_no_heading(make_trainer, tmp_path) -> None:
+    make_trainer(MemoryWatchdog()).train()
+
+    assert "Run " not in report(tmp_path / "run")
+    assert "went into this folder" not in report(tmp_path / "run")
+
+
+def test_ranks_with_different_numbers_of_runs_are_brought_together_by_time(tmp_path: Path) -> None:
+    write(tmp_path, 0, run_of(range(5), seconds=100, peak_gib=10))  # on two ranks
+    write(tmp_path, 1, run_of(range(5), seconds=101, peak_gib=11))
+    write(tmp_path, 0, run_of(range(2, 6), seconds=500, peak_gib=20))  # on rank 0 alone, from a checkpoint
+    write(tmp_path, 0, run_of(range(4), seconds=1000, peak_gib=30, begins=False))  # evaluations, or without a begin
+    write(tmp_path, 1, run_of(range(4), seconds=1001, peak_gib=31))
+
+    peaks = [[line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))]
+    assert peaks == [["30.00", "31.00"], ["20.00"], ["10.00", "11.00"]]
+
+
+def test_two_launches_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
+    one, other = run_of(range(5), seconds=100, peak_gib=10), run_of(range(5), seconds=100.5, peak_gib=20)
+    path = write(tmp_path, 0, [])
+    lines = [json.loads(to_line(entry)) for pair in zip(one, other, strict=True) for entry in pair]
+    path.write_text("".join(json.dumps({**line, "run": "ab"[number % 2]}) + "\n" for number, line in enumerate(lines)))
+
+    peaks = [[line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))]
+    assert peaks == [["20.00"], ["10.00"]]
+
+
+def test_files_from_before_lines_named_their_process_read_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, run_of(range(5), seconds=100) + run_of(range(5), seconds=200))
+    before = report(tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "run"}) + "\n" for line in lines))
+
+    assert report(tmp_path) == before
+    assert len(blocks(before)) == 2
+
+
+SAMPLE = json.loads(to_line(ENTRIES[0]))
+FLUSH = json.loads(to_line(ENTRIES[1]))
+REMARK = json.loads(to_line(ENTRIES[2]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps(SAMPLE | {"peak_allocated_bytes": float("nan")}),
+        json.dumps(SAMPLE | {"total_bytes": 0}),
+        json.dumps(SAMPLE | {"free_bytes": -5}),
+        json.dumps(SAMPLE | {"step": -1}),
+        json.dumps(SAMPLE | {"reserved_bytes": 10**400}),
+        json.dumps(SAMPLE | {"reserved_bytes": "9"}),
+        json.dumps(SAMPLE | {"time_seconds": 1e300}),
+        json.dumps(SAMPLE | {"time_seconds": None}),
+        json.dumps(SAMPLE | {"moment": ["train"]}),
+        json.dumps(SAMPLE | {"device": {}}),
+        json.dumps(SAMPLE | {"num_readings": "many"}),
+        json.dumps(REMARK | {"severity": 31}),
+        json.dumps(REMARK | {"code": [[]]}),
+        json.dumps(REMARK | {"amount": float("inf")}),
+        json.dumps(FLUSH | {"reason": 1}),
+        json.dumps(FLUSH | {"seconds": float("nan")}),
+        '{"kind": "beginning", "time_seconds": 1, "step": 1, "num_params": "7", "offload": [], "homes": 3}',
+        '{"kind": ["sample"]}',
+        '{"kind": "sample"',
+        "[1, 2]",
+        "17",
+        "9" * 5000,
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "x" * 1_000_000,
+        "x" * 3_000_000,
+        "\0" * 300,
+        '"\\ud800"',
+    ],
+    ids=lambda line: line[:70] + str(len(line)),
+)  # fmt: skip
+def test_a_line_that_no_run_writes_is_passed_over_and_said(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, 0, ENTRIES)
+    clean = report(tmp_path)
+    with path.open("ab") as file:
+        file.write(line.encode() + b"\n\xff\xfe\n")
+
+    text = report(tmp_path)
+    assert "rank 0: 2 lines are no entry and passed over: cut off by a kill or a full disk" in text
+    assert [each for each in text.splitlines() if "passed over" not in each] == clean.splitlines()
+
+
+def test_a_half_line_at_the_end_is_said_and_a_file_without_entries_too(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, ENTRIES)
+    os.truncate(path, path.stat().st_size - 5)
+    assert "rank 0: 1 line is no entry and passed over" in report(tmp_path)
+
+    path.write_bytes(b"")
+    assert report(tmp_path).startswith("The files have no entries")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_file_is_bad_input_and_keeps_nobody_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "memory" / "rank-0.jsonl"
+    path.parent.mkdir()
+    {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda at: os.symlink("/dev/zero", at)}[kind](path)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", "report", str(tmp_path)],
+        check=False, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "1000"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"{path}: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def obeyed(text: str) -> list[str]:
+    """What a terminal would not only show."""
+    return [each for each in text.replace("\n", "") if not each.isprintable()]
+
+
+def test_foreign_text_in_a_timeline_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    reading = replace(READING, device=HOSTILE)
+    finding = replace(ENTRIES[2].finding, summary=HOSTILE, evidence="m" * 1_000_000)  # type: ignore[union-attr]
+    write(tmp_path, 0, [Sample(step=1, moment=HOSTILE, reading=reading), Remark(step=1, finding=finding)])
+
+    text = report(tmp_path)
+    assert obeyed(text) == []
+    shown = r"\x1b]0;mine\x07\x1b[2J  all is well [red]text[/red] [link=file:///]x[/link] :bomb: \u202e\x9b31m"
+    assert text.count(shown) == 3
+    assert not any(line.startswith("all is well") for line in text.splitlines())
+    assert len(text) < 10_000
+
+
+def test_foreign_text_in_files_for_other_commands_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    name = HOSTILE.replace("\0", "").replace("/", "")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": HOSTILE, HOSTILE: HOSTILE}))
+    launch = tmp_path / f"{name}.yaml"
+    launch.write_text(json.dumps({HOSTILE: HOSTILE, "distributed_type": HOSTILE, "num_processes": HOSTILE}))
+    for arguments, code in (
+        (["configs", "check", str(launch)], (1, 2)),
+        (["configs", "check", str(tmp_path / f"{name}.missing")], (2,)),
+        (["configs", "show", name], (2,)),
+        (["report", str(tmp_path / name)], (2,)),
+        (["report", str(tmp_path), name], (2,)),
+        (["plan", "--model", str(config)], (2,)),
+        (["plan", "--model", str(tmp_path / name)], (2,)),
+        (["plan", "--model", str(config), "--gpu", name], (2,)),
+    ):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code in code, (arguments, done.output)
+        assert done.output.strip()
+        assert obeyed(done.output) == [], arguments
+
+
+def test_the_name_of_a_neighbour_is_shown_in_the_log_and_not_obeyed(make_trainer, caplog) -> None:
+    class Crowded:
+        """A card on which a process with a name of its own choice holds most."""
+
+        name, uuid = "cuda:0", None
+
+        def read(self) -> MemoryReading:
+            return replace(READING, total_bytes=80 * GIB, free_bytes=GIB, reserved_bytes=GIB)
+
+        def reset_peak(self) -> None:
+            pass
+
+        def release_cached(self) -> int:
+            return 0
+
+        def processes(self) -> tuple[GpuProcess, ...]:
+            return GpuProcess(os.getpid(), GIB, "python"), GpuProcess(4242, 78 * GIB, HOSTILE)
+
+    make_trainer(MemoryWatchdog(device=Crowded())).train()
+
+    (said,) = {record.getMessage() for record in caplog.records if "foreign-memory" in record.getMessage()}
+    assert r"pid 4242 (\x1b]0;mine\x07\x1b[2J  all is well" in said
+    assert obeyed(said) == []
+    assert "\n" not in said
+
+
+WIDE = replace(
+    READING, device="cuda:15", total_bytes=1536 * GIB, free_bytes=0, reserved_bytes=1234 * GIB,
+    peak_allocated_bytes=1023 * GIB,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [20, 40, 1000])
+def test_figures_are_whole_where_the_report_goes_to_a_file(tmp_path: Path, width: int) -> None:
+    write(tmp_path, 10, [Sample(step=1, moment="predict", reading=WIDE), ENTRIES[2]])
+
+    text = report(tmp_path, width=width)
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "10 predict cuda:15 1 1023.00 GiB 86% 1536.00 GiB 1234.00 GiB" in rows
+    assert 'rank 10, step 2: [x] s (e "quoted" ). r' in text  # in one line, for those who search
+
+
+def test_figures_are_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
+    write(tmp_path, 10, [Sample(step=1, moment="predict", reading=WIDE), ENTRIES[2]])
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer_plugins", "report", str(tmp_path)],
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+        shown += piece
+        if not piece:
+            break
+    os.close(ours)
+
+    assert process.wait(120) == 0
+    text = shown.decode()
+    assert "…" not in text
+    for figure in ("1023.00 GiB", "86%", "1536.00 GiB", "1234.00 GiB"):
+        assert figure in text

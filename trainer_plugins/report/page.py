@@ -1,0 +1,62 @@
+"""Pages in the terminal: what is foreign in them is harmless, and no figure is cut, however narrow it is there."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.table import Table
+
+from trainer_plugins.printable import printable
+
+_WIDE = 10_000
+"""Characters of a line that goes to a file or another program, which wraps nothing."""
+
+
+def show(page: RenderableType) -> None:
+    """Print a page to standard output.
+
+    Names and messages in it may be anybody's: markup in them is text, and controls are made visible (`printable`). On a
+    terminal text is wrapped; a table that is wider than the terminal is not. Elsewhere nothing is.
+    """
+    console = Console(markup=False, emoji=False, highlight=False)
+    width = console.width if console.is_terminal else _WIDE
+    for part in _parts(page):
+        console.width = max(width, _needed(part, console)) if isinstance(part, Table) else width
+        console.print(_Shown(part))
+
+
+def _parts(page: RenderableType) -> Iterator[RenderableType]:
+    if isinstance(page, Group):
+        for part in page.renderables:
+            yield from _parts(part)
+    else:
+        yield page
+
+
+def _needed(table: Table, console: Console) -> int:
+    """How wide a table is whose figures are whole. Its other columns may be folded."""
+    options = console.options.update(width=_WIDE)
+    for column in table.columns:
+        if column.justify == "right":
+            column.no_wrap = True
+            column.min_width = max(
+                (Measurement.get(console, options, cell).maximum for cell in column.cells), default=0
+            )
+        else:
+            column.overflow = "fold"
+    return Measurement.get(console, options, table).minimum
+
+
+class _Shown:
+    """Something to print, without what a terminal would obey."""
+
+    def __init__(self, part: RenderableType) -> None:
+        self.part = part
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.part, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment("\n".join(map(printable, segment.text.split("\n"))), segment.style)
