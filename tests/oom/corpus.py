@@ -452,7 +452,8 @@ POSITIVES = (
     ),
     Case(
         "log",
-        '--> 145     saved_hidden_states = hidden_states.to("cpu", non_blocking = True)\n    146     with torch.no_grad():\n'
+        '--> 145     saved_hidden_states = hidden_states.to("cpu", non_blocking = True)\n'
+        "    146     with torch.no_grad():\n"
         "    147         output = forward_function(hidden_states, *args)\n\nRuntimeError: CUDA error: out of memory\n"
         + ASYNC,
         "unslothai/unsloth#1797",

@@ -235,6 +235,16 @@ def test_a_training_that_does_not_fit(simgpu, make_trainer) -> None:
     assert 0 < own_bytes <= 12 * MIB
 
 
+def test_a_failure_that_a_test_injects_reads_like_a_real_one(simgpu, make_trainer) -> None:
+    simgpu.set_capacity(64 * MIB)
+    trainer = make_trainer()
+    simgpu.fail_at(100)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.train()
+
+    assert (found_in(raised.value).free_bytes, found_in(raised.value).fatal) == (0, "")
+
+
 def test_main_memory_that_does_not_fit() -> None:
     with pytest.raises(RuntimeError) as by_torch:
         torch.empty(1 << 50)
