@@ -1,6 +1,7 @@
 """How Hydra finds our configs: it imports every module below `hydra_plugins`, in every app of the environment."""
 
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -26,9 +27,19 @@ def _callbacks(*, _root_: DictConfig) -> list[object]:
     return [*callbacks_of(_root_)]
 
 
+def _register() -> None:
+    """Make ${trainer_plugins.callbacks:} known to OmegaConf, by the name that its version has for that.
+
+    OmegaConf 2.4 warns of `register_new_resolver` and says `register_resolver`, which was another function before.
+    """
+    register = getattr(OmegaConf, "register_resolver", None)
+    if register is None or "replace" not in signature(register).parameters:
+        register = OmegaConf.register_new_resolver
+    register("trainer_plugins.callbacks", _callbacks, replace=True)
+
+
 try:
-    # ${trainer_plugins.callbacks:}
-    OmegaConf.register_new_resolver("trainer_plugins.callbacks", _callbacks, replace=True)
+    _register()
 except Exception as error:
     # Of a plugin that cannot be imported Hydra warns. Anything else would end every Hydra app here, ours or not.
     raise ImportError(f"trainer_plugins found no place for its resolver: {error}") from error

@@ -214,9 +214,41 @@ def test_a_resolver_that_hydra_does_not_take_ends_no_app(monkeypatch) -> None:
     def taken(*args, **kwargs):
         raise AttributeError("an OmegaConf of another age")
 
+    monkeypatch.delattr(OmegaConf, "register_resolver")  # of which 2.4 made what the other one was
     monkeypatch.setattr(OmegaConf, "register_new_resolver", taken)
     with pytest.raises(ImportError, match="another age"):  # of which Hydra warns; any other error would end it
         importlib.reload(plugin)
+
+
+def test_the_plugin_has_nothing_to_be_warned_of() -> None:
+    code = (
+        "import sys, warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import hydra_plugins.trainer_plugins_searchpath as plugin\n"
+        "from omegaconf import OmegaConf\n"
+        "assert OmegaConf.has_resolver('trainer_plugins.callbacks')\n"
+        "print([str(one.message) for one in caught if one.filename.startswith(tuple(plugin.__path__))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def test_the_names_of_omegaconf_2_4(monkeypatch) -> None:
+    plugin = importlib.import_module("hydra_plugins.trainer_plugins_searchpath")
+    registered = []
+
+    def register_resolver(name, resolver, *, replace=False, use_cache=False, annotation_validation="warn"):
+        registered.append((name, replace))
+
+    def register_new_resolver(*args, **kwargs):
+        raise DeprecationWarning("Use register_resolver() instead")
+
+    monkeypatch.setattr(OmegaConf, "register_resolver", register_resolver)
+    monkeypatch.setattr(OmegaConf, "register_new_resolver", register_new_resolver)
+    importlib.reload(plugin)
+
+    assert registered == [("trainer_plugins.callbacks", True)]
 
 
 def test_the_plugin_imports_neither_torch_nor_transformers() -> None:

@@ -448,6 +448,17 @@ POSITIVES = (
         "alloc 1073741824 bytes on host: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
         "gaycodegal/craiyon-low-vram-easy#1",
         "pinned",
+        survivable=False,
+    ),
+    Case(
+        "log",
+        '--> 145     saved_hidden_states = hidden_states.to("cpu", non_blocking = True)\n'
+        "    146     with torch.no_grad():\n"
+        "    147         output = forward_function(hidden_states, *args)\n\nRuntimeError: CUDA error: out of memory\n"
+        + ASYNC,
+        "unslothai/unsloth#1797",
+        "pinned",
+        survivable=False,
     ),
     Case(
         RUNTIME,

@@ -1,5 +1,7 @@
 """`trainer-plugins configs`: launch files that do what their names say, and a check of anybody's."""
 
+import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +34,7 @@ def show(name: Name) -> None:
     try:
         print(read(name), end="")
     except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise _refused(error) from None
 
 
 @configs.command("path")
@@ -44,7 +46,7 @@ def path_of(name: Name) -> None:
     try:
         print(path(name))
     except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise _refused(error) from None
 
 
 @configs.command("copy")
@@ -63,7 +65,7 @@ def copy_to(
     try:
         print(copy(name, folder, overrides or (), force=force))
     except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise _refused(error) from None
 
 
 @configs.command()
@@ -93,11 +95,13 @@ def check(
     from trainer_plugins.units import parse_size
 
     try:
+        if params is not None and not math.isfinite(params):
+            raise ValueError(f"--params counts the parameters of the model, as in 7e9, got {params}")
         host_bytes = parse_size(host_memory) if host_memory else (_host_bytes() if params else None)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         findings = check(file, training=training, num_params=params, host_bytes=host_bytes)
     except (ConfigError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise _refused(error) from None
     findings += tuple(lock_findings(read_locks(os.environ)))
     for finding in findings:
         print(f"{finding.severity.name} {finding}")
@@ -106,6 +110,12 @@ def check(
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
+
+
+def _refused(error: ValueError) -> typer.Exit:
+    """Say what is wrong with the input, on one line that can be copied and searched for."""
+    print(f"trainer-plugins configs: {error}", file=sys.stderr)
+    return typer.Exit(2)
 
 
 def _host_bytes() -> int:

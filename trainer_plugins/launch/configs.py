@@ -118,7 +118,7 @@ def _deepspeed_names() -> list[str]:
 def _value(written: str) -> Any:
     try:
         value = json.loads(written)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return written
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 10 else value
 

@@ -2,18 +2,14 @@
 
 import base64
 import binascii
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from trainer_plugins.launch.lint.text import ConfigError as ConfigError
+from trainer_plugins.launch.lint.text import parse_json, parse_yaml, read_text
 
 Mapping = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """A launch file, its name or a wish about it that cannot be served. The text is for the user, on one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +50,8 @@ def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
     Raises:
         ConfigError: the file cannot be read, or is not a mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Give an accelerate YAML or a DeepSpeed JSON") from None
-    loaded, duplicates = _json(text, str(path)) if path.suffix == ".json" else _yaml(text, str(path))
+    parse = parse_json if path.suffix == ".json" else parse_yaml
+    loaded, duplicates = parse(read_text(path, str(path)), str(path))
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
         raise ConfigError(f"{path} holds {kind}, not a mapping: write `key: value` lines, or a JSON object")
@@ -91,52 +84,21 @@ def _named_json(named: object, folder: Path) -> tuple[Mapping | None, tuple[str,
     """
     if not isinstance(named, str):
         return None, (), None, f"it is a {type(named).__name__}, and accelerate reads text"
-    if "{" in named:
-        text, json_path = named, None
-    elif (path := folder / Path(named).expanduser()).is_file():
-        text, json_path = path.read_text(encoding="utf-8"), named
-    else:
-        try:
-            text, json_path = base64.urlsafe_b64decode(named).decode("utf-8"), None
-        except (binascii.Error, ValueError):
-            return None, (), named, "no file of this name is here, and it is neither JSON nor base64"
+    json_path, source = None, "deepspeed_config_file"
     try:
-        loaded, duplicates = _json(text, "deepspeed_config_file")
+        if "{" in named:
+            text = named
+        elif (path := folder / Path(named).expanduser()).is_file():
+            json_path, source = named, f"deepspeed_config_file {named}"
+            text = read_text(path, source)
+        else:
+            text = base64.urlsafe_b64decode(named).decode("utf-8")
+        loaded, duplicates = parse_json(text, source)
     except ConfigError as error:
         # A path may happen to be base64 too; nobody means that.
-        return None, (), None if "{" in named or json_path else named, str(error)
+        return None, (), None if "{" in named else named, str(error)
+    except (binascii.Error, OSError, ValueError):
+        return None, (), named, "no file of this name is here, and it is neither JSON nor base64"
     if not isinstance(loaded, dict):
         return None, (), json_path, f"it holds a {type(loaded).__name__}, not a mapping"
     return loaded, duplicates, json_path, None
-
-
-def _json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
-    duplicates: list[str] = []
-
-    def pairs(items: list[tuple[str, Any]]) -> Mapping:
-        names = [key for key, _ in items]
-        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
-        return dict(items)
-
-    try:
-        return json.loads(text, object_pairs_hook=pairs), tuple(duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from None
-
-
-def _yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
-    try:
-        duplicates = tuple(_twice(yaml.compose(text, yaml.SafeLoader)))
-        return yaml.safe_load(text), duplicates
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
-
-
-def _twice(node: yaml.Node | None) -> list[str]:
-    found: list[str] = []
-    if isinstance(node, yaml.MappingNode):
-        names = [key.value for key, _ in node.value]
-        found += sorted({str(name) for name in names if names.count(name) > 1})
-        for _, value in node.value:
-            found += _twice(value)
-    return found

@@ -41,6 +41,8 @@ def _accelerate(config: Mapping) -> Iterator[Finding]:
             full = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
             if full not in known:
                 yield _unknown(str(key), f"{section}.", known, "accelerate passes it over and says nothing")
+            elif value == "auto" and full in keys.AUTO:
+                continue  # DeepSpeedPlugin takes the word, and the Trainer puts its own value there
             elif value is not None and full != "deepspeed_config_file":
                 yield from _kind(f"{section}.{key}", value, known[full])
 
@@ -133,7 +135,7 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = {
         "b": isinstance(value, bool),
-        "i": number and float(value) == int(value) if isinstance(value, (int, float)) else False,
+        "i": number and float(value).is_integer() if isinstance(value, (int, float)) else False,
         "f": number,
         "s": isinstance(value, str),
         "m": isinstance(value, dict),

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import yaml
 
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.launch.lint.document import ConfigError, Document
+from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.lint.schema import part
+from trainer_plugins.launch.lint.text import ConfigError
 
 # DeepSpeed's name, TrainingArguments' name, its default.
 _PAIRS: tuple[tuple[str, str, object], ...] = (
@@ -55,7 +56,7 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
 def _value(text: str) -> object:
     try:
         return float(text) if "e" in text.lower() else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, yaml.YAMLError, RecursionError):
         return yaml.safe_load(text) if text.lower() in ("true", "false") else text
 
 
@@ -74,6 +75,7 @@ def training_findings(document: Document, training: Mapping[str, object] | None)
             continue
         written = part(document.deepspeed or config or {}, key) is not None
         source = "written" if written else "put in by accelerate where it is missing"
+        says = "the file says" if written else "accelerate puts"
         if training is None:
             if key.startswith("gradient_") or key in ("train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"):
                 if key in _ON_THE_CARD and value is False:
@@ -87,7 +89,7 @@ def training_findings(document: Document, training: Mapping[str, object] | None)
             yield Finding(
                 code="config-training-mismatch",
                 severity=Severity.ERROR,
-                summary=f"{key} is {value}, and {name} is {asked}",
+                summary=f"{key}: {says} {value}, the training arguments say {asked}",
                 evidence=f"{key} is {source}, {name} is {'given' if name in training else 'the default'}; "
                 "transformers stops the training: values that mismatch TrainingArguments",
                 remedy=f'Write "{key}": "auto", and say it once, in TrainingArguments',

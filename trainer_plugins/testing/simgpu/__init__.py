@@ -121,7 +121,8 @@ def card() -> SimCard:
 def fail_at(n: int) -> None:
     """Let the n-th allocation from now raise `torch.OutOfMemoryError`, once, whatever is free.
 
-    As in a real failure the cache has been released by then, and a retry counted.
+    As in a real failure the cache has been released by then, and a retry counted; its message says that
+    nothing is free.
 
     Raises:
         ValueError: n is below 1.

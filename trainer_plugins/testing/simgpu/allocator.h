@@ -142,13 +142,14 @@ class DeviceAllocator final : public c10::DeviceAllocator {
       }
     }
     if (!block) {
-      // An injected failure comes here too: a real one leaves an empty cache and a counted retry behind.
+      // An injected failure comes here too: a real one leaves an empty cache and a counted retry behind, and says that
+      // the card is full.
       release_cached_blocks();
       ++stats_.num_alloc_retries;
       block = fails ? nullptr : alloc_block(alloc_size, is_small);
     }
     if (!block) {
-      raise_out_of_memory(size, alloc_size);
+      raise_out_of_memory(size, alloc_size, fails ? 0 : card.free_bytes());
     }
     alloc_found_block(block, orig_size, size);
     return block->ptr;
@@ -268,7 +269,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
 
   // CUDA's words, because programs match them: accelerate's find_executable_batch_size looks for "CUDA out of memory.".
-  [[noreturn]] void raise_out_of_memory(size_t size, size_t alloc_size) {
+  [[noreturn]] void raise_out_of_memory(size_t size, size_t alloc_size, size_t free_bytes) {
     ++stats_.num_ooms;
     const uint64_t allocated = stats_.allocated_bytes[0].current, reserved = stats_.reserved_bytes[0].current;
     c10::reportOutOfMemoryToProfiler(static_cast<int64_t>(size), allocated, reserved, kDevice);
@@ -281,7 +282,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", format_size(alloc_size),
         ". GPU 0 has a total capacity of ", format_size(card.capacity_bytes()), " of which ",
-        format_size(card.free_bytes()), " is free. ", processes, "Of the allocated memory ", format_size(allocated),
+        format_size(free_bytes), " is free. ", processes, "Of the allocated memory ", format_size(allocated),
         " is allocated by PyTorch, and ", format_size(reserved - allocated),
         " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
         " PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management "

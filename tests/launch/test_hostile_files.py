@@ -1,0 +1,121 @@
+"""A file that is no launch file, by accident or by intent, is refused soon, on one line that says what and where."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.bad_files import deepspeed
+from trainer_plugins.launch.lint import check, training_arguments
+
+
+def anchors(line: str) -> str:
+    """Nine levels, each of which refers nine times to the one below: 600 bytes that stand for 387 million values."""
+    levels = [line.format(level=level, below=", ".join([f"*l{level - 1}"] * 9)) for level in range(1, 10)]
+    return "\n".join(["distributed_type: MULTI_GPU", "l0: &l0 {a: 1}", *levels]) + "\n"
+
+
+HOSTILE = [
+    ("list.yaml", anchors("l{level}: &l{level} [{below}]"), "more than 5,000 values once its anchors are followed"),
+    ("merge.yaml", anchors("l{level}: &l{level} {{<<: [{below}]}}"), "more than 5,000 values once its anchors"),
+    ("circle.yaml", "distributed_type: MULTI_GPU\nx: &x {y: *x}\n", "an anchor that holds itself, in x"),
+    ("deep.yaml", "fsdp_config: " + "[" * 3000 + "]" * 3000, "more than 50 levels"),
+    ("less_deep.yaml", "fsdp_config: " + "[" * 60 + "]" * 60, "more than 50 levels, one inside another"),
+    ("deep.json", '{"aio": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 50 levels"),
+    ("wide.json", "{" + ", ".join(f'"key{n}": {n}' for n in range(40_000)) + "}", "more than 5,000 values"),
+    ("large.yaml", "# x\n" * 300_000, "more than 1 MiB"),
+    ("nan.yaml", "distributed_type: MULTI_GPU\nnum_processes: .nan\n", "num_processes is nan"),
+    ("nan.json", '{"zero_optimization": {"stage": NaN}}', "zero_optimization.stage is nan"),
+    ("huge.json", '{"zero_optimization": {"stage": 1e999}}', "zero_optimization.stage is inf"),
+    ("digits.json", '{"train_batch_size": ' + "9" * 5000 + "}", "train_batch_size is inf"),
+    ("digits.yaml", "num_processes: " + "9" * 400, "num_processes is 99999999999999999999..., and no number"),
+    ("more_digits.yaml", "num_processes: " + "9" * 5000, "more_digits.yaml, line 1: num_processes is '999"),
+    (
+        "date.yaml",
+        "num_processes: 2\nmain_process_ip: 2024-13-45\n",
+        "date.yaml, line 2: main_process_ip is '2024-13-45'",
+    ),
+    ("latin.yaml", "num_processes: 2\n# M\xfcller\n", "latin.yaml is not UTF-8: byte 0xfc in line 2"),
+    ("tab.yaml", "num_processes: 2\n\tdebug: true\n", "tab.yaml is not YAML: while scanning"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "says"), HOSTILE, ids=[name for name, _, _ in HOSTILE])
+def test_it_is_refused_on_one_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+    file = tmp_path / name
+    file.write_text(text, encoding="latin-1")
+
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", "configs", "check", file],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,  # ends a hang; today's answer takes a second
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"trainer-plugins configs: {file}")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_anchors_as_people_use_them(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_machines: &one 1\nmachine_rank: 0\nnum_processes: *one\n")
+
+    assert not check(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{" + '"aio": ' + "[" * 5000 + "]" * 5000 + "}", "deepspeed_config_file has more than 50 levels"),
+        ('{"aio": NaN}', "deepspeed_config_file: aio is nan"),
+    ],
+)
+def test_the_json_inside_is_read_as_carefully(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "inside.yaml"
+    file.write_text(deepspeed(f"deepspeed_config_file: '{text}'"))
+
+    (found,) = (each for each in check(file) if each.code == "config-missing-json")
+    assert says in found.evidence
+
+
+def test_the_json_beside_is_named(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_bytes(b'{"a": "M\xfcller"}')
+    file = tmp_path / "beside.yaml"
+    file.write_text(deepspeed(f"deepspeed_config_file: {tmp_path / 'zero.json'}"))
+
+    (found,) = (each for each in check(file) if each.code == "config-missing-json")
+    assert "zero.json is not UTF-8: byte 0xfc in line 1" in found.evidence
+
+
+def test_what_accelerate_leaves_to_the_trainer_is_right(tmp_path: Path) -> None:
+    """DeepSpeedPlugin takes the word (accelerate/utils/dataclasses.py), and the Trainer puts its own number there."""
+    file = tmp_path / "auto.yaml"
+    file.write_text(deepspeed("zero_stage: 2\ngradient_accumulation_steps: auto\ngradient_clipping: auto"))
+
+    found = check(file, training=training_arguments(["--gradient_accumulation_steps", "8"]))
+
+    assert {each.code for each in found} == {"config-bucket-memory"}
+
+
+def test_who_says_what_when_they_do_not_agree(tmp_path: Path) -> None:
+    file = tmp_path / "four.yaml"
+    file.write_text(deepspeed("zero_stage: 2\ngradient_accumulation_steps: 4"))
+
+    found = check(file, training=training_arguments(["--gradient_accumulation_steps", "8"]))
+
+    (mismatch,) = (each for each in found if each.code == "config-training-mismatch")
+    assert mismatch.summary == "gradient_accumulation_steps: the file says 4, the training arguments say 8"
+
+
+def test_parameters_are_counted_in_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 1\n")
+    command = [sys.executable, "-m", "trainer_plugins", "configs", "check", str(file), "--params", "inf"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 2
+    assert "--params counts the parameters of the model" in done.stderr
