@@ -56,10 +56,13 @@ class Run:
         self.gathers = Gathers(attached.trainer.accelerator)
         self.model = self.ranks.bare
         self.state = attached.trainer.state
-        self.card = card_of(attached.trainer.args.device)
+        self.memo.card = self.memo.card or card_of(attached.trainer.args.device)  # none before a run has begun
+        self.card = self.memo.card
         self.weights: dict[str, Weight] = {}
         """Those that have their certificate, by the name of the layout."""
         self.is_refused = self.leftover_is_said = False
+        self.is_scale_seen = False
+        """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
         self.is_final = False
         """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
@@ -67,10 +70,10 @@ class Run:
 
     def start(self) -> Start:
         """The moment before an attempt."""
-        allocated_bytes = self.card.read().allocated_bytes if self.card else 0
+        reading = self.card.read() if self.card else None
         # Where a failure throws every gradient away, none has to be told from the others.
         watched = self._parameters if self.ranks.window is None else ()
-        return Start(Snapshot(self.attached.trainer), GradientMark(watched), allocated_bytes)
+        return Start(Snapshot(self.attached.trainer), GradientMark(watched), reading.allocated_bytes if reading else 0)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""
