@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 
 from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.finding import Finding
-from trainer_plugins.survival.baseline import card_of
+from trainer_plugins.survival.baseline import Card, card_of
 from trainer_plugins.survival.ladder import climb, is_checkpointing
 from trainer_plugins.survival.optimizer_states import create_states
 from trainer_plugins.survival.pace import Pace
@@ -42,6 +42,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Of the rungs, those that are on because of us, in this process."""
         self.pace: Pace | None = None
         """Where the limit is this rank's own, and no plan's."""
+        self.card: Card | None = None
+        """Of the run, opened once."""
         self.is_in_step = False
         """Whether a step is being computed: what others compute between steps is none of ours."""
 
@@ -55,6 +57,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begin_run()
+        self.card, self.is_in_step = card_of(args.device), False
         with self.harmless():
             self._recall(args, state, kwargs["model"])
             if said := create_states(kwargs["optimizer"]):
@@ -74,9 +77,9 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if self.pace is None:
             return
         with self.harmless():
-            card = card_of(args.device)
-            before, num_retries = self.limit, card.read().num_alloc_retries if card else 0
-            self.limit, is_thrashing = self.pace.after_step(before, num_retries or 0)
+            reading = self.card.read() if self.card else None
+            num_retries = reading.num_alloc_retries if reading else 0
+            self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
 
@@ -111,8 +114,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
         self._num_logged = self.num_survived
-        card = card_of(args.device)
-        learned_on = [card.read().total_bytes if card else 0, is_checkpointing(model) and not self.rungs]
+        reading = self.card.read() if self.card else None
+        learned_on = [reading.total_bytes if reading else 0, is_checkpointing(model) and not self.rungs]
         if learned_on != self.learned_on:
             self.limit, self.is_rehearsed, self.rungs, self.learned_on = math.inf, False, [], learned_on
         # What the user has on by now is the user's, and what an earlier run of this Trainer has switched on is ours.

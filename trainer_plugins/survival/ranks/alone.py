@@ -132,7 +132,8 @@ class Alone:
     def _slack_bytes(self) -> int:
         """No less than a segment of torch's allocator."""
         card = card_of(self.trainer.args.device)
-        return max(2 * MIB, int(SLACK * card.read().total_bytes)) if card else 0
+        reading = card.read() if card else None
+        return max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
 
     def _compute_beside(
         self, compute: Callable[[nn.Module, int], object], model: nn.Module, size: int, held_bytes: int

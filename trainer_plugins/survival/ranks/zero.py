@@ -104,8 +104,9 @@ class Zero(Alone):
 
     def _fits(self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]) -> bool:
         card = card_of(self.trainer.args.device)
-        assert card is not None, "nothing is rehearsed where memory is not counted"
-        reading = card.read()
+        reading = card.read() if card else None
+        if card is None or reading is None:
+            raise RuntimeError(self._stop("the memory of its card cannot be read"))
         room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
         if self.highest(int(foreseen(peaks, size) > room_bytes)):
             return False
@@ -113,7 +114,9 @@ class Zero(Alone):
         failure = self.attempt(partial(compute, size))
         if isinstance(failure, DidNotFit):
             raise torch.OutOfMemoryError(f"{failure.words}\n{self._stop(f'{size} of the longest rows do not fit')}")
-        peaks.append((size, card.read().peak_allocated_bytes))
+        if (after := card.read()) is None:
+            raise RuntimeError(self._stop("the memory of its card cannot be read"))
+        peaks.append((size, after.peak_allocated_bytes))
         return True
 
     def _stop(self, why: str) -> str:
