@@ -1,8 +1,6 @@
 """survive_oom: attach to a Trainer, and let go of it again."""
 
-import logging
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import Trainer
 
@@ -15,43 +13,25 @@ from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.run import Attached, memo_of
 from trainer_plugins.survival.words import not_attached
 
-logger = logging.getLogger(__name__)
-
 
 class Survival:
     """What `survive_oom` returns. As a context manager it detaches at the end."""
 
     def __init__(self, trainer: Trainer, engine: Engine | None) -> None:
         self._trainer, self._engine = trainer, engine
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
         if engine is not None:
-            self._replace(trainer, "compute_loss", engine.compute_loss)
-            self._replace(trainer.accelerator, "backward", engine.backward)
-            self._replace(trainer, "prediction_step", engine.evaluation.prediction_step)
+            engine.attach()
             memo_of(trainer)
 
     def detach(self) -> None:
         """Put back the methods, the callback, and what was switched on, as they were. Again it does nothing."""
         if self._engine is None:
             return
-        self._engine.is_attached = False
-        self._engine.end_run()
+        self._engine.detach()
         self._engine = None
-        for owner, name, before, ours in reversed(self._replaced):
-            if vars(owner).get(name) is not ours:
-                logger.warning("%s was replaced once more since: that is left in place, and ours does nothing", name)
-            elif before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
         memo = self._trainer.pop_callback(SurvivalMemo)
         for rung in memo.rungs if memo else ():
             descend(rung, self._trainer.model)
-
-    def _replace(self, owner: Any, name: str, ours: Any) -> None:
-        """On the instance: the class, and every other Trainer, stay as they are."""
-        self._replaced.append((owner, name, vars(owner).get(name), ours))
-        setattr(owner, name, ours)
 
     def __enter__(self) -> "Survival":
         return self

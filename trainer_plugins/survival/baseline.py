@@ -41,7 +41,7 @@ class Card:
             return None
         try:
             return question()
-        except Exception as error:  # a monitor's error is none of training's
+        except Exception as error:  # noqa: BLE001 - a monitor's error is none of training's
             self._has_failed = True
             logger.warning(
                 "survive_oom reads the memory of %s no more: %s: %s. Training goes on, and nothing more is rehearsed",
@@ -56,7 +56,7 @@ def card_of(device: torch.device) -> Card | None:
         return None
     try:
         return Card(open_device(device))
-    except Exception:  # a ValueError where torch counts nothing; and whatever a driver says
+    except Exception:  # noqa: BLE001 - a ValueError where torch counts nothing, and whatever a driver says
         return None
 
 

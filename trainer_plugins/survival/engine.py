@@ -24,11 +24,13 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.handed import Handed
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
+from trainer_plugins.survival.losses import Family, family_of
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.pace import Pace
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.rehearsal import rehearse
+from trainer_plugins.survival.replaced import Replaced
 from trainer_plugins.survival.replay import Replay, tiny_pass
 from trainer_plugins.survival.run import Attached, Run, memo_of
 from trainer_plugins.survival.words import not_attached
@@ -39,10 +41,23 @@ class Engine:
 
     def __init__(self, attached: Attached) -> None:
         self.is_attached = True
-        self._attached = attached
+        self._attached, self._replaced = attached, Replaced()
+        self._accelerator: Any = None
         self._run: Run | None = None
         self._current: MicroBatch | None = None
-        self.evaluation = Evaluation(attached)
+        self._evaluation = Evaluation(attached)
+
+    def attach(self) -> None:
+        """Stand before the Trainer's methods."""
+        self._replaced.put(self._attached.trainer, "compute_loss", self.compute_loss)
+        self._replaced.put(self._attached.trainer, "prediction_step", self._evaluation.prediction_step)
+        self._follow_accelerator()
+
+    def detach(self) -> None:
+        """Put back the methods, and what a run has changed on its model."""
+        self.is_attached = False
+        self._end_run()
+        self._replaced.put_back()
 
     def compute_loss(
         self,
@@ -53,7 +68,7 @@ class Engine:
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
         if self.is_attached and not model.training and not torch.is_grad_enabled():
-            return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
         run = self._run_of(model, inputs, num_items_in_batch) if is_ours else None
@@ -61,6 +76,15 @@ class Engine:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        try:
+            return self._training_loss(run, model, inputs, num_items_in_batch)
+        except BaseException:  # an interruption too: the step is over, and what is computed next is none of it
+            run.memo.is_in_step = False
+            raise
+
+    def _training_loss(
+        self, run: Run, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
         run.gathers.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
         run.ranks.begin(micro)
@@ -86,8 +110,15 @@ class Engine:
         if micro is None or self._run is None:
             self._attached.backward(loss, **options)
             return
+        try:
+            self._training_backward(self._run, micro, loss, options)
+        except BaseException:
+            self._run.memo.is_in_step = False
+            raise
+
+    def _training_backward(self, run: Run, micro: MicroBatch, loss: torch.Tensor, options: dict[str, Any]) -> None:
         assert micro.handed is not None
-        run, wrong = self._run, micro.handed.added(loss)
+        wrong = micro.handed.added(loss)
         if not wrong and (micro.is_finished or not run.is_scale_seen):
             run.is_scale_seen, wrong = True, micro.handed.measured(loss)
         if wrong:
@@ -118,8 +149,16 @@ class Engine:
         recovery = _recovery(run, micro)
         return recovery if recovery.plan() > 1 else None
 
-    def end_run(self) -> None:
-        """Put back what a run has changed on its model."""
+    def _follow_accelerator(self) -> None:
+        """Stand before the Trainer's accelerator: transformers makes a new one for each trial of a search."""
+        accelerator = self._attached.trainer.accelerator
+        if accelerator is not self._accelerator:
+            if self._accelerator is not None:
+                self._replaced.put_back(self._accelerator)
+            self._accelerator, self._attached.backward = accelerator, accelerator.backward
+            self._replaced.put(accelerator, "backward", self.backward)
+
+    def _end_run(self) -> None:
         if self._run is not None:
             self._run.ranks.end()
 
@@ -127,11 +166,12 @@ class Engine:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         is_new = self._run is None or self._run.state is not self._attached.trainer.state
         if self._run is None or is_new:
-            self.end_run()
+            self._end_run()
+            self._follow_accelerator()
             self._run, self._current = Run(self._attached, model), None
         self._run.ranks.tiny = partial(tiny_pass, self._run, inputs, num_items)
         if is_new:
-            if reasons := refusals(self._attached.trainer):
+            if reasons := [*refusals(self._attached.trainer), *self._judged_anew()]:
                 self._run.is_refused = True
                 self._run.refuse(reasons)
             try:
@@ -150,6 +190,15 @@ class Engine:
             self._current, self._run.is_refused = None, True
             self._run.refuse([why])
         return self._run
+
+    def _judged_anew(self) -> list[str]:
+        """Why the loss cannot be divided, where there is another model by now: `model_init` makes one a training."""
+        family = family_of(self._attached.trainer, self._attached.compute_loss)
+        if not isinstance(family, Family):
+            return [family]
+        self._attached.family = family
+        self._evaluation.begin_run()
+        return []
 
     def _pace(self, run: Run) -> Pace:
         """Of a limit of this rank's own. One that a rehearsal found does not grow, unless it was lowered since."""

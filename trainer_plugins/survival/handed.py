@@ -42,7 +42,7 @@ class Handed:
         return ""
 
     def measured(self, loss: torch.Tensor) -> str:
-        """Whether what came back has another derivative than the Trainer's factor. Reads the device; keeps the graph."""
+        """Whether the derivative of what came back is another than the Trainer's factor. Reads the device."""
         if self._edge is None or self._is_untouched(loss):
             return self._wrong(1.0, loss.dtype)
         if loss.grad_fn is None:
@@ -59,7 +59,7 @@ class Handed:
         self._edge.node.register_prehook(lambda gradients: arrived.append(gradients[place]))
 
     def seen(self) -> str:
-        """Whether a backward pass that was watched had another derivative than the Trainer's factor. Reads the device."""
+        """Whether a backward pass that was watched had another derivative than that. Reads the device."""
         if len(self._arrived) < 2:
             return ""
         begun, come = (float(gradient) for gradient in self._arrived)
@@ -73,8 +73,11 @@ class Handed:
         return self._edge is not None and loss.grad_fn is self._edge.node and loss.output_nr == self._edge.output_nr
 
     def _wrong(self, got: float, dtype: torch.dtype) -> str:
-        """A factor that the loss's type can hold comes out as it is: division is rounded correctly (IEEE 754). Another
-        is off by half a unit in the last place for each of two roundings at most, so by `eps` of the coarser type."""
+        """Say what is wrong with a derivative, if anything is.
+
+        A factor that the types can hold comes out as it is, for division is rounded correctly (IEEE 754). Another is
+        off by half a unit in the last place for each rounding: by `eps` of the coarser type, if there are two of them.
+        """
         types = (dtype, self._dtype)
         is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
         tolerance = 0.0 if is_exact else max(torch.finfo(one).eps for one in types) * self._scale

@@ -6,6 +6,7 @@ weights that come into question, and measured before it is used (`certificate.py
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,8 +83,13 @@ def bare_model(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def family_of(trainer: Trainer) -> Family | str:
-    """The family of a Trainer's loss, or why it has none."""
+def family_of(trainer: Trainer, compute_loss: Callable[..., Any] | None = None) -> Family | str:
+    """The family of a Trainer's loss, or why it has none.
+
+    Args:
+        trainer: whose loss it is.
+        compute_loss: the Trainer's own, where another stands in its place by now.
+    """
     # TRL's trainers have a second method by that name, which is the one to override.
     owner = next(c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"})
     name, library = owner.__name__, owner.__module__.partition(".")[0]
@@ -93,7 +99,7 @@ def family_of(trainer: Trainer) -> Family | str:
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
     if callable(trainer.compute_loss_func):  # trl's GRPO passes a text, as a sign
         return "compute_loss_func is a loss of your own, and whether it can be divided is not known"
-    here = getattr(trainer.compute_loss, "__module__", "").partition(".")[0]
+    here = getattr(compute_loss or trainer.compute_loss, "__module__", "").partition(".")[0]
     if library in ("transformers", "trl") and here != library:
         return "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
     if (library, name) == ("transformers", "Trainer"):

@@ -1,7 +1,6 @@
 """A micro-batch on its way from `compute_loss` to the end of `backward`, and the pieces it is divided into."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn

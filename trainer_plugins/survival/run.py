@@ -22,7 +22,7 @@ from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import not_attached
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attached:
     """A Trainer, what was found out about it, what the user wants, and the methods as they were."""
 
@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
         self.attached, self.ranks = attached, kind_of(attached.trainer, model)
-        self.gathers = Gathers(attached.trainer.accelerator)
+        self.gathers = Gathers(attached.trainer)
         self.model = self.ranks.bare
         self.state = attached.trainer.state
         self.memo.card = self.memo.card or card_of(attached.trainer.args.device)  # none before a run has begun
