@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
+from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import Story
 
@@ -32,6 +34,8 @@ class Recovery:
         self._phase = ""
         self._layout: Layout | None = None
         self._why_whole = ""
+        self._added: list[tuple[Piece, Snapshot, set[nn.Parameter] | None]] = []
+        """What parts have added to gradients: which, from which moment, to which parameters (None: all not final)."""
         self._num_pieces = 1
         try:
             self._layout = find_layout(run.attached.family.layouts, micro.whole.inputs)
@@ -75,6 +79,8 @@ class Recovery:
         self._make_room(piece)
         if changed:
             self._check_finality()
+            if piece is not self._micro.whole:
+                self._added.append((piece, start.snapshot, changed))
             piece.final |= changed
 
     def plan(self) -> int:
@@ -106,11 +112,20 @@ class Recovery:
                 queue.extendleft(reversed(parts))
                 continue
             start = self._run.start()
-            loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+            try:
+                loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+            except Exception as error:
+                if piece is self._micro.whole:
+                    raise
+                self._added.append((piece, start.snapshot, start.mark.changed()))
+                self._take_back(error)
+                queue, total = deque([self._micro.whole]), None
+                continue
             if isinstance(loss, DidNotFit):
                 self.failed(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
+            self._added.append((replace(piece, final=set(piece.final)), start.snapshot, None))
             total = loss if total is None else total + loss
             self._story.pieces.append(piece.num)
             if self._run.memo.pace is not None:
@@ -125,6 +140,34 @@ class Recovery:
             )
         assert total is not None
         return total
+
+    def _take_back(self, error: Exception) -> None:
+        """A part cannot be computed, as with images that are not spread evenly over rows: as if none had been tried.
+
+        What parts have added to gradients is computed once more, from the same random numbers, and subtracted.
+
+        Raises:
+            RuntimeError: other ranks wait for another part, or what was added does not fit once more.
+        """
+        self._why_whole = f"a part of it cannot be computed: {type(error).__name__}: {error}"
+        if self._run.ranks.in_step:
+            said = self._run.ranks.failed(self._phase, False, set())
+            raise RuntimeError(f"survive_oom could not help: {self._why_whole}; {said}") from error
+        everything = set(self._run.model.parameters())
+        for piece, snapshot, added in self._added:
+            if added is None or added:
+                snapshot.restore()
+                final = piece.final if added is None else everything - added
+                undone = self._run.ranks.attempt(
+                    partial(self._compute, replace(piece, factor=-piece.factor, final=final), False)
+                )
+                if isinstance(undone, DidNotFit):
+                    raise RuntimeError(f"survive_oom could not help: {self._why_whole}; {undone.words}") from error
+        self._added.clear()
+        self._story.pieces.clear()
+        self._run.gathers.forget_pieces()
+        self._layout = None
+        self._micro.start.snapshot.restore()
 
     def _give_up(self, why: str) -> NoReturn:
         """Say why, and let the error of the first attempt go on."""

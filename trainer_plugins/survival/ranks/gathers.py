@@ -47,6 +47,10 @@ class Gathers:
         """A micro-batch begins."""
         self._answers, self._pieces = [], []
 
+    def forget_pieces(self) -> None:
+        """What pieces have brought is brought again, by the whole."""
+        self._pieces = []
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Around a call of `compute_loss`: for so long, and no longer, the accelerator's exchanges come here."""
