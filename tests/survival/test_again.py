@@ -41,7 +41,7 @@ def test_every_trial_of_a_search_survives(tmp_path, monkeypatch, attach) -> None
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(id="1")))
 
     def searched(attach=None):
-        trainer, gradients = small_trainer(tmp_path, trainer_class=WithModels), []
+        trainer, gradients = small_trainer(tmp_path, trainer_class=WithModels), list[list]()
         trainer.add_callback(Gradients(gradients))
         survival = attach(trainer) if attach else None
         fails = OnceEachTrial(trainer) if attach else None
@@ -69,7 +69,7 @@ class OnceEachTrial:
     def step(self, model, *args, **kwargs):
         self.num += 1
         where = {1: model.model.layers[1], 3: None}.get((self.num - 1) % 4 + 1, False)
-        hooks = []
+        hooks: list = []
         if where is not False:
             layer = model.model.layers[1]
 

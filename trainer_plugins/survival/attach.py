@@ -6,7 +6,7 @@ from transformers import Trainer
 
 from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.ladder import RUNGS, descend
-from trainer_plugins.survival.losses import Family, family_of
+from trainer_plugins.survival.losses import VOUCH, Family, Unknown, family_of
 from trainer_plugins.survival.marks import holds_here
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.refusals import refusals
@@ -47,6 +47,7 @@ def survive_oom(
     ladder: Sequence[str] = RUNGS,
     plan_first: bool = True,
     on_refusal: str = "error",
+    vouch_for_loss: bool = False,
 ) -> Survival:
     """Let a Trainer finish the step when a micro-batch does not fit, with the gradient it would have had.
 
@@ -63,22 +64,22 @@ def survive_oom(
         plan_first: compute the longest rows before step 1, to know beforehand how many fit at once. Leaves no trace.
         on_refusal: where the result would not be exact, or is not known to be: "error" raises, "warn" says so once and
             leaves training as it is.
+        vouch_for_loss: a loss of your own (`compute_loss`, `compute_loss_func`, a `forward`, a hook) is a sum or a mean
+            over examples. Which, is measured before the first division; where it is neither, nothing is divided.
 
     Raises:
         ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing is changed then.
     """
     check_options(min_micro_batch, ladder, on_refusal)
-    reasons, family = refusals(trainer), family_of(trainer)
+    reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
         reasons.append("this version of torch does not finish gradients one by one, tried just now: please report it")
     if not isinstance(family, Family):
-        reasons.append(family)
+        reasons.append(family + VOUCH * isinstance(family, Unknown))
     if isinstance(family, Family) and not reasons:
         originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
-        attached = Attached(
-            trainer, family, min_micro_batch, tuple(ladder), plan_first, on_refusal == "error", *originals
-        )
-        return Survival(trainer, Engine(attached))
+        options = (min_micro_batch, tuple(ladder), plan_first, on_refusal == "error", vouch_for_loss)
+        return Survival(trainer, Engine(Attached(trainer, family, *options, *originals)))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
     SurvivalMemo().remark(trainer.args, 0, not_attached(reasons))

@@ -23,7 +23,7 @@ from torch import nn
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.handed import Handed
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.losses import Family, family_of
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.pace import Pace
@@ -175,7 +175,7 @@ class Engine:
                 self._run.is_refused = True
                 self._run.refuse(reasons)
             try:
-                find_layout(self._attached.family.layouts, inputs)
+                self._run.layout_of(inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
             if self._attached.plan_first and not self._run.is_refused:
@@ -193,7 +193,7 @@ class Engine:
 
     def _judged_anew(self) -> list[str]:
         """Why the loss cannot be divided, where there is another model by now: `model_init` makes one a training."""
-        family = family_of(self._attached.trainer, self._attached.compute_loss)
+        family = family_of(self._attached.trainer, self._attached.compute_loss, is_vouched=self._attached.vouched)
         if not isinstance(family, Family):
             return [family]
         self._attached.family = family
@@ -202,9 +202,9 @@ class Engine:
 
     def _pace(self, run: Run) -> Pace:
         """Of a limit of this rank's own. One that a rehearsal found does not grow, unless it was lowered since."""
-        too_much = run.memo.limit if run.memo.is_rehearsed else math.inf
+        ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
         reading = run.card.read() if run.card else None
-        return Pace(too_much=too_much, num_retries=reading.num_alloc_retries if reading else 0)
+        return Pace(too_much=ceiling, ceiling=ceiling, num_retries=reading.num_alloc_retries if reading else 0)
 
     def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
         """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import Card, card_of
@@ -35,6 +36,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Whether the limit is that of the longest rows; infinite then means that all of them fit."""
         self.rungs: list[str] = []
         self.num_survived = 0
+        self.num_divided = 0
+        """Micro-batches that were computed in pieces, since training logged last."""
         self.learned_on: list[Any] = []
         """The size of the card, and whether activations were checkpointed anyway: the limit holds for no other."""
         self._num_logged = 0
@@ -57,6 +60,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begin_run()
+        move_before_trackers(self)
         self.card, self.is_in_step = card_of(args.device), False
         with self.harmless():
             self._recall(args, state, kwargs["model"])
@@ -84,9 +88,16 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
                 self.remark(args, state.global_step, thrashing(self.limit))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.num_survived > self._num_logged and state.log_history:
-            self._num_logged = self.num_survived
-            state.log_history[-1]["out_of_memory_survived"] = self.num_survived
+        numbers: dict[str, float] = {}
+        if self.num_survived > self._num_logged:
+            self._num_logged = numbers["out_of_memory_survived"] = self.num_survived
+        logs: dict[str, float] = kwargs.get("logs") or {}
+        if {"loss", "learning_rate"} <= logs.keys():  # training's own line: others come back from train() or evaluate()
+            if not math.isinf(self.limit) or self.num_divided:
+                numbers["memory/divided_micro_batches"], self.num_divided = float(self.num_divided), 0
+            logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)  # the Trainer has put a copy of `logs` there before
 
     def climb(self, ladder: Iterable[str], model: nn.Module) -> str:
         """Switch the next rung on, for which the limit is open again. Returns its name; "" where there is none."""

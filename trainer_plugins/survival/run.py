@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import card_of
-from trainer_plugins.survival.layouts import Inputs
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, Packed, find_layout
 from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
@@ -32,6 +32,9 @@ class Attached:
     ladder: tuple[str, ...]
     plan_first: bool
     strict: bool
+    vouched: bool
+    """Whether the user vouches for a loss of which it is not known whether it can be divided."""
+
     compute_loss: Callable[..., Any]
     backward: Callable[..., Any]
     prediction_step: Callable[..., Any]
@@ -61,6 +64,7 @@ class Run:
         self.weights: dict[str, Weight] = {}
         """Those that have their certificate, by the name of the layout."""
         self.is_refused = self.leftover_is_said = False
+        self.is_division_said = False
         self.is_scale_seen = False
         """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
         self.is_final = False
@@ -74,6 +78,19 @@ class Run:
         # Where a failure throws every gradient away, none has to be told from the others.
         watched = self._parameters if self.ranks.window is None else ()
         return Start(Snapshot(self.attached.trainer), GradientMark(watched), reading.allocated_bytes if reading else 0)
+
+    def layout_of(self, inputs: Inputs) -> Layout:
+        """How the examples lie.
+
+        Raises:
+            IndivisibleError: in no known way, or in one that this run cannot divide.
+        """
+        layout = find_layout(self.attached.family.layouts, inputs)
+        if isinstance(layout, Packed) and getattr(self.attached.trainer, "neftune_noise_alpha", None):
+            raise IndivisibleError(
+                "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces would get more of it"
+            )
+        return layout
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""

@@ -9,7 +9,6 @@ that fails leaves in them cannot be put back, and the other ranks wait inside th
 * where something does not fit all the same, every rank stops with the reason (`failed`, `brake.py`).
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,9 +29,6 @@ from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
 from trainer_plugins.survival.ranks.alone import SLACK, Alone
 from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
-
-_OPEN = 1 << 60
-"""In a vote, the limit of a rank that has none."""
 
 
 class Zero(Alone):
@@ -61,11 +57,6 @@ class Zero(Alone):
         """In stage 3 no other than the engine: without it weights are not gathered."""
         module: nn.Module = self._engine if self._stage == 3 else self._engine.module
         return module
-
-    def agreed(self, limit: float) -> float:
-        """The least of all ranks', in whole tokens."""
-        least = -self.highest(-int(min(limit, _OPEN)))
-        return math.inf if least == _OPEN else float(least)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         return self._stop(f"a {phase} pass of ZeRO cannot be repeated")
