@@ -24,6 +24,7 @@ _PARAMETERS = {
     "memory_release_every_steps": (CUDA_CACHE, "interval"),
     "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
     "memory_on_refusal": (SURVIVE, "on_refusal"),
+    "memory_vouch_for_loss": (SURVIVE, "vouch_for_loss"),
 }
 
 
@@ -70,6 +71,10 @@ class MemoryArguments:
     memory_on_refusal: str = field(
         default="warn",
         metadata={"help": "Where out-of-memory errors of a run cannot be survived: warn, or error. (SurviveOOM)"},
+    )
+    memory_vouch_for_loss: bool = field(
+        default=False,
+        metadata={"help": "A loss of your own is a sum or mean over examples: measured, then divided. (SurviveOOM)"},
     )
 
     def __post_init__(self) -> None:

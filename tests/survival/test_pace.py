@@ -28,7 +28,7 @@ def trained(tmp_path, simgpu, capacity_mib: int, steps: int, model, *callbacks, 
     return trainer
 
 
-EACH_CLEAN_STEP = (0.0, math.inf, 1, 0, False, False, 0, 0, 0)
+EACH_CLEAN_STEP = (0.0, math.inf, 1, 0, False, False, 0, 0, 0, math.inf)
 
 
 @pytest.mark.parametrize(("capacity_mib", "last"), [(12, [21, 21, 22]), (10, [16, 16, 16, 16])])

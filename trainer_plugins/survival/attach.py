@@ -1,21 +1,17 @@
 """survive_oom: attach to a Trainer, and let go of it again."""
 
-import logging
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import Trainer
 
 from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.ladder import RUNGS, descend
-from trainer_plugins.survival.losses import Family, family_of
+from trainer_plugins.survival.losses import VOUCH, Family, Unknown, family_of
 from trainer_plugins.survival.marks import holds_here
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.run import Attached, memo_of
 from trainer_plugins.survival.words import not_attached
-
-logger = logging.getLogger(__name__)
 
 
 class Survival:
@@ -23,35 +19,19 @@ class Survival:
 
     def __init__(self, trainer: Trainer, engine: Engine | None) -> None:
         self._trainer, self._engine = trainer, engine
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
         if engine is not None:
-            self._replace(trainer, "compute_loss", engine.compute_loss)
-            self._replace(trainer.accelerator, "backward", engine.backward)
-            self._replace(trainer, "prediction_step", engine.evaluation.prediction_step)
+            engine.attach()
             memo_of(trainer)
 
     def detach(self) -> None:
         """Put back the methods, the callback, and what was switched on, as they were. Again it does nothing."""
         if self._engine is None:
             return
-        self._engine.is_attached = False
-        self._engine.end_run()
+        self._engine.detach()
         self._engine = None
-        for owner, name, before, ours in reversed(self._replaced):
-            if vars(owner).get(name) is not ours:
-                logger.warning("%s was replaced once more since: that is left in place, and ours does nothing", name)
-            elif before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
         memo = self._trainer.pop_callback(SurvivalMemo)
         for rung in memo.rungs if memo else ():
             descend(rung, self._trainer.model)
-
-    def _replace(self, owner: Any, name: str, ours: Any) -> None:
-        """On the instance: the class, and every other Trainer, stay as they are."""
-        self._replaced.append((owner, name, vars(owner).get(name), ours))
-        setattr(owner, name, ours)
 
     def __enter__(self) -> "Survival":
         return self
@@ -67,6 +47,7 @@ def survive_oom(
     ladder: Sequence[str] = RUNGS,
     plan_first: bool = True,
     on_refusal: str = "error",
+    vouch_for_loss: bool = False,
 ) -> Survival:
     """Let a Trainer finish the step when a micro-batch does not fit, with the gradient it would have had.
 
@@ -83,22 +64,22 @@ def survive_oom(
         plan_first: compute the longest rows before step 1, to know beforehand how many fit at once. Leaves no trace.
         on_refusal: where the result would not be exact, or is not known to be: "error" raises, "warn" says so once and
             leaves training as it is.
+        vouch_for_loss: a loss of your own (`compute_loss`, `compute_loss_func`, a `forward`, a hook) is a sum or a mean
+            over examples. Which, is measured before the first division; where it is neither, nothing is divided.
 
     Raises:
         ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing is changed then.
     """
     check_options(min_micro_batch, ladder, on_refusal)
-    reasons, family = refusals(trainer), family_of(trainer)
+    reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
         reasons.append("this version of torch does not finish gradients one by one, tried just now: please report it")
     if not isinstance(family, Family):
-        reasons.append(family)
+        reasons.append(family + VOUCH * isinstance(family, Unknown))
     if isinstance(family, Family) and not reasons:
         originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
-        attached = Attached(
-            trainer, family, min_micro_batch, tuple(ladder), plan_first, on_refusal == "error", *originals
-        )
-        return Survival(trainer, Engine(attached))
+        options = (min_micro_batch, tuple(ladder), plan_first, on_refusal == "error", vouch_for_loss)
+        return Survival(trainer, Engine(Attached(trainer, family, *options, *originals)))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
     SurvivalMemo().remark(trainer.args, 0, not_attached(reasons))

@@ -24,6 +24,7 @@ class SurviveOOM(RunCallback):
         ladder: as for `survive_oom`.
         plan_first: as for `survive_oom`.
         on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends it before step 1.
+        vouch_for_loss: as for `survive_oom`.
 
     Raises:
         ValueError: a bad argument.
@@ -35,6 +36,7 @@ class SurviveOOM(RunCallback):
         ladder: Sequence[str] = RUNGS,
         plan_first: bool = True,
         on_refusal: str = "warn",
+        vouch_for_loss: bool = False,
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal)
@@ -43,6 +45,7 @@ class SurviveOOM(RunCallback):
             "ladder": tuple(ladder),
             "plan_first": plan_first,
             "on_refusal": on_refusal,
+            "vouch_for_loss": vouch_for_loss,
         }
 
     def on_train_begin(

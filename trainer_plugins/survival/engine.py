@@ -5,7 +5,7 @@ Invariants, and where each is kept:
 * The gradient of a micro-batch is the weighted sum of its pieces': `losses.py` says so, `certificate.py` measures it.
 * No parameter receives the gradient of an example twice: `Piece.final`, from `GradientMark.changed`.
 * A failed attempt leaves no tensor (`attempt.py`), no drawn number and no metric (`snapshot.py`).
-* The loss is scaled between the two as the Trainer does it: `_scale`, and `_wrong_scale` looks.
+* The loss is scaled between the two as the Trainer does it: `_scale`, and `handed.py` measures it.
 * Where everything fits, nothing is copied, computed or waited for.
 
 Not `training_step`: TRL's trainers generate, slice and count in theirs, which must be entered once a micro-batch. And
@@ -22,12 +22,15 @@ from torch import nn
 
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.evaluation import Evaluation
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
+from trainer_plugins.survival.handed import Handed
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs
+from trainer_plugins.survival.losses import Family, family_of
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.pace import Pace
 from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.rehearsal import rehearse
+from trainer_plugins.survival.replaced import Replaced
 from trainer_plugins.survival.replay import Replay, tiny_pass
 from trainer_plugins.survival.run import Attached, Run, memo_of
 from trainer_plugins.survival.words import not_attached
@@ -38,10 +41,23 @@ class Engine:
 
     def __init__(self, attached: Attached) -> None:
         self.is_attached = True
-        self._attached = attached
+        self._attached, self._replaced = attached, Replaced()
+        self._accelerator: Any = None
         self._run: Run | None = None
         self._current: MicroBatch | None = None
-        self.evaluation = Evaluation(attached)
+        self._evaluation = Evaluation(attached)
+
+    def attach(self) -> None:
+        """Stand before the Trainer's methods."""
+        self._replaced.put(self._attached.trainer, "compute_loss", self.compute_loss)
+        self._replaced.put(self._attached.trainer, "prediction_step", self._evaluation.prediction_step)
+        self._follow_accelerator()
+
+    def detach(self) -> None:
+        """Put back the methods, and what a run has changed on its model."""
+        self.is_attached = False
+        self._end_run()
+        self._replaced.put_back()
 
     def compute_loss(
         self,
@@ -52,7 +68,7 @@ class Engine:
     ) -> Any:
         """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
         if self.is_attached and not model.training and not torch.is_grad_enabled():
-            return self.evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
         run = self._run_of(model, inputs, num_items_in_batch) if is_ours else None
@@ -60,6 +76,15 @@ class Engine:
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        try:
+            return self._training_loss(run, model, inputs, num_items_in_batch)
+        except BaseException:  # an interruption too: the step is over, and what is computed next is none of it
+            run.memo.is_in_step = False
+            raise
+
+    def _training_loss(
+        self, run: Run, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
         run.gathers.begin()
         micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
         run.ranks.begin(micro)
@@ -70,14 +95,13 @@ class Engine:
                 if run.memo.pace is not None:
                     run.memo.pace.computed(micro.whole.num_cells, is_divided=False)
                 loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
-                micro.value, micro.end, self._current = loss.detach(), loss.grad_fn, micro
+                micro.handed, self._current = Handed(loss, micro.scale), micro
                 return loss
             recovery = _recovery(run, micro)
-            recovery.failed(micro.whole, micro.start, loss, "forward")
-        micro.value = recovery.finish()
+            recovery.failed(micro.whole, micro.start, loss, "forward", why_not=_wrong_so_far(run))
+        loss = _stand_in(recovery.finish())
         micro.is_finished, self._current = True, micro
-        loss = _stand_in(micro.value)
-        micro.end = loss.grad_fn
+        micro.handed = Handed(loss, micro.scale)
         return loss
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -86,22 +110,36 @@ class Engine:
         if micro is None or self._run is None:
             self._attached.backward(loss, **options)
             return
-        if foreign := _adds_something(loss, micro.end):
-            self._run.is_refused = True
-        micro.end = None
+        try:
+            self._training_backward(self._run, micro, loss, options)
+        except BaseException:
+            self._run.memo.is_in_step = False
+            raise
+
+    def _training_backward(self, run: Run, micro: MicroBatch, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        assert micro.handed is not None
+        wrong = micro.handed.added(loss)
+        if not wrong and (micro.is_finished or not run.is_scale_seen):
+            run.is_scale_seen, wrong = True, micro.handed.measured(loss)
+        if wrong:
+            run.is_refused = True
         if micro.is_finished:
-            if wrong := foreign or _wrong_scale(micro, loss) or _wrong_options(options, self._run.ranks.options):
+            if wrong := wrong or _wrong_options(options, run.ranks.options):
                 raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
-        elif foreign:
-            self._run.refuse([foreign])
+        elif wrong:
+            micro.handed.let_go()
+            run.refuse([wrong])
             self._attached.backward(loss, **options)
         else:
+            micro.handed.watch(loss)
+            micro.handed.let_go()
             # The caller's frames hold the loss, and with it the graph.
             work = partial(self._attached.backward, loss, **options)
-            failure = self._run.ranks.attempt(work, release=partial(_cut_off, loss))
+            failure = run.ranks.attempt(work, release=partial(_cut_off, loss))
             if isinstance(failure, DidNotFit):
-                recovery = _recovery(self._run, micro, **options)
-                recovery.failed(micro.whole, micro.start, failure, "backward", why_not=_wrong_scale(micro, loss))
+                recovery = _recovery(run, micro, **options)
+                why_not = _wrong_so_far(run, micro)
+                recovery.failed(micro.whole, micro.start, failure, "backward", why_not=why_not)
                 recovery.finish()
 
     def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
@@ -111,8 +149,16 @@ class Engine:
         recovery = _recovery(run, micro)
         return recovery if recovery.plan() > 1 else None
 
-    def end_run(self) -> None:
-        """Put back what a run has changed on its model."""
+    def _follow_accelerator(self) -> None:
+        """Stand before the Trainer's accelerator: transformers makes a new one for each trial of a search."""
+        accelerator = self._attached.trainer.accelerator
+        if accelerator is not self._accelerator:
+            if self._accelerator is not None:
+                self._replaced.put_back(self._accelerator)
+            self._accelerator, self._attached.backward = accelerator, accelerator.backward
+            self._replaced.put(accelerator, "backward", self.backward)
+
+    def _end_run(self) -> None:
         if self._run is not None:
             self._run.ranks.end()
 
@@ -120,15 +166,16 @@ class Engine:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         is_new = self._run is None or self._run.state is not self._attached.trainer.state
         if self._run is None or is_new:
-            self.end_run()
+            self._end_run()
+            self._follow_accelerator()
             self._run, self._current = Run(self._attached, model), None
         self._run.ranks.tiny = partial(tiny_pass, self._run, inputs, num_items)
         if is_new:
-            if reasons := refusals(self._attached.trainer):
+            if reasons := [*refusals(self._attached.trainer), *self._judged_anew()]:
                 self._run.is_refused = True
                 self._run.refuse(reasons)
             try:
-                find_layout(self._attached.family.layouts, inputs)
+                self._run.layout_of(inputs)
             except IndivisibleError as error:  # which leaves what the ladder can do
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
             if self._attached.plan_first and not self._run.is_refused:
@@ -144,11 +191,20 @@ class Engine:
             self._run.refuse([why])
         return self._run
 
+    def _judged_anew(self) -> list[str]:
+        """Why the loss cannot be divided, where there is another model by now: `model_init` makes one a training."""
+        family = family_of(self._attached.trainer, self._attached.compute_loss, is_vouched=self._attached.vouched)
+        if not isinstance(family, Family):
+            return [family]
+        self._attached.family = family
+        self._evaluation.begin_run()
+        return []
+
     def _pace(self, run: Run) -> Pace:
         """Of a limit of this rank's own. One that a rehearsal found does not grow, unless it was lowered since."""
-        too_much = run.memo.limit if run.memo.is_rehearsed else math.inf
-        num_retries = run.card.read().num_alloc_retries if run.card else 0
-        return Pace(too_much=too_much, num_retries=num_retries or 0)
+        ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
+        reading = run.card.read() if run.card else None
+        return Pace(too_much=ceiling, ceiling=ceiling, num_retries=reading.num_alloc_retries if reading else 0)
 
     def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
         """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""
@@ -191,18 +247,10 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
     return leaf.clone()
 
 
-def _adds_something(loss: torch.Tensor, end: Any) -> str:
-    """Whether `training_step` made the loss of more than what `compute_loss` gave it. Goes through what it added."""
-    seen, nodes = {end}, [loss.grad_fn]
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if hasattr(node, "variable"):
-            return "training_step adds a term to the loss, whose gradient pieces would lack"
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-    return ""
+def _wrong_so_far(run: Run, *micros: MicroBatch) -> str:
+    """Whether one of these micro-batches, or of those that are computed again, was scaled otherwise than pieces are."""
+    handed = (micro.handed for micro in (*(run.ranks.window or ()), *micros))
+    return next((wrong for one in handed if one is not None and (wrong := one.seen())), "")
 
 
 def _cut_off(loss: torch.Tensor) -> None:
@@ -214,12 +262,3 @@ def _cut_off(loss: torch.Tensor) -> None:
 def _wrong_options(options: dict[str, Any], expected: Mapping[str, Any]) -> str:
     """Whether `backward` got other options than the pieces had."""
     return "" if options == expected else f"backward got the options {options}, and the pieces had {dict(expected)}"
-
-
-def _wrong_scale(micro: MicroBatch, loss: torch.Tensor) -> str:
-    """Whether the loss that came to `backward` is another than was expected. Reads the device."""
-    assert micro.value is not None
-    expected, got = float(micro.value) * micro.scale, float(loss.detach())
-    if math.isfinite(expected) and not math.isclose(expected, got, rel_tol=1e-2, abs_tol=1e-12):
-        return f"the loss was {expected:.6g} as the Trainer scales it, and {got:.6g} came to backward"
-    return ""

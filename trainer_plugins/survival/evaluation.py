@@ -32,7 +32,11 @@ class Evaluation:
         """By the layout, and whether losses are divided by a number that the caller gives: the Trainer does."""
         self._is_over_items = False
         self._are_outputs_wanted = True
-        self._gathers = Gathers(attached.trainer.accelerator)
+        self._gathers = Gathers(attached.trainer)
+
+    def begin_run(self) -> None:
+        """What was measured was of the model of another run."""
+        self._weights.clear()
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any

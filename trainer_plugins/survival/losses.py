@@ -6,13 +6,16 @@ weights that come into question, and measured before it is used (`certificate.py
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.layouts import Completions, Layout, Packed, Pairs, Rows
+from trainer_plugins.survival.layouts import Completions, Inputs, Layout, Packed, Pairs, Rows
+from trainer_plugins.survival.own_loss import what_replaces_the_loss
 from trainer_plugins.survival.weights import (
     ATTENDED_TOKENS,
     COMPLETION_TOKENS,
@@ -38,6 +41,22 @@ class Family:
     share: Weight
     """By which the metrics that a trainer logs are averaged over pieces."""
 
+    is_vouched: bool = False
+    """Whether the user says that the loss is one of these kinds."""
+
+    def for_inputs(self, inputs: Inputs) -> "Family":
+        """Without the weights that count labels, where there are none."""
+        if torch.is_tensor(inputs.get("labels")):
+            return self
+        return replace(self, weights=tuple(w for w in self.weights if w in (SUM, ROWS)) or self.weights)
+
+
+VOUCH = " (vouch_for_loss=True says that it is a sum or a mean over examples, and it is measured then)"
+
+
+class Unknown(str):
+    """Why it is not known whether a loss is a sum over examples. A user may vouch for it, and it is measured then."""
+
 
 _CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS), NEXT_TOKENS)
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
@@ -45,6 +64,7 @@ _LM_HEAD = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
+_VOUCHED = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS, LABELLED_ROWS, ROWS), ROWS, is_vouched=True)
 
 # By `model.loss_type`, which transformers derives from the class of a model: see LOSS_MAPPING there.
 _BY_MODEL = {
@@ -82,8 +102,21 @@ def bare_model(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def family_of(trainer: Trainer) -> Family | str:
-    """The family of a Trainer's loss, or why it has none."""
+def family_of(
+    trainer: Trainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
+) -> Family | str:
+    """The family of a Trainer's loss, or why it has none.
+
+    Args:
+        trainer: whose loss it is.
+        compute_loss: the Trainer's own, where another stands in its place by now.
+        is_vouched: whether the user says that it is a sum or a mean over examples, where that is not known.
+    """
+    found = _family_of(trainer, compute_loss or trainer.compute_loss)
+    return _VOUCHED if is_vouched and isinstance(found, Unknown) else found
+
+
+def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
     # TRL's trainers have a second method by that name, which is the one to override.
     owner = next(c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"})
     name, library = owner.__name__, owner.__module__.partition(".")[0]
@@ -92,13 +125,15 @@ def family_of(trainer: Trainer) -> Family | str:
     ):
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
     if callable(trainer.compute_loss_func):  # trl's GRPO passes a text, as a sign
-        return "compute_loss_func is a loss of your own, and whether it can be divided is not known"
-    here = getattr(trainer.compute_loss, "__module__", "").partition(".")[0]
+        return Unknown("compute_loss_func is a loss of your own, and whether it can be divided is not known")
+    here = getattr(compute_loss, "__module__", "").partition(".")[0]
     if library in ("transformers", "trl") and here != library:
         return "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)
     if (library, name) == ("trl", "SFTTrainer"):
+        if replaced := what_replaces_the_loss(trainer.model):
+            return Unknown(f"{replaced}, and whether that loss can be divided is not known")
         # trl before 1.3 averages its entropy over prompts too; with Liger there is none, but an accuracy over labels.
         return _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=ATTENDED_TOKENS)
     if (library, name) == ("trl", "RewardTrainer"):
@@ -109,7 +144,7 @@ def family_of(trainer: Trainer) -> Family | str:
         return _family_of_grpo(trainer)
     if (library, name) == ("trl", "RLOOTrainer"):
         return _completions(ROWS)
-    return f"{name}.compute_loss is not known to be a sum over examples"
+    return Unknown(f"{name}.compute_loss is not known to be a sum over examples")
 
 
 def _family_of_model(trainer: Trainer) -> Family | str:
@@ -118,15 +153,20 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     if "return_loss" in inspect.signature(model.forward).parameters:
         return f"the loss of {kind} compares each example with the others of the micro-batch"
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
-    if not owner.__module__.startswith("transformers.") and "loss_type" not in vars(owner):
-        return f"{owner.__name__}.forward is not that of transformers, and whether its loss can be divided is not known"
+    if not owner.__module__.startswith("transformers."):
+        return Unknown(
+            f"{owner.__name__}.forward is not that of transformers, and whether its loss can be divided is not known"
+        )
     if "_loss_function" in vars(model):
-        return f"the loss_function of {kind} was replaced, and whether it can be divided is not known"
+        return Unknown(f"the loss_function of {kind} was replaced, and whether it can be divided is not known")
+    if replaced := what_replaces_the_loss(trainer.model):
+        return Unknown(f"{replaced}, and whether that loss can be divided is not known")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     if loss is None and kind.endswith("LMHeadModel"):
         return _LM_HEAD
-    return _BY_MODEL.get(loss or "", f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples")
+    unknown = Unknown(f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples")
+    return _BY_MODEL.get(loss or "", unknown)
 
 
 def _family_of_dpo(trainer: Any) -> Family | str:

@@ -9,9 +9,10 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.finding import Finding
-from trainer_plugins.survival.baseline import card_of
+from trainer_plugins.survival.baseline import Card, card_of
 from trainer_plugins.survival.ladder import climb, is_checkpointing
 from trainer_plugins.survival.optimizer_states import create_states
 from trainer_plugins.survival.pace import Pace
@@ -35,6 +36,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Whether the limit is that of the longest rows; infinite then means that all of them fit."""
         self.rungs: list[str] = []
         self.num_survived = 0
+        self.num_divided = 0
+        """Micro-batches that were computed in pieces, since training logged last."""
         self.learned_on: list[Any] = []
         """The size of the card, and whether activations were checkpointed anyway: the limit holds for no other."""
         self._num_logged = 0
@@ -42,6 +45,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Of the rungs, those that are on because of us, in this process."""
         self.pace: Pace | None = None
         """Where the limit is this rank's own, and no plan's."""
+        self.card: Card | None = None
+        """Of the run, opened once."""
         self.is_in_step = False
         """Whether a step is being computed: what others compute between steps is none of ours."""
 
@@ -55,6 +60,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begin_run()
+        move_before_trackers(self)
+        self.card, self.is_in_step = card_of(args.device), False
         with self.harmless():
             self._recall(args, state, kwargs["model"])
             if said := create_states(kwargs["optimizer"]):
@@ -74,16 +81,23 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if self.pace is None:
             return
         with self.harmless():
-            card = card_of(args.device)
-            before, num_retries = self.limit, card.read().num_alloc_retries if card else 0
-            self.limit, is_thrashing = self.pace.after_step(before, num_retries or 0)
+            reading = self.card.read() if self.card else None
+            num_retries = reading.num_alloc_retries if reading else 0
+            self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.num_survived > self._num_logged and state.log_history:
-            self._num_logged = self.num_survived
-            state.log_history[-1]["out_of_memory_survived"] = self.num_survived
+        numbers: dict[str, float] = {}
+        if self.num_survived > self._num_logged:
+            self._num_logged = numbers["out_of_memory_survived"] = self.num_survived
+        logs: dict[str, float] = kwargs.get("logs") or {}
+        if {"loss", "learning_rate"} <= logs.keys():  # training's own line: others come back from train() or evaluate()
+            if not math.isinf(self.limit) or self.num_divided:
+                numbers["memory/divided_micro_batches"], self.num_divided = float(self.num_divided), 0
+            logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)  # the Trainer has put a copy of `logs` there before
 
     def climb(self, ladder: Iterable[str], model: nn.Module) -> str:
         """Switch the next rung on, for which the limit is open again. Returns its name; "" where there is none."""
@@ -111,8 +125,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
         self._num_logged = self.num_survived
-        card = card_of(args.device)
-        learned_on = [card.read().total_bytes if card else 0, is_checkpointing(model) and not self.rungs]
+        reading = self.card.read() if self.card else None
+        learned_on = [reading.total_bytes if reading else 0, is_checkpointing(model) and not self.rungs]
         if learned_on != self.learned_on:
             self.limit, self.is_rehearsed, self.rungs, self.learned_on = math.inf, False, [], learned_on
         # What the user has on by now is the user's, and what an earlier run of this Trainer has switched on is ours.

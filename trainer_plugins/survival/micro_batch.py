@@ -1,11 +1,11 @@
 """A micro-batch on its way from `compute_loss` to the end of `backward`, and the pieces it is divided into."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
+from trainer_plugins.survival.handed import Handed
 from trainer_plugins.survival.layouts import Inputs, Layout
 from trainer_plugins.survival.limit import cells
 from trainer_plugins.survival.marks import GradientMark
@@ -67,11 +67,8 @@ class MicroBatch:
     """By which the Trainer multiplies the loss between the two."""
 
     start: Start
-    value: torch.Tensor | None = None
-    """The loss as the caller got it, without its graph."""
-
-    end: Any = None
-    """The last node of the graph that the caller got, until its backward begins."""
+    handed: Handed | None = None
+    """The loss as the caller got it."""
 
     is_finished: bool = False
     """Whether its backward has been done, in pieces."""

@@ -20,7 +20,8 @@ class Pace:
     fits: float = 0.0
     """A limit before it grew; 0 where it never did."""
     too_much: float = math.inf
-    """The least that did not fit."""
+    """The least that did not fit. Forgotten where the limit has come near it: each attempt that fails because of that
+    doubles the patience, so in n steps there are no more of them than log2(n / 50)."""
     patience_steps: int = PATIENCE_STEPS
 
     num_clean: int = 0
@@ -30,6 +31,8 @@ class Pace:
     """What was computed at once, at most, in this step."""
     num_retries: int = 0
     num_thrashing: int = 0
+    ceiling: float = math.inf
+    """What a rehearsal found: more is never tried."""
 
     def failed(self, num_cells: int, lowered: float) -> float:
         """So much did not fit, and half of it is to be tried. Returns the limit: what fitted before, if it is known."""
@@ -67,6 +70,7 @@ class Pace:
         self.num_clean = 0
         more = 2 * limit if math.isinf(self.too_much) else (limit + self.too_much) / 2
         if more < _WORTH * limit:
+            self.too_much = self.ceiling  # it was, then: a neighbour's memory may be free by now
             return limit, False
         self.fits = limit
         return more, False

@@ -51,13 +51,19 @@ class Parts:
             work: of a part, how many examples it has, and whether it is the last; called again where it fails.
 
         Raises:
-            IndivisibleError: one example alone did not fit.
+            IndivisibleError: one example alone did not fit, or a part cannot be computed.
         """
         spans = deque(self._spans(0, layout.count(inputs), cells(inputs)))
         while spans:
             start, stop = spans.popleft()
             part = layout.take(inputs, start, stop)
-            result = attempt(partial(work, part, stop - start, not spans))
+            try:
+                result = attempt(partial(work, part, stop - start, not spans))
+            except IndivisibleError:
+                raise
+            except Exception as error:  # as with images that are not spread evenly over rows
+                why = f"a part of it cannot be computed: {type(error).__name__}: {error}"
+                raise IndivisibleError(why) from error
             if isinstance(result, DidNotFit):
                 before.restore()
                 failures.append(result)

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,13 +15,15 @@ from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
 from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.finality import what_is_never_final
-from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout, find_layout
+from trainer_plugins.survival.ladder import is_checkpointing
+from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
+from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
-from trainer_plugins.survival.words import Story
+from trainer_plugins.survival.words import Story, what_else
 
 
 class Recovery:
@@ -32,9 +35,13 @@ class Recovery:
         self._phase = ""
         self._layout: Layout | None = None
         self._why_whole = ""
+        self._added: list[tuple[Piece, Snapshot, set[nn.Parameter] | None]] = []
+        """What parts have added to gradients: which, from which moment, to which parameters (None: all not final)."""
         self._num_pieces = 1
+        self._tried: list[int] = []
+        """How many examples there were in each attempt that failed."""
         try:
-            self._layout = find_layout(run.attached.family.layouts, micro.whole.inputs)
+            self._layout = run.layout_of(micro.whole.inputs)
         except IndivisibleError as error:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(micro.whole.inputs) if self._layout else 1
@@ -65,6 +72,7 @@ class Recovery:
         changed = start.mark.changed()
         why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
         self._story.failures.append(failure)
+        self._tried.append(piece.num)
         self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         if not why_not and self._run.has_exchanged_parameters():
             why_not = "the model has other parameters than when training began, and their gradients were not watched"
@@ -75,6 +83,8 @@ class Recovery:
         self._make_room(piece)
         if changed:
             self._check_finality()
+            if piece is not self._micro.whole:
+                self._added.append((piece, start.snapshot, changed))
             piece.final |= changed
 
     def plan(self) -> int:
@@ -106,11 +116,20 @@ class Recovery:
                 queue.extendleft(reversed(parts))
                 continue
             start = self._run.start()
-            loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+            try:
+                loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+            except Exception as error:
+                if piece is self._micro.whole:
+                    raise
+                self._added.append((piece, start.snapshot, start.mark.changed()))
+                self._take_back(error)
+                queue, total = deque([self._micro.whole]), None
+                continue
             if isinstance(loss, DidNotFit):
                 self.failed(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
+            self._added.append((replace(piece, final=set(piece.final)), start.snapshot, None))
             total = loss if total is None else total + loss
             self._story.pieces.append(piece.num)
             if self._run.memo.pace is not None:
@@ -118,17 +137,60 @@ class Recovery:
             if queue:
                 self._micro.start.snapshot.restore_metrics()  # those of the last one are those of the whole
         self._run.ranks.finished()
-        if self._story.failures:
-            self._run.memo.num_survived += 1
-            self._run.say(
-                self._story.survived(self._what(self._micro.whole), self._count(max(self._story.pieces)), self._limit())
-            )
+        self._tell()
         assert total is not None
         return total
 
+    def _tell(self) -> None:
+        """Count it, and say it: each time that something failed, and the first time that something is divided."""
+        run, story = self._run, self._story
+        run.memo.num_divided += len(story.pieces) > 1
+        if self._attached.family.is_vouched and self._layout is not None and self._layout.name in run.weights:
+            story.loss = run.weights[self._layout.name].name
+        told = self._what(self._micro.whole), self._count(max(story.pieces)), self._limit()
+        if story.failures:
+            run.memo.num_survived += 1
+            run.say(story.survived(*told))
+        elif len(story.pieces) > 1 and not run.is_division_said:
+            run.say(story.divided(*told))
+        run.is_division_said |= len(story.pieces) > 1
+
+    def _take_back(self, error: Exception) -> None:
+        """A part cannot be computed, as with images that are not spread evenly over rows: as if none had been tried.
+
+        What parts have added to gradients is computed once more, from the same random numbers, and subtracted.
+
+        Raises:
+            RuntimeError: other ranks wait for another part, or what was added does not fit once more.
+        """
+        self._why_whole = f"a part of it cannot be computed: {type(error).__name__}: {error}"
+        if self._run.ranks.in_step:
+            said = self._run.ranks.failed(self._phase, False, set())
+            raise RuntimeError(f"survive_oom could not help: {self._why_whole}; {said}") from error
+        everything = set(self._run.model.parameters())
+        for piece, snapshot, added in self._added:
+            if added is None or added:
+                snapshot.restore()
+                final = piece.final if added is None else everything - added
+                undone = self._run.ranks.attempt(
+                    partial(self._compute, replace(piece, factor=-piece.factor, final=final), False)
+                )
+                if isinstance(undone, DidNotFit):
+                    raise RuntimeError(f"survive_oom could not help: {self._why_whole}; {undone.words}") from error
+        self._added.clear()
+        self._story.pieces.clear()
+        self._run.gathers.forget_pieces()
+        self._layout = None
+        self._micro.start.snapshot.restore()
+
     def _give_up(self, why: str) -> NoReturn:
         """Say why, and let the error of the first attempt go on."""
-        self._run.say(self._story.refused(self._what(self._micro.whole), why))
+        num_rows, least = self._attached.trainer.args.per_device_train_batch_size, min(self._tried, default=1)
+        remedy = what_else(
+            is_divisible=num_rows > 1 and (self._layout is None or least > 1),
+            is_checkpointing=is_checkpointing(self._run.model),
+        )
+        self._run.say(self._story.refused(self._what(self._micro.whole), why, remedy))
         raise self._story.failures[0].as_error(why)
 
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
@@ -187,7 +249,13 @@ class Recovery:
         if rung := memo.climb(self._attached.ladder, self._run.model):
             self._story.switched_on.append(rung)
             return
-        self._give_up(why or f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on")
+        self._give_up(why or self._nothing_left(piece))
+
+    def _nothing_left(self, piece: Piece) -> str:
+        """With what is on by then: ours, and the user's."""
+        on = [*(["checkpointing"] if is_checkpointing(self._run.model) else []), *self._run.memo.rungs]
+        tried = f" ({' and '.join(dict.fromkeys(on))} on)" if on else ""
+        return f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on{tried}"
 
     def _check_finality(self) -> None:
         """Measured once a run: whether the gradients that have changed are those of the whole pass."""
@@ -205,11 +273,10 @@ class Recovery:
         """By which pieces add up; measured once a run."""
         run, attached = self._run, self._attached
         if layout.name not in run.weights:
-            loss = partial(self._loss, model=run.model)
+            inputs, loss = self._micro.whole.inputs, partial(self._loss, model=run.model)
+            family = attached.family.for_inputs(inputs)
             with self._measuring():
-                run.weights[layout.name] = certify(
-                    attached.trainer, run.model, attached.family, layout, self._micro.whole.inputs, loss
-                )
+                run.weights[layout.name] = certify(attached.trainer, run.model, family, layout, inputs, loss)
         return run.weights[layout.name]
 
     @contextmanager

@@ -38,7 +38,7 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         num_items: what the losses of this window are divided by.
         scale: what the Trainer multiplies losses by.
     """
-    if run.ranks.highest(int(run.card is None or run.memo.is_rehearsed)):
+    if run.ranks.highest(int(run.card is None or run.card.read() is None or run.memo.is_rehearsed)):
         return
     with _without_trace(run):
         rehearsal = None

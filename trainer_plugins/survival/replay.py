@@ -59,6 +59,7 @@ class Replay(Recovery):
         """As of one process, on every rank; `piece` is what this one tried meanwhile."""
         is_here = not isinstance(failure, DidNotFitElsewhere)
         self._story.failures.append(failure)
+        self._tried += [piece.num] if is_here else []
         what = f"{self._what(piece)} did not fit in the {phase} pass"
         self._story.tried = self._story.tried or (what if is_here else "what another rank computed did not fit")
         if self._run.has_exchanged_parameters():
@@ -87,11 +88,7 @@ class Replay(Recovery):
         todo = window if is_clear else [self]
         while not self._compute_all(todo, may_measure=is_clear):
             is_clear, todo = True, window
-        if self._story.failures:
-            self._run.memo.num_survived += 1
-            self._run.say(
-                self._story.survived(self._what(self._micro.whole), self._count(max(self._story.pieces)), self._limit())
-            )
+        self._tell()
         assert self._total is not None
         return self._total
 
@@ -134,7 +131,7 @@ class Replay(Recovery):
         if piece is None:
             limit = memo.limit
         elif (limit := lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)) is None:
-            why = f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on"
+            why = self._nothing_left(piece)
         if not self._ranks.highest(limit is None):
             assert limit is not None
             try:

@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import card_of
-from trainer_plugins.survival.layouts import Inputs
+from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, Packed, find_layout
 from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
@@ -22,7 +22,7 @@ from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import not_attached
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attached:
     """A Trainer, what was found out about it, what the user wants, and the methods as they were."""
 
@@ -32,6 +32,9 @@ class Attached:
     ladder: tuple[str, ...]
     plan_first: bool
     strict: bool
+    vouched: bool
+    """Whether the user vouches for a loss of which it is not known whether it can be divided."""
+
     compute_loss: Callable[..., Any]
     backward: Callable[..., Any]
     prediction_step: Callable[..., Any]
@@ -53,13 +56,17 @@ class Run:
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
         self.attached, self.ranks = attached, kind_of(attached.trainer, model)
-        self.gathers = Gathers(attached.trainer.accelerator)
+        self.gathers = Gathers(attached.trainer)
         self.model = self.ranks.bare
         self.state = attached.trainer.state
-        self.card = card_of(attached.trainer.args.device)
+        self.memo.card = self.memo.card or card_of(attached.trainer.args.device)  # none before a run has begun
+        self.card = self.memo.card
         self.weights: dict[str, Weight] = {}
         """Those that have their certificate, by the name of the layout."""
         self.is_refused = self.leftover_is_said = False
+        self.is_division_said = False
+        self.is_scale_seen = False
+        """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
         self.is_final = False
         """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
@@ -67,10 +74,23 @@ class Run:
 
     def start(self) -> Start:
         """The moment before an attempt."""
-        allocated_bytes = self.card.read().allocated_bytes if self.card else 0
+        reading = self.card.read() if self.card else None
         # Where a failure throws every gradient away, none has to be told from the others.
         watched = self._parameters if self.ranks.window is None else ()
-        return Start(Snapshot(self.attached.trainer), GradientMark(watched), allocated_bytes)
+        return Start(Snapshot(self.attached.trainer), GradientMark(watched), reading.allocated_bytes if reading else 0)
+
+    def layout_of(self, inputs: Inputs) -> Layout:
+        """How the examples lie.
+
+        Raises:
+            IndivisibleError: in no known way, or in one that this run cannot divide.
+        """
+        layout = find_layout(self.attached.family.layouts, inputs)
+        if isinstance(layout, Packed) and getattr(self.attached.trainer, "neftune_noise_alpha", None):
+            raise IndivisibleError(
+                "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces would get more of it"
+            )
+        return layout
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""

@@ -19,6 +19,22 @@ class Story:
 
     switched_on: list[str] = field(default_factory=list)
 
+    loss: str = ""
+    """What the user vouched for, and was measured, as in "a mean over rows"."""
+
+    def divided(self, what: str, largest: str, limit: str) -> Finding:
+        """It was divided before anything failed, the first time in a run."""
+        return Finding(
+            code="micro-batches-divided",
+            severity=Severity.WARNING,
+            summary=f"micro-batches larger than what fits are divided: this one of {what} into {len(self.pieces)} "
+            f"pieces of at most {largest}",
+            evidence=f"the limit is {limit}, as a rehearsal or an earlier failure has shown{self._vouched()}",
+            remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole, and a step "
+            "takes as long as with the smaller micro-batch. memory/divided_micro_batches in the logs counts them.",
+            amount=float(len(self.pieces)),
+        )
+
     def survived(self, what: str, largest: str, limit: str) -> Finding:
         """It was finished, in pieces of which the largest is named."""
         seconds = sum(failure.seconds for failure in self.failures)
@@ -29,21 +45,35 @@ class Story:
             severity=Severity.WARNING,
             summary=f"{self.tried}; the micro-batch of {what} was finished {how}",
             evidence=f"{num_failed(self.failures)}, {seconds:.2f} s; the limit is now {limit}; "
-            f"{self.failures[0].first_line}",
-            remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole. A smaller "
-            "per_device_train_batch_size with more gradient_accumulation_steps spares the attempts.",
+            f"{self.failures[0].first_line}{self._vouched()}",
+            remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole."
+            + " A smaller per_device_train_batch_size with more gradient_accumulation_steps spares the attempts."
+            * (sum(self.pieces) > 1),
             amount=float(len(self.failures)),
         )
 
-    def refused(self, what: str, why: str) -> Finding:
+    def _vouched(self) -> str:
+        return f"; you vouched for the loss, and it was measured to be {self.loss}" if self.loss else ""
+
+    def refused(self, what: str, why: str, remedy: str) -> Finding:
         """It could not be."""
         return Finding(
             code="out-of-memory-refused",
             severity=Severity.ERROR,
             summary=f"{self.tried}, and the micro-batch of {what} cannot be finished: {why}",
             evidence=f"{num_failed(self.failures)}; {self.failures[0].first_line}",
-            remedy="Take a smaller per_device_train_batch_size, gradient checkpointing, or shorter sequences.",
+            remedy=remedy,
         )
+
+
+def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
+    """What to do about an example, or a micro-batch that cannot be divided, that does not fit."""
+    ways = ["shorter sequences", "fewer trainable parameters", "a larger card, or weights spread over several"]
+    if not is_checkpointing:
+        ways.insert(0, "gradient checkpointing")
+    if is_divisible:
+        ways.insert(0, "a smaller per_device_train_batch_size with more gradient_accumulation_steps")
+    return f"What is left: {', '.join(ways)}."
 
 
 def num_failed(failures: list[DidNotFit]) -> str:
@@ -57,7 +87,7 @@ def not_attached(reasons: list[str]) -> Finding:
         code="out-of-memory-refused",
         severity=Severity.WARNING,
         summary=f"survive_oom does nothing in this run: {'; '.join(reasons)}",
-        evidence=f"found when it was attached: {len(reasons)}",
+        evidence="seen in the Trainer, its model and its arguments, before anything was computed",
         remedy="Change what is named, or take survive_oom out. docs/survival.md lists what is supported.",
     )
 

@@ -1,5 +1,6 @@
 """Alone: one process, which owes nobody anything. What the other kinds begin from."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,9 @@ from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
 
 T = TypeVar("T")
+
+_NO_LIMIT = 1 << 60
+"""In a vote, the limit of a rank that has none."""
 
 SLACK = 0.05
 """Of the card, left free by a limit that a rehearsal found: fragmentation differs from one micro-batch to the next."""
@@ -88,8 +92,11 @@ class Alone:
         """Every piece of a micro-batch is computed."""
 
     def agreed(self, limit: float) -> float:
-        """The limit that holds for this rank, where it is this."""
-        return limit
+        """The least limit of all ranks that have to compute in step, in whole cells: a fraction more may not fit."""
+        if not self.in_step:
+            return limit
+        lowest = -self.highest(-_NO_LIMIT if math.isinf(limit) else -math.floor(limit))
+        return math.inf if lowest == _NO_LIMIT else float(lowest)
 
     def highest(self, value: int) -> int:
         """The highest value of all ranks that have to compute in step with this one. All of them ask."""
@@ -132,7 +139,8 @@ class Alone:
     def _slack_bytes(self) -> int:
         """No less than a segment of torch's allocator."""
         card = card_of(self.trainer.args.device)
-        return max(2 * MIB, int(SLACK * card.read().total_bytes)) if card else 0
+        reading = card.read() if card else None
+        return max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
 
     def _compute_beside(
         self, compute: Callable[[nn.Module, int], object], model: nn.Module, size: int, held_bytes: int

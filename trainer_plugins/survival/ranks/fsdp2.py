@@ -12,7 +12,6 @@ Invariants:
 No vote stands before a collective, so nothing has to be armed: the cost is one vote a micro-batch, wherever the limit.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -35,8 +34,6 @@ T = TypeVar("T")
 
 # A pass over next to nothing needs next to no memory, so what fails this often does not fit at all.
 _TRIES = 3
-
-_NO_LIMIT = 1 << 62
 
 
 def refusals_of_fsdp(trainer: Trainer) -> Iterator[str]:
@@ -153,10 +150,6 @@ class FSDP2(Alone):
         if failed_anywhere:
             self._drop()  # what was reduced since is worth nothing
         return DidNotFitElsewhere() if failed_anywhere and not isinstance(outcome, DidNotFit) else outcome
-
-    def agreed(self, limit: float) -> float:
-        lowest = -self.highest(-_NO_LIMIT if math.isinf(limit) else -math.ceil(limit))
-        return math.inf if lowest == _NO_LIMIT else lowest
 
     def highest(self, value: int) -> int:
         found = self._votes.highest(int(value))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import Trainer
 
 from trainer_plugins.oom import classify
 
@@ -24,8 +25,8 @@ Merge = Callable[[list[torch.Tensor], list[float]], torch.Tensor]
 class Gathers:
     """Of one run."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._answers: list[Any] = []
         """What the exchanges of this micro-batch returned, in the order in which the code makes them."""
         self._pieces: list[tuple[float, list[torch.Tensor]]] = []
@@ -37,9 +38,18 @@ class Gathers:
         self._index = 0
         self._is_exchanging = False
 
+    @property
+    def _accelerator(self) -> Accelerator:
+        """The one of now: a search makes a new one for each trial."""
+        return self._trainer.accelerator
+
     def begin(self) -> None:
         """A micro-batch begins."""
         self._answers, self._pieces = [], []
+
+    def forget_pieces(self) -> None:
+        """What pieces have brought is brought again, by the whole."""
+        self._pieces = []
 
     @contextmanager
     def held(self) -> Iterator[None]:

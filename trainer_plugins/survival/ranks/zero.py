@@ -9,7 +9,6 @@ that fails leaves in them cannot be put back, and the other ranks wait inside th
 * where something does not fit all the same, every rank stops with the reason (`failed`, `brake.py`).
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,9 +29,6 @@ from trainer_plugins.survival.baseline import card_of
 from trainer_plugins.survival.limit import most
 from trainer_plugins.survival.ranks.alone import SLACK, Alone
 from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
-
-_OPEN = 1 << 60
-"""In a vote, the limit of a rank that has none."""
 
 
 class Zero(Alone):
@@ -61,11 +57,6 @@ class Zero(Alone):
         """In stage 3 no other than the engine: without it weights are not gathered."""
         module: nn.Module = self._engine if self._stage == 3 else self._engine.module
         return module
-
-    def agreed(self, limit: float) -> float:
-        """The least of all ranks', in whole tokens."""
-        least = -self.highest(-int(min(limit, _OPEN)))
-        return math.inf if least == _OPEN else float(least)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         return self._stop(f"a {phase} pass of ZeRO cannot be repeated")
@@ -104,8 +95,9 @@ class Zero(Alone):
 
     def _fits(self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]) -> bool:
         card = card_of(self.trainer.args.device)
-        assert card is not None, "nothing is rehearsed where memory is not counted"
-        reading = card.read()
+        reading = card.read() if card else None
+        if card is None or reading is None:
+            raise RuntimeError(self._stop("the memory of its card cannot be read"))
         room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
         if self.highest(int(foreseen(peaks, size) > room_bytes)):
             return False
@@ -113,7 +105,9 @@ class Zero(Alone):
         failure = self.attempt(partial(compute, size))
         if isinstance(failure, DidNotFit):
             raise torch.OutOfMemoryError(f"{failure.words}\n{self._stop(f'{size} of the longest rows do not fit')}")
-        peaks.append((size, card.read().peak_allocated_bytes))
+        if (after := card.read()) is None:
+            raise RuntimeError(self._stop("the memory of its card cannot be read"))
+        peaks.append((size, after.peak_allocated_bytes))
         return True
 
     def _stop(self, why: str) -> str:

@@ -1,0 +1,97 @@
+"""A part that cannot be computed, as with images spread unevenly over rows: the micro-batch is computed whole."""
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
+
+from tests.survival.failing import Run, off_by_steps, small_trainer
+from trainer_plugins import survive_oom
+from trainer_plugins.survival.run import memo_of
+
+IMAGE, PATCHES = 120, 4
+EVEN = (1, 1, 1, 1)
+
+
+def has_gradient(run: Run) -> list[list]:
+    """But for parameters whose gradient is rounding alone, as that of a bias of keys."""
+    return [[g for g in step if g is not None and float(g.abs().max()) > 1e-12] for step in run.gradients]
+
+
+def llava():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16),
+        text_config=LlamaConfig(vocab_size=128, **sizes, pad_token_id=0),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    )
+    return LlavaForConditionalGeneration(config).double()
+
+
+def rows_with(counts: tuple[int, ...], dice: torch.Generator) -> dict[str, torch.Tensor]:
+    """As many images as rows, but so many of them in each row."""
+    ids = torch.randint(1, 100, (len(counts), 6 + 2 * PATCHES), generator=dice)
+    for row, count in zip(ids, counts, strict=True):
+        row[1 : 1 + PATCHES * count] = IMAGE
+    images = torch.randn(len(counts), 3, 8, 8, generator=dice, dtype=torch.float64)
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": images}
+
+
+def trainer_on(tmp_path, *batches: tuple[int, ...], **kwargs):
+    dice, upcoming = torch.Generator().manual_seed(2), iter([*batches, *[EVEN] * 8])
+    return small_trainer(tmp_path, llava(), data_collator=lambda rows: rows_with(next(upcoming), dice), **kwargs)
+
+
+WHOLE_FAILS, HALF_FAILS = (1, 2, 0, 1), (1, 1, 2, 0)
+
+
+@pytest.mark.parametrize("counts", [WHOLE_FAILS, HALF_FAILS], ids=["in the first part", "in the third"])
+@pytest.mark.parametrize("at", [0.3, 0.5, 0.7, 0.9])
+def test_a_part_that_cannot_be_computed_is_taken_back(tmp_path, counts, at: float) -> None:
+    """The second micro-batch fails; or half of it does, as the first had set a limit. Then a part of it raises."""
+    whole = Run(trainer_on(tmp_path, EVEN, counts))
+    num = whole.num_allocations[1]
+    trainer = trainer_on(tmp_path, EVEN, counts)
+    survive_oom(trainer)
+    fail_at = {1: [int(at * num)]} if counts == WHOLE_FAILS else {0: [num // 2], 1: [int(at * num)]}
+    survived = Run(trainer, fail_at)
+
+    assert survived.allocations.num_failed == len(fail_at)
+    assert off_by_steps(has_gradient(survived), has_gradient(whole)) <= 1e-5, "transformers takes the loss in float32"
+
+
+def test_one_that_is_divided_beforehand_goes_on_as_it_would_have(tmp_path) -> None:
+    whole = Run(trainer_on(tmp_path, EVEN, (1, 1, 2, 0)))
+    trainer = trainer_on(tmp_path, EVEN, (1, 1, 2, 0))
+    survive_oom(trainer)
+
+    class Limits(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            memo_of(trainer).limit = 14
+
+    trainer.add_callback(Limits())
+    assert off_by_steps(has_gradient(Run(trainer)), has_gradient(whole)) <= 1e-5
+
+
+def test_where_the_whole_does_not_fit_the_error_keeps_its_words(tmp_path) -> None:
+    num = Run(trainer_on(tmp_path, EVEN, (1, 2, 0, 1))).num_allocations[1]
+    trainer = trainer_on(tmp_path, EVEN, (1, 2, 0, 1))
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it cannot be computed: "):
+        Run(trainer, {0: [num // 2], 1: [num // 2]})
+
+
+def test_an_evaluation_batch_says_what_did_not_fit(tmp_path) -> None:
+    trainer = trainer_on(tmp_path, (1, 2, 0, 1), eval_dataset=[{}] * 4)
+    survive_oom(trainer)
+    embed, failed = trainer.model.get_input_embeddings(), list[bool]()
+
+    def fail(module, args):
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    embed.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it cannot be computed: "):
+        trainer.evaluate()

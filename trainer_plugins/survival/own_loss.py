@@ -1,0 +1,80 @@
+"""Own loss: whether a model's loss still comes from the code that its class stands for, or from what a user put there.
+
+`losses.py` goes by the class of a model. A forward hook, a `forward` on the instance, a patched class or an entry of
+LOSS_MAPPING can give another loss under the same name, and one that is weighted by classes adds up on rows that happen
+to be of one class. What libraries put there (accelerate for mixed precision, PEFT, Liger, DeepSpeed) keeps the loss.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+_LIBRARIES = (
+    *("accelerate", "bitsandbytes", "deepspeed", "kernels", "liger_kernel", "peft", "torch", "torchao"),
+    *("trainer_plugins", "transformer_engine", "transformers", "trl", "wandb"),
+)
+
+
+def what_replaces_the_loss(model: nn.Module) -> str:
+    """What computes, or may change, the loss of a model, and is no library's; empty where nothing does."""
+    for module in _around_the_loss(model):
+        kind = type(module).__name__
+        for hook in module._forward_hooks.values():
+            if _is_foreign(hook):
+                return f"a forward hook of {kind} ({_name(hook)}) may set another loss"
+        own = vars(module).get("forward")
+        if own is not None and any(_is_foreign(function) for function in _chain(own)):
+            return f"the forward of this {kind} was replaced by {_name(own)}"
+        owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
+        patched = owner.__module__.partition(".")[0] in _LIBRARIES
+        if patched and any(_is_foreign(function) for function in _chain(vars(owner)["forward"])):
+            return f"{owner.__name__}.forward was replaced by {_name(vars(owner)['forward'])}"
+    loss_type = getattr(module, "loss_type", None)
+    if loss_type is None:
+        return ""
+    if loss_type in LOSS_MAPPING and _is_foreign(LOSS_MAPPING[loss_type]):
+        return f"the entry {loss_type!r} of transformers' LOSS_MAPPING is {_name(LOSS_MAPPING[loss_type])}"
+    if not any(str(loss_type) in c.__name__ for c in type(module).__mro__):
+        return f"the loss_type {loss_type!r} of {type(module).__name__} is not the one of its class, and was set"
+    return ""
+
+
+def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hand the loss on, from the outermost to that which computes it."""
+    yield model
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # PEFT's wrapper, and what it wraps
+        tuner, base = inner.base_model, inner.get_base_model()
+        if tuner is not base:
+            yield tuner
+        yield base
+
+
+def _chain(function: Any) -> Iterator[Any]:
+    """A function, and those that it is wrapped around, as far as they say so."""
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        function = getattr(function, "__func__", function)
+        yield function.func if isinstance(function, functools.partial) else function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_foreign(function: Callable[..., Any]) -> bool:
+    return _home(function).partition(".")[0] not in _LIBRARIES
+
+
+def _home(function: Any) -> str:
+    """The module in which it was written; `functools.wraps` lets `__module__` say that of another."""
+    function = getattr(function, "__func__", function)
+    function = function.func if isinstance(function, functools.partial) else function
+    names = getattr(function, "__globals__", None)
+    return str(names["__name__"]) if names is not None else type(function).__module__
+
+
+def _name(function: Any) -> str:
+    named = next((one for one in _chain(function) if _is_foreign(one)), function)
+    return f"{_home(named)}.{getattr(named, '__qualname__', type(named).__name__)}"
