@@ -1,7 +1,12 @@
 """Agreement: every rank of a run decides the same, or none acts."""
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -9,16 +14,21 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 
+def has_peers() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Agreement:
-    """Lets the ranks of a run agree on one small number.
+    """Lets the ranks of a run agree on small numbers, where all of them are sure to ask at the same place.
 
     It uses a gloo group of its own, made at the first question: the numbers stay on the CPU, no card is waited for,
     and a time-out cannot harm the group that training uses. A question costs about 0.2 ms between two ranks of one
     machine, nothing with one rank. Every rank has to ask the same questions in the same order, within a time that
-    leaves room for what one rank does alone, such as a save.
+    leaves room for what one rank does alone, such as a save. Where that is not sure, see `StepEndVote`.
     """
 
-    def __init__(self, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, timeout_seconds: float) -> None:
         if timeout_seconds <= 0:
             raise ValueError(f"ranks need a positive time to answer, got timeout_seconds={timeout_seconds}")
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -28,8 +38,13 @@ class Agreement:
 
     def highest(self, value: int) -> int | None:
         """The highest value that any rank brings; None when the ranks could not agree in time, now and ever after."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return value
+        highest = self.highest_of([value])
+        return None if highest is None else highest[0]
+
+    def highest_of(self, values: Sequence[int]) -> list[int] | None:
+        """The same of several values at once, each for itself."""
+        if not has_peers():
+            return list(values)
         if self._world is not dist.group.WORLD:
             self._world, self._group, self._broken = dist.group.WORLD, None, False
         if self._broken:
@@ -37,15 +52,117 @@ class Agreement:
         try:
             if self._group is None:
                 self._group = dist.new_group(backend="gloo", timeout=self.timeout, use_local_synchronization=True)
-            votes = torch.tensor([value])
+            votes = torch.tensor(values)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:  # dist.DistError and gloo's own time-outs are RuntimeErrors
             self._broken = True
             logger.warning(
-                "the ranks could not agree within %.0f s, so nothing that needs all of them is done from here on: "
-                "no release, no stop. Give every rank the same callbacks (%s)",
+                "the ranks could not agree within %.0f s (ddp_timeout), so nothing that needs all of them is done from "
+                "here on: no release, no stop. Look at the log of the rank that ended or stands still (%s)",
                 self.timeout.total_seconds(),
                 str(error).splitlines()[0],
             )
             return None
-        return int(votes.item())
+        return [int(vote) for vote in votes]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes a group of its own."""
+        return {**self.__dict__, "_world": None, "_group": None}
+
+
+# One group carries the votes of all callbacks: with a group each, ranks that ask in two orders would wait in two of
+# them. By time-out, which is the same on all ranks.
+_agreements: dict[float, Agreement] = {}
+
+_num_begun: Counter[str] = Counter()
+
+
+class StepEndVote:
+    """Lets the ranks agree on one small number at the end of an optimizer step, and waits for nobody who may not come.
+
+    A callback may have been given to some of the ranks only. So each rank that will ask says so when training begins,
+    in the store by which the ranks found each other, where nobody waits. The first rank that asks about a step writes
+    down there whether all are present; the others read what it wrote, so that all vote on that step or none does.
+    Once they have voted, each later question is a vote. Costs 0.3 ms between two ranks of one machine.
+
+    A step end is the one place to which all ranks come: an evaluation, a save or a generation may be one rank's alone.
+    """
+
+    def __init__(self, question: str, timeout_seconds: float) -> None:
+        """Say that this rank will ask, from now on until `leave`.
+
+        Args:
+            question: who asks, and how often: the ranks that say the same ask at the same steps.
+            timeout_seconds: how long to wait for a rank that has said it would come.
+        """
+        self._question = question
+        self._timeout_seconds = timeout_seconds
+        self._is_asking = self._has_voted = self._is_said = False
+        if has_peers():
+            self._is_asking = True
+            _num_begun[question] += 1
+            self._key = f"trainer_plugins/vote/{question}/{_num_begun[question]}"
+            try:
+                _store().add(self._key, 1)
+            except RuntimeError as error:
+                self._stop_asking(str(error).splitlines()[0])
+
+    def highest(self, value: int, step: int) -> int | None:
+        """The highest value that any rank brings; None where not all of them ask, or could not agree in time."""
+        if not has_peers():
+            return value
+        if not self._is_asking or not (self._has_voted or self._do_all_ask(step)):
+            return None
+        self._has_voted = True
+        asked = crc32(f"{self._question} {step}".encode())
+        agreement = _agreements.setdefault(self._timeout_seconds, Agreement(self._timeout_seconds))
+        highest = agreement.highest_of([value, asked, -asked])
+        if highest is None:
+            return None
+        if highest[1] != -highest[2]:
+            self._stop_asking("the ranks ask different questions at one step, as with callbacks in another order")
+            return None
+        return highest[0]
+
+    def leave(self) -> None:
+        """Training ends: this rank asks no more."""
+        # Where all have voted, none of them asks by this name again, and the store may have gone with its rank.
+        if self._is_asking and not self._has_voted and has_peers():
+            with suppress(RuntimeError):
+                _store().add(self._key, -1)
+        self._is_asking = False
+
+    def _do_all_ask(self, step: int) -> bool:
+        try:
+            num_present, num_ranks = int(_store().add(self._key, 0)), dist.get_world_size()
+            wish = "vote" if num_present == num_ranks else "wait"
+            is_vote = bool(_store().compare_set(f"{self._key}/{step}", "", wish) == b"vote")
+        except RuntimeError as error:
+            self._stop_asking(str(error).splitlines()[0])
+            return False
+        if not is_vote and not self._is_said:
+            self._is_said = True
+            logger.warning(
+                "%s is on %d of %d ranks: what needs all of them, a release of the cache or a stop, is not done unless "
+                "the others come. Give every rank the same callbacks with the same arguments",
+                self._question,
+                num_present,
+                num_ranks,
+            )
+        return is_vote
+
+    def _stop_asking(self, why: str) -> None:
+        self._is_asking = False
+        logger.warning(
+            "%s: nothing that needs all ranks is done from here on, no release of the cache and no stop (%s). Give "
+            "every rank the same callbacks in the same order",
+            self._question,
+            why,
+        )
+
+
+def _store() -> Any:
+    """Where the ranks found each other. Asked for each time: who held it would keep its port from a later group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from time import perf_counter
 
-from trainer_plugins.agreement import Agreement
+from trainer_plugins.agreement import StepEndVote
 from trainer_plugins.devices import Device
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.timeline import Flush, Timeline
@@ -42,6 +42,7 @@ class AgreedRelease:
         self,
         device: Device,
         timeline: Timeline,
+        vote: StepEndVote,
         min_reclaimable_fraction: float = 0.10,
     ) -> None:
         """Set the conditions of a release.
@@ -49,6 +50,7 @@ class AgreedRelease:
         Args:
             device: whose cache to release.
             timeline: where each release is recorded with its gain and its cost.
+            vote: of the ranks that ask for releases.
             min_reclaimable_fraction: share of the card that some rank must have cached; 0 releases whenever asked.
 
         Raises:
@@ -57,16 +59,22 @@ class AgreedRelease:
         self.device = device
         self.timeline = timeline
         self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
-        self.agreement = Agreement()
+        self.vote = vote
         self._noticed: deque[tuple[int, int]] = deque()  # steps and bytes outside torch, oldest first
 
-    def consider(self, step: int, reason: str) -> Flush | None:
-        """Ask all ranks, and release if they agree. Every rank has to call this at the same step."""
-        vote = _HOLD
+    def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
+        """Ask all ranks, and release if they agree. Every rank has to call this at the end of the same step.
+
+        Args:
+            step: the step that has ended.
+            reason: what the timeline says of a release.
+            is_due: whether this rank has reason to ask for one. The others may, and all have to answer.
+        """
+        wish = _HOLD
         try:
-            vote = self._vote(step)
+            wish = self._wish(step, is_due)
         finally:  # a reading that fails must not keep the other ranks waiting
-            agreed = self.agreement.highest(vote)
+            agreed = self.vote.highest(wish, step)
         if agreed != _YES:
             return None
         start = perf_counter()
@@ -91,10 +99,11 @@ class AgreedRelease:
         self._noticed.append((step, reading.non_torch_bytes))
         return reading
 
-    def _vote(self, step: int) -> int:
+    def _wish(self, step: int, is_due: bool) -> int:
         reading = self.notice(step)
         grown_bytes = reading.non_torch_bytes - min(num_bytes for _, num_bytes in self._noticed)
-        if grown_bytes >= tolerance_bytes(reading.total_bytes):
+        # Main memory is everybody's and no reservation of ours: there is nothing to hold.
+        if self.device.name != "cpu" and grown_bytes >= tolerance_bytes(reading.total_bytes):
             logger.info("step %d: holding the cache, memory outside torch grew by %s", step, size(grown_bytes))
             return _HOLD
-        return _YES if reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes else _NO
+        return _YES if is_due and reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes else _NO

@@ -1,6 +1,7 @@
 """Where a callback stands among those of its Trainer."""
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from transformers import TrainerCallback
@@ -24,6 +25,19 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
     if first < place:
         callbacks.insert(first, callbacks.pop(place))
     return True
+
+
+def keep_first_place(is_it: Callable[[TrainerCallback], bool]) -> bool:
+    """Empty all places but the first that one callback has in its Trainer's list. True where there were more.
+
+    This has to be called from an event. What is put there does nothing: the list is being walked through, and a place
+    taken out would skip the one behind it.
+    """
+    callbacks = _callbacks_being_called(sys._getframe())
+    places = [place for place, one in enumerate(callbacks) if is_it(one)]
+    for place in places[1:]:
+        callbacks[place] = TrainerCallback()
+    return len(places) > 1
 
 
 def _callbacks_being_called(frame: FrameType | None) -> list[TrainerCallback]:

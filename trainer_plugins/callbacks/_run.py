@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 from weakref import ref
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from trainer_plugins.agreement import StepEndVote
+from trainer_plugins.callbacks._order import keep_first_place
 from trainer_plugins.devices import Device, open_device
 from trainer_plugins.timeline import Timeline, timeline_of_run
 
@@ -22,14 +25,36 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
         self._given_device, self._given_timeline = device, timeline
-        self._device, self._timeline = device, timeline
-        self._cannot_read = self._has_failed = False
+        self._number = uuid4().int
+        """Who this is, and its copies are: people copy Trainers and states, in which `id` would be another's."""
+        self._has_failed = False
         self._users_own: Callable[[], list[TrainerCallback]] = list
+        self.at_rest()
 
-    def begin_run(self) -> None:
-        """Forget the run before: one callback may serve several Trainers, one after the other."""
+    def at_rest(self) -> None:
+        """Set what belongs to one run as it is outside of one. Sets attributes only: a copy of a callback does it too.
+
+        A subclass sets its own here, and not in `__init__`.
+        """
         self._device, self._timeline = self._given_device, self._given_timeline
         self._cannot_read = False
+        self._vote: StepEndVote | None = None
+
+    def begin_run(self) -> None:
+        """Forget the run before, which may have raised: one callback may serve several Trainers, one by one."""
+        self.end_run()
+        self.at_rest()
+
+    def end_run(self) -> None:
+        """Take back what was done for the length of a run. Again it does nothing."""
+        if self._vote is not None:
+            self._vote.leave()
+
+    def vote_every(self, num_steps: int, args: TrainingArguments) -> StepEndVote:
+        """The vote in which all ranks of this run take part that have this callback, every so many steps."""
+        who = f"{type(self).__name__} (every {num_steps} step{'s' * (num_steps > 1)})"
+        self._vote = StepEndVote(who, args.ddp_timeout)
+        return self._vote
 
     def device_for(self, args: TrainingArguments) -> Device | None:
         """The device, opened at the first event that needs it; None, said once, where this kind cannot be read.
@@ -38,11 +63,13 @@ class RunCallback(TrainerCallback):
         trainer.evaluate() alone never fires on_train_begin.
         """
         if self._device is None and not self._cannot_read:
-            try:
-                self._device = open_device(args.device)
-            except ValueError as error:
-                self._cannot_read = True
-                logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
+            self._cannot_read = True
+            with self.harmless():
+                try:
+                    self._device = open_device(args.device)
+                    self._cannot_read = False
+                except ValueError as error:
+                    logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
         return self._device
 
     def timeline_for(self, args: TrainingArguments) -> Timeline:
@@ -70,19 +97,27 @@ class RunCallback(TrainerCallback):
         self._users_own = lambda: [one for one in getattr(known(), "callbacks", []) if not was_given(one)]
 
     def is_second(self, state: TrainerState) -> bool:
-        """Whether this run has another callback of this class that counts. Two would each see half of the peaks."""
+        """Whether this run has another callback of this class that counts. Two would each see half of the peaks.
+
+        Where it is this very callback that was given twice, its second place in the Trainer's list is emptied.
+        """
         if any(isinstance(one, type(self)) for one in self._users_own()):
             return True
-        # All callbacks of a run are handed the same state, and what is no field of it is never saved. A number, since
-        # people copy states.
-        first = vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, id(self))
-        if first != id(self):
-            logger.warning("%s was added twice: the second one does nothing. Remove one", type(self).__name__)
-        return bool(first != id(self))
+        # All callbacks of a run are handed the same state, and what is no field of it is never saved.
+        numbers = vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, [])
+        if self._number not in numbers:
+            numbers.append(self._number)
+            is_twice = keep_first_place(lambda one: getattr(one, "_number", None) == self._number)
+            if is_twice or numbers[0] != self._number:
+                logger.warning("%s was added twice: the second one does nothing. Remove one", type(self).__name__)
+        return bool(numbers[0] != self._number)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a callback belongs to no Trainer."""
-        return {**self.__dict__, "_users_own": list}
+        """A copy of a callback belongs to no Trainer, and to no run."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, _users_own=list)
+        copy.at_rest()
+        return copy.__dict__
 
 
 class EvaluationCallback(RunCallback):

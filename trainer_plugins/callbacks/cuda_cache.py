@@ -40,6 +40,9 @@ class CudaCacheCallback(RunCallback):
         super().__init__(device, timeline)
         self.interval = interval
         self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
+
+    def at_rest(self) -> None:
+        super().at_rest()
         self._release: AgreedRelease | None = None
 
     def on_train_begin(
@@ -47,9 +50,9 @@ class CudaCacheCallback(RunCallback):
     ) -> None:
         self.begin_run()
         device = None if self.is_second(state) else self.device_for(args)
-        self._release = None
         if device is not None:
-            self._release = AgreedRelease(device, self.timeline_for(args), self.min_reclaimable_fraction)
+            vote = self.vote_every(self.interval, args)
+            self._release = AgreedRelease(device, self.timeline_for(args), vote, self.min_reclaimable_fraction)
             with self.harmless():
                 self._release.notice(state.global_step)
 
@@ -66,3 +69,8 @@ class CudaCacheCallback(RunCallback):
                 size(flush.released_bytes),
                 flush.seconds * 1000,
             )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.end_run()

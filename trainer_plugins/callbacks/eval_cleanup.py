@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from trainer_plugins.agreement import has_peers
 from trainer_plugins.callbacks._run import EvaluationCallback
 from trainer_plugins.devices import Device
 from trainer_plugins.generation import drop_leftovers, guard_generate, inside_training
@@ -17,8 +18,9 @@ from trainer_plugins.timeline import Remark, Timeline
 
 logger = logging.getLogger(__name__)
 
-NOTICE_EVERY_STEPS = 10
-"""How often memory outside torch is noticed between evaluations, so that a neighbour who came long ago is no news."""
+ASK_EVERY_STEPS = 10
+"""How often several ranks ask each other whether a release after an evaluation pays, at the end of a step. One process
+asks at once, and only notices memory outside torch as often, so that a neighbour who came long ago is no news."""
 
 
 class EvalGenerateCleanup(EvaluationCallback):
@@ -27,35 +29,47 @@ class EvalGenerateCleanup(EvaluationCallback):
     Drops what they really leave: the compiled forward of a static cache with its graph pools, and the manager of
     continuous batching with its paged cache. What it cannot drop, because somebody else refers to it (a cache object,
     gathered predictions), is named with its holder in an `evaluation-leftover` finding. After an evaluation or
-    prediction the cached blocks are released if the ranks agree that this pays. The mode of the model and its gradient
-    checkpointing are not touched.
+    prediction the cached blocks are released where this pays: at once in one process; with several ranks, of which one
+    may have evaluated alone, at the end of the next step that is a multiple of 10, if all have this callback. The mode
+    of the model and its gradient checkpointing are not touched.
 
-    Cost: two readings and a vote of the ranks after each evaluation; where something was left, a garbage collection,
-    about 0.1 s. A dropped compiled call is compiled again by the next evaluation that needs it.
+    Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; where something was left, a
+    garbage collection, about 0.1 s. A dropped compiled call is compiled again by the next evaluation that needs it.
     """
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
         super().__init__(device, timeline)
+
+    def at_rest(self) -> None:
+        super().at_rest()
         self._release: AgreedRelease | None = None
         self._allocated_before: int | None = None
         self._has_generated = False
         self._forget_generate: Callable[[], None] | None = None
+        self._due: str | None = None
+        """After what a release is to be asked for."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begin_run()
         device = None if self.is_second(state) else self.device_for(args)
-        self._release = AgreedRelease(device, self.timeline_for(args)) if device else None
-        if self._release is None:
+        if device is None:
             return
+        vote = self.vote_every(ASK_EVERY_STEPS, args)
+        self._release = AgreedRelease(device, self.timeline_for(args), vote)
         with self.harmless():
             self._release.notice(state.global_step)
         model: nn.Module = kwargs["model"]
-        self._let_generate_be()  # a training before this one may have raised
         if hasattr(model, "generate"):
             self._forget_generate = guard_generate(model, self._mark_generation)
         super().on_train_begin(args, state, control, **kwargs)
+
+    def end_run(self) -> None:
+        super().end_run()
+        if self._forget_generate is not None:
+            self._forget_generate()
+            self._forget_generate = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -69,8 +83,12 @@ class EvalGenerateCleanup(EvaluationCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_step_end(args, state, control, **kwargs)
-        if self._release is not None and state.global_step % NOTICE_EVERY_STEPS == 0:
-            with self.harmless():
+        if self._release is None or state.global_step % ASK_EVERY_STEPS:
+            return
+        with self.harmless():
+            if has_peers():
+                self._ask(state)
+            else:
                 self._release.notice(state.global_step)
 
     def on_train_end(
@@ -79,13 +97,8 @@ class EvalGenerateCleanup(EvaluationCallback):
         super().on_train_end(args, state, control, **kwargs)
         with self.harmless():
             self._drop(state, "generate", kwargs["model"])
-        self._let_generate_be()
+        self.end_run()
         self._release = None
-
-    def _let_generate_be(self) -> None:
-        if self._forget_generate is not None:
-            self._forget_generate()
-            self._forget_generate = None
 
     def before_evaluation(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
         self._allocated_before = None
@@ -103,8 +116,15 @@ class EvalGenerateCleanup(EvaluationCallback):
             if finding is not None:
                 self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
-        with self.harmless():  # whatever went wrong above: the other ranks wait for this vote
-            self._release.consider(state.global_step, f"after {moment}")
+        self._due = moment
+        if not has_peers():  # others may not have evaluated at all: they are asked where all of them come
+            with self.harmless():
+                self._ask(state)
+
+    def _ask(self, state: TrainerState) -> None:
+        due, self._due = self._due, None
+        if self._release is not None:
+            self._release.consider(state.global_step, f"after {due or 'eval'}", is_due=due is not None)
 
     def _drop(self, state: TrainerState, moment: str, model: nn.Module) -> None:
         self._has_generated = False

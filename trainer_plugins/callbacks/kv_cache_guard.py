@@ -24,26 +24,30 @@ class KVCacheGuard(RunCallback):
 
     def __init__(self) -> None:
         super().__init__()
+
+    def at_rest(self) -> None:
+        super().at_rest()
         self._undo: list[Callable[[], None]] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begin_run()
-        self._restore()  # a training before this one raised
         if self.is_second(state):
             return
         model: nn.Module = kwargs["model"]
-        self._undo.append(forbid_training_cache(model))
-        if hasattr(model, "generate"):
-            self._undo.append(guard_generate(model, _as_in_inference))
+        with self.harmless():
+            self._undo.append(forbid_training_cache(model))
+            if hasattr(model, "generate"):
+                self._undo.append(guard_generate(model, _as_in_inference))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._restore()
+        self.end_run()
 
-    def _restore(self) -> None:
+    def end_run(self) -> None:
+        super().end_run()
         while self._undo:
             self._undo.pop()()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.agreement import Agreement
+from trainer_plugins.agreement import StepEndVote
 from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import EvaluationCallback
 from trainer_plugins.devices import Device
@@ -53,22 +53,22 @@ class MemoryWatchdog(EvaluationCallback):
         self.budget = Budget(warn_fraction, act_fraction)
         self.stop = stop
         self.prometheus_dir = None if prometheus_dir is None else Path(prometheus_dir)
-        self._agreement = Agreement()
+
+    def at_rest(self) -> None:
+        super().at_rest()
         self._watch: MemoryWatch | None = None
         self._prometheus: PrometheusFile | None = None
-        self._is_added_twice = False
         self._worst: int = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begin_run()
-        self._watch = self._prometheus = None
-        self._is_added_twice = self.is_second(state)
-        self._worst = 0
-        if not self._is_added_twice:
+        if not self.is_second(state):
             with self.harmless():
                 self._go_in_front()
+            if self.stop:
+                self.vote_every(self.every_steps, args)
         self._look(args, state, "begin")
         super().on_train_begin(args, state, control, **kwargs)
 
@@ -77,8 +77,8 @@ class MemoryWatchdog(EvaluationCallback):
         if state.global_step % self.every_steps == 0 or control.should_evaluate or control.should_save:
             self._look(args, state, "train")
         super().on_step_end(args, state, control, **kwargs)
-        if self.stop and state.global_step % self.every_steps == 0:
-            self._stop_if_any_rank_must(control)
+        if self._vote is not None and state.global_step % self.every_steps == 0:
+            self._stop_if_any_rank_must(self._vote, state.global_step, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -108,9 +108,10 @@ class MemoryWatchdog(EvaluationCallback):
     ) -> None:
         super().on_train_end(args, state, control, **kwargs)
         self._look(args, state, "end")
+        self.end_run()
 
     def _look(self, args: TrainingArguments, state: TrainerState, moment: str) -> None:
-        device = None if self._is_added_twice else self.device_for(args)
+        device = None if self.is_second(state) else self.device_for(args)
         if device is None:
             return
         with self.harmless():
@@ -139,9 +140,9 @@ class MemoryWatchdog(EvaluationCallback):
         if self._prometheus is not None:
             self._prometheus.write(metrics)
 
-    def _stop_if_any_rank_must(self, control: TrainerControl) -> None:
+    def _stop_if_any_rank_must(self, vote: StepEndVote, step: int, control: TrainerControl) -> None:
         worst = None
         with self.harmless():
-            worst = self._agreement.highest(self._worst)
+            worst = vote.highest(self._worst, step)
         if worst is not None and worst >= Severity.ERROR:
             control.should_save = control.should_training_stop = True
