@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.printable import printable
+
 configs = typer.Typer(no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check.")
 
 # What a reader would read as something else than was written.
@@ -114,7 +116,7 @@ def check(
 
 def _refused(error: ValueError) -> typer.Exit:
     """Say what is wrong with the input, on one line that can be copied and searched for."""
-    print(f"trainer-plugins configs: {error}", file=sys.stderr)
+    print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
     return typer.Exit(2)
 
 
