@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import small_trainer
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.limit import lower, sizes
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.pace import Pace
 from trainer_plugins.units import MIB
@@ -115,3 +116,47 @@ def test_after_thrashing_what_made_it_thrash_is_too_much() -> None:
         limit, _ = pace.after_step(limit, num_retries)
     pace.computed(2048, is_divided=True)
     assert pace.after_step(limit, 2) == (3072, False), "the middle, and not twice as much"
+
+
+@pytest.mark.parametrize(("too_much", "limit"), [(1180, 1000), (1220, 1110)], ids=["1.09 times", "1.11 times"])
+def test_less_than_a_tenth_more_is_not_worth_an_attempt(too_much: int, limit: float) -> None:
+    pace = Pace(patience_steps=1, too_much=too_much)
+    pace.computed(1000, is_divided=True)
+    assert pace.after_step(1000, 0) == (limit, False)
+
+
+@pytest.mark.parametrize(("num", "num_cells"), [(5, 79), (9, 194), (64, 4096), (7, 7 * 13)])
+def test_half_of_what_did_not_fit_is_computed_in_two_pieces(num: int, num_cells: int) -> None:
+    """Fifths and ninths are rounded: without allowing for that three pieces would be made."""
+    limit = lower(num, num_cells, math.inf, 1)
+    assert limit is not None
+    assert len(sizes(num, num_cells, limit, 1)) == 2
+    assert len(sizes(6, 600, 299.9, 1)) == 3, "and what is a little less than three examples is two"
+
+
+def went_on(fits: int, steps: int, asked: int = 1024) -> tuple[list[float], int]:
+    """The limit after each step, and how many attempts failed, on a card that takes so much but at step 4."""
+    pace, limit, limits, num_failed = Pace(), math.inf, [], 0
+    for step in range(steps):
+        at_once = min(limit, asked)
+        while at_once > (fits if step != 4 else 256):
+            num_failed += 1
+            limit = pace.failed(int(at_once), min(limit, at_once / 2))
+            at_once = min(limit, asked)
+        pace.computed(int(at_once), is_divided=at_once < asked)
+        limit, _ = pace.after_step(limit, 0)
+        limits.append(limit)
+    return limits, num_failed
+
+
+def test_the_limit_recovers_from_a_neighbour_that_went_away() -> None:
+    limits, num_failed = went_on(fits=1024, steps=400)
+    assert limits[4] == 256
+    assert limits[-1] >= 1024, "all of it fits again, undivided"
+    assert num_failed == 2
+
+
+def test_where_nobody_goes_away_attempts_become_ever_more_seldom() -> None:
+    limits, num_failed = went_on(fits=500, steps=100_000)
+    assert limits[-1] <= 2 * 500
+    assert num_failed <= 2 + math.log2(100_000 / 50)

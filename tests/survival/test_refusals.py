@@ -1,5 +1,7 @@
 """What is not exact, or not known to be, is refused by name before training; nothing has been changed then."""
 
+import functools
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -62,6 +64,37 @@ def replaced_loss_function():
     return model
 
 
+class WeightedByClass:
+    """A loss that is weighted by classes: of rows of one class it is a mean over rows."""
+
+    def __call__(self, module, args, kwargs, outputs):
+        outputs["loss"] = outputs["loss"] * 2
+        return outputs
+
+
+def hooked():
+    model = tiny_llama()
+    model.register_forward_hook(WeightedByClass(), with_kwargs=True)
+    return model
+
+
+def with_its_own_forward(wraps=False):
+    model = tiny_llama()
+    forward = model.forward
+
+    def weighted(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    model.forward = functools.wraps(forward)(weighted) if wraps else weighted
+    return model
+
+
+def of_another_type():
+    model = tiny_llama()
+    model.loss_type = "ForSequenceClassification"
+    return model
+
+
 def compiled():
     model = tiny_llama()
     model.model.layers[0].compile(backend="eager")
@@ -76,6 +109,17 @@ CASES: dict[str, tuple] = {
         "OwnModel.forward is not that of transformers, and whether its loss can be divided is not known",
     ),
     "own loss_function": ({"model": replaced_loss_function}, "loss_function of LlamaForCausalLM was replaced"),
+    "forward hook": (
+        {"model": hooked},
+        r"a forward hook of LlamaForCausalLM \(tests\.survival\.test_refusals\.WeightedByClass\) may set another loss",
+    ),
+    "own forward": ({"model": with_its_own_forward}, "the forward of this LlamaForCausalLM was replaced by tests"),
+    "wrapped forward": (
+        {"model": lambda: with_its_own_forward(wraps=True)},
+        "the forward of this LlamaForCausalLM was replaced by tests",
+    ),
+    "loss_type": ({"model": of_another_type}, "the loss_type 'ForSequenceClassification' of LlamaForCausalLM is not"),
+    "a class that names a loss_type": ({"model": lambda: Coupled()}, "Coupled.forward is not that of transformers"),
     "batch normalization": ({"model": normalized}, r"batch normalization \(`norm`\) makes every row"),
     "contrastive": ({"model": clip}, "the loss of CLIPModel compares each example with the others"),
     "router": ({"model": mixtral}, "router's auxiliary loss is no sum over rows"),
@@ -232,10 +276,10 @@ class Coupled(nn.Module):
 def test_a_loss_that_couples_rows_is_found_by_measuring(tmp_path) -> None:
     num = Run(small_trainer(tmp_path, Coupled())).num_allocations[0]
     trainer = small_trainer(tmp_path, Coupled())
-    survive_oom(trainer)
+    survive_oom(trainer, vouch_for_loss=True)
 
     with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
-        Run(trainer, {0: [num // 2]})
+        Run(trainer, {0: [num // 3]})
 
 
 def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt import DidNotFit
+from trainer_plugins.survival.attempt import DidNotFit, attempt
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.handed import Handed
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs
@@ -120,7 +120,11 @@ class Engine:
         assert micro.handed is not None
         wrong = micro.handed.added(loss)
         if not wrong and (micro.is_finished or not run.is_scale_seen):
-            run.is_scale_seen, wrong = True, micro.handed.measured(loss)
+            measured = attempt(partial(micro.handed.measured, loss))
+            if not isinstance(measured, DidNotFit):
+                run.is_scale_seen, wrong = True, measured
+            elif micro.is_finished:
+                raise measured.as_error("there was no room to measure by what training_step multiplies the loss")
         if wrong:
             run.is_refused = True
         if micro.is_finished:

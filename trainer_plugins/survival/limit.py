@@ -23,8 +23,18 @@ def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[
     >>> sizes(8, 8 * 512, 3 * 512, 1), sizes(8, 8 * 512, 3 * 512, 4), sizes(8, 8 * 512, math.inf, 1)
     ([2, 3, 3], [4, 4], [8])
     """
-    num_fit = num if num_cells <= limit else max(1, int(limit / (num_cells / num) + 1e-6))
-    return even(num, max(1, min(math.ceil(num / num_fit), num // min_micro_batch)))
+    return even(num, max(1, min(math.ceil(num / num_that_fit(num, num_cells, limit)), num // min_micro_batch)))
+
+
+def num_that_fit(num: int, num_cells: int, limit: float) -> int:
+    """How many of so many examples of one size are within the limit; one at least.
+
+    A limit that stands for a number of examples is a rounded quotient, so a millionth of one does not count.
+
+    >>> num_that_fit(5, 79, 79 * 3 / 5), num_that_fit(6, 600, 299.9)
+    (3, 2)
+    """
+    return num if num_cells <= limit else max(1, int(limit / (num_cells / num) + 1e-6))
 
 
 def even(num: int, num_parts: int) -> list[int]:

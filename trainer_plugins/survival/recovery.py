@@ -17,7 +17,7 @@ from trainer_plugins.survival.certificate import certify
 from trainer_plugins.survival.finality import what_is_never_final
 from trainer_plugins.survival.ladder import is_checkpointing
 from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
-from trainer_plugins.survival.limit import lower, sizes
+from trainer_plugins.survival.limit import lower, num_that_fit, sizes
 from trainer_plugins.survival.marks import frozen
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
@@ -317,5 +317,5 @@ class Recovery:
         whole, limit = self._micro.whole, self._run.memo.limit
         if math.isinf(limit):
             return "open again"
-        num_fit = max(1, int(limit / (whole.num_cells / whole.num) + 1e-6))
+        num_fit = num_that_fit(whole.num, whole.num_cells, limit)
         return f"{self._count(num_fit)} of this length at once"

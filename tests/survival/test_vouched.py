@@ -1,0 +1,159 @@
+"""`vouch_for_loss`: a loss of one's own is divided where it is measured to be additive, and refused where not."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import HfArgumentParser, Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from tests.models import tiny_llama
+from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
+from tests.survival.test_attach import remarks
+from trainer_plugins import MemoryArguments, callbacks_from_args, protect, survive_oom
+
+
+class Ascends(Trainer):
+    """As unlearning by gradient ascent does: away from what the model has learned, a mean over tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (-outputs.loss, outputs) if return_outputs else -outputs.loss
+
+
+class Squares(Trainer):
+    """The square of a mean: no sum over examples."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) ** 2
+
+
+def by_rows(outputs, labels, num_items_in_batch=None):
+    """Each row counts the same, however long it is."""
+    losses = nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+
+
+def weighted(model):
+    model.register_forward_hook(lambda module, args, outputs: {**outputs, "loss": outputs.loss * 3})
+
+
+LOSSES: dict[str, tuple] = {
+    "compute_loss": ({"trainer_class": Ascends}, "a mean over next tokens"),
+    "compute_loss_func": ({"compute_loss_func": by_rows}, "a mean over"),
+    "hook": ({"hook": weighted}, "a sum over the window"),
+}
+
+
+def make(tmp_path, hook=None, **kwargs):
+    model = tiny_llama().double()
+    if hook:
+        hook(model)
+    return small_trainer(tmp_path, model, **kwargs)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) -> None:
+    kwargs, measured = LOSSES[case]
+    with pytest.raises(ValueError, match="vouch_for_loss=True says that it is a sum or a mean"):
+        survive_oom(make(tmp_path, **kwargs))
+
+    whole, survived = survive(lambda: make(tmp_path, **kwargs), {0: 0.4, 3: 0.8}, vouch_for_loss=True)
+    assert gradients_off_by(survived, whole) <= 1e-6
+    told = remarks(tmp_path, "out-of-memory-survived")[0].finding.evidence
+    assert f"; you vouched for the loss, and it was measured to be {measured}" in told
+
+
+def test_one_that_is_measured_not_to_be_is_not_divided(tmp_path) -> None:
+    trainer = make(tmp_path, trainer_class=Squares)
+    survive_oom(trainer, vouch_for_loss=True, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
+        Run(trainer, {0: [100]})
+
+
+def by_preset(trainer):
+    protect(trainer, preset="survive", vouch_for_loss=True)
+
+
+def by_arguments(trainer):
+    (args,) = HfArgumentParser(MemoryArguments).parse_args_into_dataclasses(
+        ["--memory_preset", "survive", "--memory_vouch_for_loss", "True"]
+    )
+    for callback in callbacks_from_args(args):
+        trainer.add_callback(callback)
+
+
+@pytest.mark.parametrize("attach", [by_preset, by_arguments])
+def test_by_every_door(tmp_path, attach) -> None:
+    whole = Run(make(tmp_path, trainer_class=Ascends))
+    trainer = make(tmp_path, trainer_class=Ascends)
+    attach(trainer)
+    survived = Run(trainer, {1: [100]})
+    assert survived.allocations.num_failed == 1
+    assert gradients_off_by(survived, whole) <= 1e-6
+
+
+def test_an_entry_put_into_the_losses_of_transformers_is_named(tmp_path, monkeypatch) -> None:
+    def mine(logits, labels, vocab_size, **kwargs):
+        return logits.mean()
+
+    monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", mine)
+    with pytest.raises(ValueError, match=r"entry 'ForCausalLM' of transformers' LOSS_MAPPING is tests.*mine"):
+        survive_oom(make(tmp_path))
+
+
+def test_a_forward_that_a_user_patches_into_the_class_is_named(tmp_path, monkeypatch) -> None:
+    model = tiny_llama()
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM\.forward was replaced by tests"):
+        survive_oom(small_trainer(tmp_path, model))
+
+
+def with_mixed_precision(tmp_path):
+    return small_trainer(tmp_path, tiny_llama(), bf16=True)
+
+
+def with_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    return small_trainer(tmp_path, peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM")))
+
+
+def with_hooks_of_accelerate(tmp_path):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    return small_trainer(tmp_path, add_hook_to_module(tiny_llama(), ModelHook()))
+
+
+def with_every_guard(tmp_path):
+    trainer = small_trainer(tmp_path, tiny_llama())
+    protect(trainer, preset="memory_safe")
+    return trainer
+
+
+@pytest.mark.parametrize("make", [with_mixed_precision, with_adapters, with_hooks_of_accelerate, with_every_guard])
+def test_what_libraries_put_around_a_forward_passes(tmp_path, make) -> None:
+    trainer = make(tmp_path)
+    survive_oom(trainer)
+    trainer.train()
+    again = Run(trainer, {1: [100]})  # accelerate has wrapped the model by then
+    assert again.allocations.num_failed == 1
+    assert trainer.state.global_step == 2
+
+
+def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_path) -> None:
+    def packed(rows):
+        ids = torch.cat([row["input_ids"] for row in rows])[None]
+        positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+        return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+    def make(collate):
+        model = tiny_llama(use_cache=False).double()
+        return small_trainer(tmp_path, model, neftune_noise_alpha=5.0, data_collator=collate)
+
+    trainer = make(packed)
+    survive_oom(trainer)
+    with pytest.raises(ValueError, match="neftune_noise_alpha makes its noise smaller the longer a packed row is"):
+        trainer.train()
+    trainer = make(padded)  # padded rows keep their length
+    survive_oom(trainer)
+    assert Run(trainer, {0: [100]}).allocations.num_failed == 1

@@ -1,0 +1,96 @@
+"""What is done is said: once on the console and in the timeline, and as a number in the logs."""
+
+import logging
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.models import tiny_llama, token_rows
+from tests.survival.failing import Run, small_trainer
+from tests.survival.test_attach import remarks
+from trainer_plugins import protect, survive_oom
+from trainer_plugins.units import MIB
+
+
+def on_a_small_card(tmp_path, simgpu, **kwargs):
+    torch.accelerator.empty_cache()
+    simgpu.set_capacity(6 * MIB)
+    settings = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "steps": 3, **kwargs}
+    return small_trainer(
+        tmp_path, tiny_llama(), train_dataset=token_rows(192, 64), data_collator=None, use_cpu=False, **settings
+    )
+
+
+@pytest.mark.parametrize("attach", [survive_oom, lambda trainer: protect(trainer, preset="survive")])
+def test_dividing_beforehand_is_said_once_and_counted(tmp_path, simgpu, monkeypatch, caplog, attach) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer = on_a_small_card(tmp_path, simgpu, report_to=["tensorboard"])
+    attach(trainer)
+    trainer.train()
+
+    warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "trainer_plugins" in r.name]
+    (told,) = [line for line in warned if "[micro-batches-divided]" in line]
+    assert told.startswith(
+        "step 1: [micro-batches-divided] micro-batches larger than what fits are divided: this one of"
+    )
+    assert "64 rows (4096 tokens, padding included) into " in told
+    assert "as a rehearsal or an earlier failure has shown" in told
+    assert not [line for line in warned if "survived" in line], "nothing failed"
+    assert [entry.step for entry in remarks(tmp_path, "micro-batches-divided")] == [1]
+    logged = [logs["memory/divided_micro_batches"] for logs in trainer.state.log_history if "loss" in logs]
+    assert logged == [1, 1, 1]
+    (file,) = (tmp_path / "board").rglob("events.*")
+    events = EventAccumulator(str(file)).Reload()
+    tags = events.Tags()["scalars"]
+    (tag,) = [tag for tag in tags if tag.endswith("memory/divided_micro_batches")]
+    assert [event.value for event in events.Scalars(tag)] == [1, 1, 1]
+
+
+def test_where_all_fits_nothing_is_said_or_counted(tmp_path, caplog) -> None:
+    trainer = small_trainer(tmp_path)
+    survive_oom(trainer)
+    trainer.train()
+    assert "divided" not in caplog.text
+    assert not [logs for logs in trainer.state.log_history if "memory/divided_micro_batches" in logs]
+
+
+def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> None:
+    torch.accelerator.empty_cache()
+    simgpu.set_capacity(2 * MIB)
+    for num_rows in (1, 64):
+        trainer = small_trainer(
+            tmp_path / str(num_rows), tiny_llama(vocab_size=512), train_dataset=token_rows(64, 256), data_collator=None,
+            use_cpu=False, per_device_train_batch_size=num_rows,
+        )  # fmt: skip
+        survive_oom(trainer, plan_first=False)
+        with pytest.raises(torch.OutOfMemoryError, match=r"nothing left to switch on \(checkpointing and offload on\)"):
+            trainer.train()
+        (told,) = remarks(tmp_path / str(num_rows), "out-of-memory-refused")
+        assert told.finding.remedy.startswith("What is left: shorter sequences")
+        assert "per_device_train_batch_size" not in told.finding.remedy
+
+
+def test_rows_that_may_not_be_divided_further_are(tmp_path) -> None:
+    trainer = small_trainer(tmp_path)
+    survive_oom(trainer, min_micro_batch=3, ladder=())
+    with pytest.raises(torch.OutOfMemoryError):
+        Run(trainer, {0: [100]})
+    (told,) = remarks(tmp_path, "out-of-memory-refused")
+    assert "a smaller per_device_train_batch_size" in told.finding.remedy
+    assert "gradient checkpointing" in told.finding.remedy
+
+
+def test_one_row_that_survived_is_told_of_no_smaller_batch(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, per_device_train_batch_size=1)
+    survive_oom(trainer)
+    Run(trainer, {0: [200]})
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert "per_device_train_batch_size" not in told.finding.remedy
+
+
+def test_a_refusal_says_where_it_was_seen(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, compute_loss_func=lambda *args, **kwargs: 0)
+    survive_oom(trainer, on_refusal="warn")
+    (told,) = remarks(tmp_path, "out-of-memory-refused")
+    assert told.finding.evidence == "seen in the Trainer, its model and its arguments, before anything was computed"
