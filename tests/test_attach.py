@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import logging
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -204,6 +205,26 @@ def test_a_wrapper_above_ours(make_trainer, monkeypatch) -> None:
     assert still is theirs
     assert built == [bare, watched]
     assert [ours(trainer) for trainer in built] == [[], OBSERVE]
+
+
+def test_a_warning_keeps_the_line_of_the_user(make_trainer) -> None:
+    class Warns(Trainer):
+        """The Trainer itself calls this while it is built: two levels up is who builds it."""
+
+        def add_callback(self, callback) -> None:
+            warnings.warn("of the past", FutureWarning, stacklevel=3)
+            super().add_callback(callback)
+
+    def built_at() -> set[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(trainer_class=Warns)
+        return {one.filename for one in caught if str(one.message) == "of the past"}
+
+    without = built_at()
+    with attached("observe"):
+        assert built_at() == without
+    assert without
 
 
 def test_those_built_before_are_named_once(make_trainer, caplog) -> None:

@@ -1,5 +1,6 @@
 """trainer-plugins exec: any command, and every Trainer that some Python under it builds has callbacks."""
 
+import ast
 import json
 import os
 import socket
@@ -142,6 +143,18 @@ def test_what_was_not_attached_is_said_in_one_line(tmp_path, version, says) -> N
     assert done.stderr.count("\n") == 1
 
 
+def test_a_warning_of_an_import_keeps_the_line_that_imports(tmp_path: Path) -> None:
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("")
+    text = "import warnings\nwarnings.warn('of the past', FutureWarning, stacklevel=2)\n"
+    (tmp_path / "transformers" / "trainer.py").write_text(text)
+    (tmp_path / "train.py").write_text("import sys\nimport transformers.trainer\n")
+
+    done = execute("--", sys.executable, "train.py", cwd=tmp_path)
+
+    assert f"{tmp_path / 'train.py'}:2: FutureWarning: of the past" in done.stderr
+
+
 def test_a_launcher_has_nothing_to_say(tmp_path: Path) -> None:
     folder = install_transformers(tmp_path, "99.0")
     work = "sum(range(50_000_000))"  # of processor time, many times what the launcher takes
@@ -168,7 +181,6 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
     [
         ([], "name a command after --"),
         (["--"], "name a command after --"),
-        (["--", "no-such-command"], "cannot run no-such-command: No such file or directory"),
         (["--memory-stopp", "--", "true"], "Did you mean --memory-stop?"),
         (["--preset", "surviv", "--", "true"], "Did you mean survive?"),
         (["--memory-warn-fraction", "0.98", "--", "true"], "0.98 and 0.97"),
@@ -181,6 +193,65 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments, says) -> None:
     assert done.stderr.startswith("trainer-plugins exec: ")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "says"),
+    [
+        ("no-such-command", 127, "cannot run no-such-command: No such file or directory"),
+        ("./no-such-file", 127, "cannot run ./no-such-file: No such file or directory"),
+        ("./not-executable", 126, "cannot run ./not-executable: Permission denied"),
+        ("./no-program", 126, "cannot run ./no-program: Exec format error"),
+        (".", 126, "cannot run .: Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_be_run_ends_as_in_a_shell(tmp_path: Path, command, exit_code, says) -> None:
+    (tmp_path / "not-executable").write_text("#!/bin/sh\n")
+    (tmp_path / "no-program").write_bytes(b"\0\0")
+    (tmp_path / "no-program").chmod(0o755)
+
+    done = execute("--", command, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", f"trainer-plugins exec: {says}\n")
+
+
+def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import no_such_module")
+
+    done = execute("--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path))
+
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    missing = "ModuleNotFoundError: No module named 'no_such_module'\n"
+    assert done.stderr == ("Error in sitecustomize; set PYTHONVERBOSE for traceback:\n" + missing) * 2
+
+
+def test_what_every_python_reads_is_written_for_every_python() -> None:
+    tree = ast.parse((ROOT / "trainer_plugins" / "_site" / "sitecustomize.py").read_text())
+
+    newer = (ast.JoinedStr, ast.AnnAssign, ast.AsyncFunctionDef, ast.NamedExpr, ast.Nonlocal, ast.YieldFrom)
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, newer)]
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        assert function.returns is None
+        assert not [each for each in (*function.args.args, *function.args.kwonlyargs) if each.annotation is not None]
+    assert tree.body
+
+
+OLD_PYTHONS = sorted(
+    str(path)
+    for pattern in ("versions/2.7.*/bin/python2.7", "versions/3.[5-9].*/bin/python3")
+    for path in (Path.home() / ".pyenv").glob(pattern)
+)
+
+
+@pytest.mark.skipif(not OLD_PYTHONS, reason="no old Python is here")
+@pytest.mark.parametrize("python", OLD_PYTHONS)
+def test_an_old_python_runs_as_without_us(tmp_path: Path, python: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SEEN'] = 'theirs'\n")
+    code = "import os, sys, sitecustomize; sys.stdout.write(os.environ['SEEN'])"
+
+    done = execute("--", python, "-B", "-c", code, cwd=tmp_path, path=str(tmp_path))
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "theirs", "")
 
 
 def test_help_lists_the_options(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from trainer_plugins._site.trainer_plugins_on_import import when_imported
+from trainer_plugins._site.trainer_plugins_on_import import passed_over_by_warnings, when_imported
 from trainer_plugins.options import DEFAULT_PRESET, callbacks_from_args, memory_arguments
 from trainer_plugins.protection import give_way, insert, was_inserted
 
@@ -149,7 +149,7 @@ def _wrap() -> None:
         if name not in _wrappers or _wrappers[name] not in _layers(method):
             if name == "__init__":
                 _warn_of_those_built(trainer)
-            _wrappers[name] = around(method)
+            _wrappers[name] = passed_over_by_warnings(around(method))
             setattr(trainer, name, _wrappers[name])
 
 

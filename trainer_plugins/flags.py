@@ -61,7 +61,7 @@ class Flags:
             self.refuse(str(error))
         return given, command
 
-    def refuse(self, reason: str) -> NoReturn:
-        """End the process: one line on stderr, exit code 2."""
+    def refuse(self, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
+        """End the process: one line on stderr, and an exit code, 2 unless another is given."""
         sys.stderr.write(f"{self.prog}: {printable(reason)}\n")
-        sys.exit(EXIT_USAGE)
+        sys.exit(exit_code)

@@ -1,6 +1,12 @@
 """A prediction that ends early: one line says how, and nothing of it is left, no process and no folder."""
 
 import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -67,3 +73,105 @@ def test_an_early_end_is_one_line_and_exit_code_2(tmp_path, compiler, timeout, l
     assert line in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not _is_alive(int((tmp_path / "asked").read_text()))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
+def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
+    """A compiler that does not end holds the prediction up; it keeps a pipe open, which says when it is gone."""
+    pipe, script = tmp_path / "pipe", tmp_path / "compiler"
+    os.mkfifo(pipe)
+    script.write_text(f"#!/bin/sh\nexec 9> {pipe}\necho $$ >&9\nexec tail -f /dev/null\n")
+    script.chmod(0o755)
+    scratch = tmp_path / "scratch"
+    reads = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "trainer_plugins", "plan", "--model", BERT],
+            env={
+                **os.environ,
+                "CXX": str(script),
+                "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty"),
+                "TMPDIR": str(scratch),
+            },
+            stderr=subprocess.DEVNULL,
+        )
+        assert select.select([reads], [], [], 300)[0], "the prediction came to no compiler"
+        compiler = int(os.read(reads, 100))
+        worker = psutil.Process(compiler).ppid()
+        assert psutil.Process(worker).ppid() == command.pid
+        assert len(list(scratch.iterdir())) == 1
+
+        command.send_signal(getattr(signal, name))
+        assert command.wait(120) == -getattr(signal, name)
+        assert select.select([reads], [], [], 120)[0], "the compiler goes on"
+        assert os.read(reads, 100) == b""
+    finally:
+        os.close(reads)
+    for killed in (worker, compiler):
+        for _ in range(2400):  # a process that was killed takes a moment to go
+            if not _is_alive(killed):
+                break
+            select.select([], [], [], 0.05)
+        assert not _is_alive(killed)
+    assert list(scratch.iterdir()) == []
+
+
+SMALL = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+
+
+def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
+    """The command runs where a project lies, and finds its relative paths there, but no modules."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("timeit", "calendar", "transformers"):
+        (folder / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user was imported')")
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "launch.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    program = Path(sys.executable).parent / "trainer-plugins"  # python -m would look there by itself
+    words = ["--model", ".", "--seq-length", "64", "--accelerate-config", "launch.yaml", "--json"]
+    done = subprocess.run(
+        [program, "plan", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=600,
+        env={**os.environ, "TMPDIR": str(tmp_path / "scratch")},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--timeout", "-1"], "the time limit is a number of seconds, above 0 and of a week at most, got -1"),
+        (["--timeout", "0"], "got 0"),
+        (["--timeout", "nan"], "the time limit is a number of seconds"),
+        (["--timeout", "inf"], "the time limit is a number of seconds"),
+        (["--timeout", "-1", "--search", "--gpu", "24GiB"], "the time limit is a number of seconds"),
+        (["--seq-length", str(10**15)], "a sequence length is a number of tokens from 1 to 16,777,216, got 1,000,000,"),
+        (["--seq-length", "0"], "got 0"),
+        (["--seq-length", "-5"], "got -5"),
+        (["--target-length", "0"], "a target length is a number of tokens"),
+        (["--eval-batches", "-1"], "an evaluation has from 1 to 16,777,216 batches, got -1"),
+        (["--lora-r", "0"], "--lora-r is a rank from 1"),
+        (["--per_device_train_batch_size", str(10**15)], "per_device_train_batch_size is a number of rows from 1 to"),
+        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is a number of rows from 1 to"),
+    ],
+)
+def test_numbers_that_nobody_can_mean_are_refused(words, says):
+    done = CliRunner().invoke(app, ["plan", "--model", BERT, *words])
+
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_config_that_nests_without_end_is_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path)])
+
+    assert done.exit_code == 2
+    assert f"{tmp_path / 'config.json'} is not JSON" in done.stderr

@@ -5,12 +5,26 @@ import sys
 TYPE_CHECKING = False  # typing itself would cost more than all of this
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, TypeVar
+
+    Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
 def when_imported(name: str, then: "Callable[[], None]") -> None:
     """Call `then()` directly after the module of this name was imported for the first time."""
     sys.meta_path.insert(0, _Finder(name, then))
+
+
+def passed_over_by_warnings(wrapper: "Function") -> "Function":
+    """Have `warnings` pass over the frame of a wrapper, so that a `stacklevel` leads to the line that it led to before.
+
+    It does so for the machinery of imports, which it knows by the name of its file: `_is_internal_frame` in
+    Lib/warnings.py, of Python 3.6 to 3.14.
+    """
+    code = wrapper.__code__
+    if hasattr(code, "replace"):  # of Python 3.8
+        wrapper.__code__ = code.replace(co_filename=code.co_filename + " (as importlib._bootstrap)")
+    return wrapper
 
 
 class _Finder:
@@ -38,4 +52,6 @@ class _Finder:
                 sys.meta_path.remove(self)
                 self.then()
 
-        loader.exec_module = exec_module  # of this one loader, which keeps its class and all it can do
+        loader.exec_module = passed_over_by_warnings(
+            exec_module
+        )  # of this one loader, which keeps its class and all it can do

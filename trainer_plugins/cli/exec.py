@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+
 
 def exec_(
     command: Annotated[
@@ -13,7 +15,8 @@ def exec_(
 ) -> None:
     """Run a command in the environment of a launch, with callbacks on every Trainer under it. `exec --help` has all.
 
-    The command takes the place of this process, so its exit code is the answer.
+    The command takes the place of this process, so its exit code is the answer: 127 if it is not found, 126 if it
+    cannot be run.
     """
     import json
     import sys
@@ -42,4 +45,6 @@ def exec_(
     try:
         os.execvpe(words[0], words, environ)
     except OSError as error:
-        flags.refuse(f"cannot run {words[0]}: {error.strerror}")
+        # As a shell, env and timeout do: a launcher may look for these two.
+        exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+        flags.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)

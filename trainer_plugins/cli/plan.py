@@ -12,6 +12,7 @@ from trainer_plugins.printable import printable
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
+_LARGEST_RANK = 1 << 20
 
 
 def plan(
@@ -150,6 +151,8 @@ def _adapter(rank: int | None, target: str, file: Path | None) -> dict[str, Any]
     if file is None and rank is None:
         return None
     if file is None:
+        if rank is not None and not 1 <= rank <= _LARGEST_RANK:
+            raise PlanError(f"--lora-r is a rank from 1 to {_LARGEST_RANK:,}, got {rank:,}")
         modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
         return {"peft_type": "LORA", "r": rank, "target_modules": modules}
     if rank is not None:
@@ -158,7 +161,7 @@ def _adapter(rank: int | None, target: str, file: Path | None) -> dict[str, Any]
         content = json.loads(file.read_text())
     except OSError as error:
         raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"--peft-config: {file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise PlanError(f"--peft-config: {file} is no mapping")

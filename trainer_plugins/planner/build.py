@@ -14,7 +14,7 @@ import torch
 from trainer_plugins.planner import fused_head, refusals, ship
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearsal import OPTIMIZER_STEPS, Batch, other_models
-from trainer_plugins.planner.request import ConfigSource, TrainerSource
+from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.zero_config import read_config, refuse_config
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
@@ -275,10 +275,11 @@ def rehearsal_of(source: ConfigSource | TrainerSource, has_padding: bool | None,
 def _of_config(source: ConfigSource, args: Any, has_padding: bool | None, output_dir: str) -> Rehearsed:
     import transformers
 
-    model, assumptions = model_of(source)
     rows = args.per_device_train_batch_size
-    if rows < 1 or source.sequence_length < 1:
-        raise PlanError(f"a batch needs rows and tokens, got {rows} rows of {source.sequence_length} tokens")
+    for name, number in (("train", rows), ("eval", args.per_device_eval_batch_size)):
+        if not 1 <= number <= MOST_ROWS:
+            raise PlanError(f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, got {number:,}")
+    model, assumptions = model_of(source)
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:

@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.plan import PlanError
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_EVALUATION_BATCHES = 8
+LONGEST_SEQUENCE = 1 << 24
+"""Tokens of a row: some more than the 10 million of any model's context; what is longer is a slip of the hand."""
+MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,15 @@ class ConfigSource:
     """The content of an adapter_config.json."""
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
+
+    def __post_init__(self) -> None:
+        for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
+            if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
+                raise PlanError(f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, got {length:,}")
+        if not 1 <= self.num_evaluation_batches <= MOST_EVALUATION_BATCHES:
+            raise PlanError(
+                f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, got {self.num_evaluation_batches:,}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSourc
 from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 DEFAULT_TIMEOUT_SECONDS = 600
+_LONGEST_SECONDS = 7 * 24 * 3600
 
 
 def plan_run(
@@ -138,12 +139,15 @@ def search_run(request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_
 def _results(requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess are for one kind of device")
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # NaN is in no order
+        raise PlanError(f"the time limit is a number of seconds, above 0 and of a week at most, got {timeout_seconds}")
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
         asked, answered, log = (Path(folder) / name for name in ("requests", "results", "log"))
         asked.write_bytes(pickle.dumps(list(requests)))
         command = [*_python(requests[0]), "-m", "trainer_plugins.planner.worker", str(asked), str(answered)]
         # What it leaves behind when it is killed lies in the folder, and goes with it.
-        code = _run(command, log, timeout_seconds, {**_environment(), "TMPDIR": folder})
+        environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
+        code = _run(command, log, timeout_seconds, environment)
         if code != 0:
             raise PlanError(_how_it_ended(code, log.read_text(errors="replace")))
         results: list[dict[str, Any]] = json.loads(answered.read_text())
@@ -156,15 +160,22 @@ def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment:
     Raises:
         PlanError: it takes too long.
     """
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,  # a group of its own, so that a compiler goes with it
-        )
+    # Nothing is ever written there: the end that this process holds is closed when it ends, whatever ends it.
+    ends_with_us, ours = os.pipe()
+    try:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*command, os.getcwd(), str(ends_with_us)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=log.parent,  # where `python -m` looks first: nothing there is called like a module
+                pass_fds=[ends_with_us],
+                start_new_session=True,  # a group of its own, so that a compiler goes with it
+            )
+    finally:
+        os.close(ends_with_us)
     try:
         return process.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
@@ -175,6 +186,7 @@ def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        os.close(ours)
 
 
 def _python(request: PlanRequest | SearchRequest) -> list[str]:
@@ -194,7 +206,20 @@ def _environment() -> dict[str, str]:
         if name == "ACCELERATE_MIXED_PRECISION"  # counts in transformers 4.x, whatever the arguments say
         or (name not in launched and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")))
     }
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _path(request: PlanRequest | SearchRequest) -> str:
+    """Where the subprocess finds modules: as this process does, which has those of the user's Trainer.
+
+    A command line has none. There the folder of the user is left out, whose `timeit.py` is not Python's.
+    """
+    run = request.run if isinstance(request, SearchRequest) else request
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    if isinstance(run.source, ConfigSource) and isinstance(run.source.arguments, tuple):
+        home = str(Path(__file__).parent.parent.parent)
+        folders = [folder for folder in folders if folder == home or folder != os.getcwd()]
+    return os.pathsep.join(folders)
 
 
 def _how_it_ended(code: int, log: str) -> str:
@@ -248,7 +273,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"no config of a model at {path}: {error.strerror}. It is read from disk, not from the hub"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise PlanError(f"{file} is not the config of a model: no mapping")
