@@ -42,13 +42,18 @@ def end(*processes: subprocess.Popen[bytes], timeout: float = ENDS_A_HANG) -> li
     try:
         return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
     finally:
-        while left := [each for process in processes for each in left_of(process)]:
-            for each in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
-            psutil.wait_procs(left, timeout=60)
-        for process in processes:
-            process.wait()
+        kill(*processes)
+
+
+def kill(*processes: subprocess.Popen[bytes]) -> None:
+    """Kill what still runs of commands that `start` began."""
+    while left := [each for process in processes for each in left_of(process)]:
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(left, timeout=60)
+    for process in processes:
+        process.wait()
 
 
 def left_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from trainer_plugins import StrategyInForce, protect
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
@@ -59,13 +59,12 @@ def building(extensions: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
     source.write_text("int one() { return 1; }")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where ninja is
     environ = {**os.environ, "CXX": str(compiler), "BEGAN": str(began), "ENDS": str(ends), "PATH": path}
-    process = subprocess.Popen([sys.executable, "-c", BUILD, str(source)], env=environ, start_new_session=True)
+    process = processes.start([sys.executable, "-c", BUILD, source], environ=environ)
     try:
         assert began.read_text() == "compiling\n"
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        processes.kill(process)
 
 
 def test_a_build_that_runs_has_its_lock_and_one_that_was_killed_left_it(building, extensions: Path) -> None:
@@ -73,8 +72,7 @@ def test_a_build_that_runs_has_its_lock_and_one_that_was_killed_left_it(building
     assert (lock.path, lock.holder) == (extensions / "slow" / "lock", building.pid)
     assert not list(lock_findings([lock]))
 
-    os.killpg(building.pid, signal.SIGKILL)
-    building.wait()
+    processes.kill(building)
 
     (lock,) = read_locks(os.environ)
     assert (lock.path, lock.holder) == (extensions / "slow" / "lock", None)
