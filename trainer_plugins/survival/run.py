@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import card_of
+from trainer_plugins.survival.certificate import Certificate
 from trainer_plugins.survival.layouts import Inputs
 from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
@@ -18,7 +19,6 @@ from trainer_plugins.survival.micro_batch import Start
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.snapshot import Snapshot
-from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import not_attached
 
 
@@ -57,8 +57,7 @@ class Run:
         self.model = self.ranks.bare
         self.state = attached.trainer.state
         self.card = card_of(attached.trainer.args.device)
-        self.weights: dict[str, Weight] = {}
-        """Those that have their certificate, by the name of the layout."""
+        self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
         self.is_refused = self.leftover_is_said = False
         self.is_final = False
         """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
