@@ -5,6 +5,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -62,6 +63,21 @@ def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=Traini
         args=args_class(**settings),
         **{"train_dataset": ragged_rows(), "data_collator": padded, **into_trainer},
     )
+
+
+class OwnBatchNorm(nn.Module):
+    """Subtracts the mean of the micro-batch while it trains, and a running one in evaluations."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size), persistent=False)  # of others accelerate makes DTensors
+
+    def forward(self, hidden):
+        if not self.training:
+            return hidden - self.mean
+        mean = hidden.mean((0, 1))
+        self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        return hidden - mean
 
 
 class Allocations(TorchDispatchMode):

@@ -1,170 +1,177 @@
-"""Certificate: before anything is divided, measure on a few short examples of it that gradients add up."""
+"""Certificate: by which weights the pieces of a run add up, measured on rows of the run, and again as it goes on.
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+A piece of the size that pieces will have is held against its halves, in the mode in which the model trains, with the
+drawing of random numbers held (`held.py`). The first time, and for each new kind of batch, it is the gradient; later
+the loss alone, and the gradient where that does not tell. Necessary, and no proof: that is the list in `losses.py`.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.attempt import DidNotFit, attempt
-from trainer_plugins.survival.finality import Watch, gradients_aside, is_reentrant, small_parameters, without_dropout
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.comparison import Comparison, Loss, Told, steady
+from trainer_plugins.survival.finality import Watch, gradients_aside, small_parameters
+from trainer_plugins.survival.layouts import IGNORED, IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.limit import cells
 from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import frozen
-from trainer_plugins.survival.weights import Weight, relative_error
+from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.samples import idle, real, short
+from trainer_plugins.survival.weights import Weight
 
-if TYPE_CHECKING:
-    from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+logger = logging.getLogger(__name__)
 
-# What rounding makes of a right weight, and less than what a wrong one does. A loss is often taken in float32, whatever
-# the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in bfloat16, at 16 and 28 layers.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
-_TOLERANCE_TF32 = 5e-3
-_TOLERANCE_LOW = 3e-2
+_SPARING = 300
+"""So many times what a check costs is computed in pieces before the next: a third of a percent."""
 
-_EXAMPLES = (4, 3, 2)
-
-_NO_ROOM = "there was no room to measure whether its loss can be divided ({})"
-
-# Of a parameter that gets a hundredth of what the one with the most gets, rounding is all there may be.
-_LEAST_FRACTION = 1e-2
-
-Loss = Callable[[Inputs], torch.Tensor]
-_Measure = list[torch.Tensor]
-"""One tensor a parameter or a reduction, or the loss alone."""
+Kind = tuple[Any, ...]
 
 
-def certify(trainer: Trainer, model: nn.Module, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
-    """The weight by which the gradients of two parts of a probe add up to that of the probe.
+class Certificate:
+    """Of one run, or of its evaluations.
 
-    Gradients and not losses: a coupled loss can be equal in value and wrong in gradient. Necessary, and no proof: the
-    proof is the list in `losses.py`. Takes up to four small forward and backward passes, once; nothing is left behind
-    but random numbers drawn, and metrics counted, which the caller puts back.
-
-    Raises:
-        IndivisibleError: no weight of this family fits, a part cannot be computed, or there was no room to measure.
+    Args:
+        trainer: whose run it is.
+        ranks: those that have to measure together.
+        family: the weights that come into question.
+        is_trained: whether gradients are summed, and not losses alone.
     """
-    probe = _Probe(layout, inputs)
-    parameters = small_parameters(model)
-    unwatched = set(model.parameters()) - set(parameters)
-    with gradients_aside(model), frozen(unwatched), Watch(model) as watch:
-        measured = _measured(model, lambda some: _gradient(loss, some, parameters), probe)
-    return _chosen(probe.errors(family, measured), _tolerance(trainer, parameters, watch), "gradient")
+
+    def __init__(self, trainer: Trainer, ranks: Alone, family: Family, *, is_trained: bool = True) -> None:
+        self._trainer, self._ranks, self._family, self._is_trained = trainer, ranks, family, is_trained
+        self._weights: dict[str, list[Weight]] = {}
+        """Those that have fitted every sample so far, by the name of the layout."""
+        self._kinds: set[Kind] = set()
+        self._refused: dict[Kind, str] = {}
+        """Why not, where it was measured."""
+        self._computed = self._next = 0.0
+        self.why_broken = ""
+        """Why nothing is divided any more: a measurement failed after something was."""
+        self.known = ""
+        """What the last measurement was made on, and what it found."""
+        self.unchecked_since: int | None = None
+        """The first step that was divided since the last measurement."""
+
+    def weight(self, layout: Layout, kind: Kind) -> Weight:
+        """By which pieces of a micro-batch of this kind add up.
+
+        Raises:
+            IndivisibleError: they do not, or it was not measured.
+        """
+        why = self.why_broken or self._refused.get(kind, "")
+        if why or not self.knows(layout):
+            raise IndivisibleError(why or "whether its parts add up was not measured")
+        return self._weights[layout.name][0]
+
+    def knows(self, layout: Layout) -> bool:
+        """Whether anything was measured of examples that lie so."""
+        return layout.name in self._weights
+
+    def wants(self, kind: Kind) -> bool:
+        """Whether a micro-batch of this kind is to be measured before it is divided: it is new, or it is time."""
+        return self.is_new(kind) or (not self.why_broken and kind in self._kinds and self._computed >= self._next)
+
+    def is_new(self, kind: Kind) -> bool:
+        """Whether no micro-batch of this kind was measured yet."""
+        return not self.why_broken and kind not in self._kinds and kind not in self._refused
+
+    def computed(self, num_cells: int, step: int) -> None:
+        """So much of a divided micro-batch was computed."""
+        self._computed += num_cells
+        if self.unchecked_since is None:
+            self.unchecked_since = step
+
+    def measure(self, layout: Layout, inputs: Inputs, num_fit: int, loss: Loss, put_back: Callable[[], object]) -> None:
+        """Find out by which weights pieces add up. Every rank that computes in step comes here at once.
+
+        A rank without two examples lends itself to the others. Where these measure gradients there must be none yet.
+
+        Args:
+            layout: of the inputs.
+            inputs: a micro-batch of the run.
+            num_fit: how many of its examples are computed at once, at most.
+            loss: of some of its examples.
+            put_back: takes random numbers and metrics back to where they were.
+
+        Raises:
+            IndivisibleError: no weight fits, a part cannot be computed, or there was no room to measure.
+        """
+        kind, family = kind_of(layout, inputs), self._family.for_inputs(inputs)
+        known = [one for one in self._weights.get(layout.name) or family.weights if one in family.weights]
+        model = self._ranks.bare
+        parameters = small_parameters(model) if self._is_trained else list(model.parameters())
+        unwatched = set(model.parameters()) - set(parameters)
+        try:
+            with gradients_aside(model), frozen(unwatched), Watch(model) as watch, steady(model, put_back) as passes:
+                comparison = Comparison(self._trainer, self._ranks, family, loss, parameters, watch, passes)
+                told = self._told(comparison, layout, kind, inputs, num_fit, known)
+                if not told and not self._ranks.highest(int(kind not in self._kinds)):
+                    self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
+                    return  # nothing new: what is known holds
+                if not told:
+                    raise IndivisibleError(comparison.why_untold)
+                for one in told:
+                    if self._ranks.highest(int(not _fitting(known, [one]))):
+                        raise _NotAdditiveError(comparison.said(one))
+                remaining = _fitting(known, told)
+                if self._ranks.highest(int(not remaining)):
+                    raise _NotAdditiveError(comparison.said(told[-1]))
+        except _NotAdditiveError as error:
+            if self.unchecked_since is not None:
+                self.why_broken = str(error)
+            elif not self._ranks.in_step:  # where they decide together, they measure together once more
+                self._refused[kind] = str(error)
+            raise
+        # The gradient of a new kind is measured once. What comes again, the loss alone, costs a third of it.
+        cost = comparison.cost / 3 if kind not in self._kinds and not self._ranks.in_step else comparison.cost
+        self._next, self.unchecked_since = self._computed + _SPARING * cost, None
+        if layout.count(inputs) < 2:
+            return  # it was lent, and shows nothing of its own
+        self._weights[layout.name] = remaining
+        self._kinds.add(kind)
+        self.known = f"it adds up, measured on {', and on '.join(one.words for one in told)}"
+        logger.info("%s", self.known)
+
+    def _told(
+        self, comparison: Comparison, layout: Layout, kind: Kind, inputs: Inputs, num_fit: int, known: list[Weight]
+    ) -> list[Told]:
+        """What samples of a micro-batch show; nothing where none fits, or has something to show."""
+        is_gradient = self._is_trained and (self._ranks.in_step or kind not in self._kinds)
+        is_first = self._ranks.highest(int(not self.knows(layout)))
+        samples = real(layout, inputs, num_fit, known)
+        lent = idle(layout, inputs)
+        told = comparison.first_that_tells(samples, lent, is_gradient=is_gradient)
+        if self._is_trained and not is_gradient and not (told and _fitting(known, [told])):
+            is_gradient = True  # which decides: a loss may have a term without a gradient
+            told = comparison.first_that_tells(samples, lent, is_gradient=True)
+        if told is not None and not is_first:
+            return [told]
+        # Made so that the weights differ most.
+        cut = comparison.first_that_tells(short(layout, inputs), lent, is_gradient=is_gradient)
+        return [one for one in (told, cut) if one is not None]
 
 
-def certify_together(ranks: "FSDP2", family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
-    """The same where each pass is one of all ranks. A rank without two examples lends itself to the others.
+def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:
+    """Those of the weights known so far that fit all samples."""
+    return [weight for weight in known if all(one.errors[weight] <= one.tolerance for one in told)]
 
-    Every rank makes three passes, so all of them without dropout; and they come to the same end. There must be no
-    gradient yet.
 
-    Raises:
-        IndivisibleError: as above, on every rank.
+class _NotAdditiveError(IndivisibleError):
+    """It was measured, and does not add up."""
+
+
+def kind_of(layout: Layout, inputs: Inputs) -> Kind:
+    """What makes a batch another kind of batch: names, types, dimensions; and whether all is attended, and labelled.
+
+    Reads a device: for micro-batches that are divided.
     """
-    probe = _Probe(layout, inputs) if layout.count(inputs) > 1 else None
-    parameters = small_parameters(ranks.model)
-    unwatched = set(ranks.model.parameters()) - set(parameters)
-    measured: list[_Measure] = []
-    with frozen(unwatched), without_dropout(ranks.model), Watch(ranks.model) as watch:
-        for some in probe or [layout.probe(inputs, 1)] * 3:
-            gradient = ranks.attempt(partial(ranks.gradient, partial(loss, some)))
-            if isinstance(gradient, DidNotFit):
-                raise IndivisibleError(_NO_ROOM.format(gradient.first_line))
-            measured.append(gradient)
-    errors = probe.errors(family, measured) if probe else dict.fromkeys(family.weights, 0.0)
-    together = {
-        weight: ranks.highest(round(1e9 * error) if error < 1 else 10**9) / 1e9 for weight, error in errors.items()
-    }
-    return _chosen(together, _tolerance(ranks.trainer, parameters, watch), "gradient")
-
-
-def certify_values(trainer: Trainer, family: Family, layout: Layout, inputs: Inputs, loss: Loss) -> Weight:
-    """The same where no gradient is computed: the weight by which the losses add up. Three small forward passes.
-
-    Raises:
-        IndivisibleError: as above.
-    """
-    probe = _Probe(layout, inputs)
-    with Watch(trainer.model) as watch:
-        measured = _measured(trainer.model, lambda some: [loss(some).detach().cpu().double().reshape(1)], probe)
-    tolerance = _tolerance(trainer, list(trainer.model.parameters()), watch)
-    return _chosen(probe.errors(family, measured), tolerance, "loss")
-
-
-def _measured(model: nn.Module, measure: Callable[[Inputs], list[torch.Tensor]], probe: "_Probe") -> list[_Measure]:
-    """Of each part of a probe. As the model trains, where two passes agree on the same; else without its dropout."""
-
-    def work() -> list[_Measure]:
-        whole, *parts = probe
-        if not is_reentrant(model):  # which torch.autograd.grad does not pass through
-            first = measure(whole)
-            if all(torch.equal(*pair) for pair in zip(first, measure(whole), strict=True)):
-                return [first, *map(measure, parts)]
-        with without_dropout(model):
-            return [measure(some) for some in probe]
-
-    try:
-        measured = attempt(work)
-    except Exception as error:  # the model's own, about a size or a mode that it does not meet in training
-        raise IndivisibleError(f"a part of it cannot be computed: {type(error).__name__}: {error}") from error
-    if isinstance(measured, DidNotFit):
-        raise IndivisibleError(_NO_ROOM.format(measured.first_line))
-    return measured
-
-
-class _Probe:
-    """A few short examples, then the first of them, then the others. Iterating gives the inputs of the three."""
-
-    def __init__(self, layout: Layout, inputs: Inputs) -> None:
-        self._num = next((num for num in _EXAMPLES if num <= layout.count(inputs)), 0)
-        whole = layout.probe(inputs, self._num)
-        self._inputs = (whole, layout.take(whole, 0, 1), layout.take(whole, 1, self._num))
-
-    def __iter__(self) -> Iterator[Inputs]:
-        return iter(self._inputs)
-
-    def errors(self, family: Family, measured: list[_Measure]) -> dict[Weight, float]:
-        """By each weight, how far what was measured of the parts is from that of the whole."""
-        return {weight: _worst_error(measured, self._factors(weight)) for weight in family.weights}
-
-    def _factors(self, weight: Weight) -> list[float]:
-        whole, first, others = self._inputs
-        total = weight.of(whole, self._num)
-        return [weight.share(weight.of(first, 1), total), weight.share(weight.of(others, self._num - 1), total)]
-
-
-def _chosen(errors: dict[Weight, float], tolerance: float, what: str) -> Weight:
-    """The first weight by which parts add up.
-
-    Raises:
-        IndivisibleError: there is none.
-    """
-    for weight, error in errors.items():
-        if error <= tolerance:
-            return weight
-    tried = ", ".join(f"{weight.name}: {error:.1e}" for weight, error in errors.items())
-    raise IndivisibleError(f"its {what} is not the sum of its parts' (off by, if it is {tried})")
-
-
-def _worst_error(measured: list[_Measure], factors: list[float]) -> float:
-    """How far the weighted parts are from the whole, relative to it, for the parameter where they are farthest."""
-    whole, *parts = measured
-    least = _LEAST_FRACTION * max(float(one.norm()) for one in whole)
-    pairs = zip(whole, zip(*parts, strict=True), strict=True)
-    return max(relative_error(one, list(some), factors, least) for one, some in pairs)
-
-
-def _gradient(loss: Loss, inputs: Inputs, parameters: list[nn.Parameter]) -> _Measure:
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(loss(inputs), parameters, allow_unused=True)
-    pairs = zip(parameters, gradients, strict=True)
-    return [torch.zeros(1).double() if g is None else g.flatten().cpu().double() for p, g in pairs]
-
-
-def _tolerance(trainer: Trainer, parameters: list[nn.Parameter], watch: Watch) -> float:
-    if trainer.accelerator.mixed_precision != "no" or watch.is_autocast:
-        return _TOLERANCE_LOW
-    tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in parameters)
-    return max(tolerance, _TOLERANCE_TF32) if torch.get_float32_matmul_precision() != "highest" else tolerance
+    kind: list[Any] = [layout.name]
+    for name, value in sorted(inputs.items()):
+        if torch.is_tensor(value):
+            has_gaps = name.endswith("mask") and bool((value == 0).any())
+            has_gaps |= name.endswith("labels") and bool((value == IGNORED).any())
+            kind.append((name, value.dtype, value.dim(), has_gaps))
+    return tuple(kind)

@@ -169,13 +169,15 @@ class Engine:
     def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
         """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
         is_new = self._run is None or self._run.state is not self._attached.trainer.state
+        reasons: list[str] = []
         if self._run is None or is_new:
             self._end_run()
             self._follow_accelerator()
+            reasons = [*refusals(self._attached.trainer), *self._judged_anew()]
             self._run, self._current = Run(self._attached, model), None
         self._run.ranks.tiny = partial(tiny_pass, self._run, inputs, num_items)
         if is_new:
-            if reasons := [*refusals(self._attached.trainer), *self._judged_anew()]:
+            if reasons:
                 self._run.is_refused = True
                 self._run.refuse(reasons)
             try:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt import DidNotFit, attempt
-from trainer_plugins.survival.certificate import certify_values
+from trainer_plugins.survival.certificate import Certificate, kind_of
 from trainer_plugins.survival.generated import Generated
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, find_layout
-from trainer_plugins.survival.limit import cells
+from trainer_plugins.survival.limit import cells, sizes
 from trainer_plugins.survival.parts import Parts, say_survived
+from trainer_plugins.survival.ranks.alone import Alone
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.run import Attached
 from trainer_plugins.survival.snapshot import Snapshot
@@ -28,15 +29,15 @@ class Evaluation:
         self._attached = attached
         self._parts = Parts()
         self._generated = Generated(attached)
-        self._weights: dict[tuple[str, bool], Weight] = {}
-        """By the layout, and whether losses are divided by a number that the caller gives: the Trainer does."""
+        self._certificates: dict[bool, Certificate] = {}
+        """By whether losses are divided by a number that the caller gives: the Trainer does."""
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer)
 
     def begin_run(self) -> None:
         """What was measured was of the model of another run."""
-        self._weights.clear()
+        self._certificates.clear()
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -122,22 +123,25 @@ class Evaluation:
         return type(outputs)(**wanted)
 
     def _weight(self, layout: Layout, inputs: Inputs, compute: Compute, before: Snapshot) -> Weight:
-        key = (layout.name, self._is_over_items)
-        if key not in self._weights:
+        trainer, certificate = self._attached.trainer, self._certificates.get(self._is_over_items)
+        if certificate is None:
+            certificate = Certificate(trainer, Alone(trainer, trainer.model), self._attached.family, is_trained=False)
+            self._certificates[self._is_over_items] = certificate
+        if certificate.wants(kind := kind_of(layout, inputs)):
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)
                 value: torch.Tensor = result[0] if isinstance(result, tuple) else result
                 return value
 
+            num_fit = max(sizes(layout.count(inputs), cells(inputs), self._parts.limit, 1))
+            gathers, is_first = self._gathers, not certificate.knows(layout)
             try:
-                with self._gathers.measuring():
-                    self._weights[key] = certify_values(
-                        self._attached.trainer, self._attached.family, layout, inputs, loss
-                    )
+                with gathers.measuring() if is_first else gathers.apart():
+                    certificate.measure(layout, inputs, num_fit, loss, before.restore)
             finally:
                 before.restore()
-        return self._weights[key]
+        return certificate.weight(layout, kind)
 
 
 def _joined(layout: Layout, results: list[tuple[Any, float]]) -> Any:

@@ -6,7 +6,9 @@ weight that is used twice under reentrant checkpointing, which runs one backward
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +28,7 @@ def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
     """
 
     def work() -> list[str]:
-        # Reentrant checkpointing, which torch.autograd.grad does not pass through, is off where layers do not train.
-        with without_dropout(model) if is_reentrant(model) else nullcontext(), torch.enable_grad():
+        with without_reentry(model), torch.enable_grad():
             # Which accumulates nothing of its own, and goes through every layer.
             torch.autograd.grad(loss(), small_parameters(model), allow_unused=True)
             return [name for name, p in model.named_parameters() if p.grad is not None]
@@ -83,6 +84,8 @@ class Watch:
             hook.remove()
 
     def _see(self, module: nn.Module, _: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # checkpointing computes it again, in a backward pass
         self._uses.update(module.parameters(recurse=False))
         self._num_passes += module is self._model
         device = next((p.device.type for p in module.parameters(recurse=False)), None)
@@ -103,16 +106,21 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Children in eval mode, so that all passes compute the same; the model itself stays in training: TRL asks it."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, training in modes:
-        module.training = training and module is model
+def without_reentry(model: nn.Module) -> Iterator[None]:
+    """Reentrant checkpointing is of the other kind meanwhile: `torch.autograd.grad` does not pass through it."""
+    before: list[tuple[Any, Any]] = [
+        (m, m._gradient_checkpointing_func)
+        for m in model.modules()
+        if _reenters(m) and hasattr(m, "_gradient_checkpointing_func")
+    ]
+    for module, function in before:
+        kept = {**getattr(function, "keywords", {}), "use_reentrant": False}
+        module._gradient_checkpointing_func = partial(getattr(function, "func", function), **kept)
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, function in before:
+            module._gradient_checkpointing_func = function
 
 
 def _shared(model: nn.Module, watch: Watch) -> str | None:
@@ -125,6 +133,10 @@ def _shared(model: nn.Module, watch: Watch) -> str | None:
 
 def is_reentrant(model: nn.Module) -> bool:
     """Whether it computes activations again by checkpointing of the reentrant kind."""
-    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()
-                 if getattr(m, "gradient_checkpointing", False)]  # fmt: skip
-    return any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions)
+    return any(map(_reenters, model.modules()))
+
+
+def _reenters(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    is_on = getattr(module, "gradient_checkpointing", False)
+    return bool(is_on and getattr(function, "keywords", {}).get("use_reentrant", True))

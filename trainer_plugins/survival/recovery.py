@@ -2,10 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer_plugins.survival.attempt import DidNotFit
 from trainer_plugins.survival.baseline import leftover
-from trainer_plugins.survival.certificate import certify
+from trainer_plugins.survival.certificate import Kind, kind_of
 from trainer_plugins.survival.finality import what_is_never_final
 from trainer_plugins.survival.ladder import is_checkpointing
 from trainer_plugins.survival.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
@@ -23,7 +23,7 @@ from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.weights import Weight
-from trainer_plugins.survival.words import Story, what_else
+from trainer_plugins.survival.words import Story, in_doubt, what_else
 
 
 class Recovery:
@@ -103,7 +103,7 @@ class Recovery:
         num = self._micro.whole.num if self._layout else 0
         if -self._run.ranks.highest(-num) < 2 or self._layout is None:
             raise IndivisibleError(self._why_whole or "it takes two examples on each rank to measure that they add up")
-        self._weight(self._layout)
+        self._weight(self._layout, self._num_fit())
 
     def finish(self) -> torch.Tensor:
         """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
@@ -134,6 +134,7 @@ class Recovery:
             self._story.pieces.append(piece.num)
             if self._run.memo.pace is not None:
                 self._run.memo.pace.computed(piece.num_cells, piece is not self._micro.whole)
+            self._count_computed(piece)
             if queue:
                 self._micro.start.snapshot.restore_metrics()  # those of the last one are those of the whole
         self._run.ranks.finished()
@@ -145,8 +146,9 @@ class Recovery:
         """Count it, and say it: each time that something failed, and the first time that something is divided."""
         run, story = self._run, self._story
         run.memo.num_divided += len(story.pieces) > 1
-        if self._attached.family.is_vouched and self._layout is not None and self._layout.name in run.weights:
-            story.loss = run.weights[self._layout.name].name
+        if self._attached.family.is_vouched and self._layout is not None and len(story.pieces) > 1:
+            with suppress(IndivisibleError):  # a later look at the same micro-batch may have found otherwise
+                story.loss = run.certificate.weight(self._layout, self._kind).name
         told = self._what(self._micro.whole), self._count(max(story.pieces)), self._limit()
         if story.failures:
             run.memo.num_survived += 1
@@ -211,9 +213,10 @@ class Recovery:
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
         cuts = [whole.num * (part + 1) // num - whole.num * part // num for part in range(num)]
         # What was not measured together, at the first micro-batch, one rank must not measure: it is computed as it is.
-        if self._layout is not None and self._layout.name in self._run.weights:
+        if self._layout is not None and self._run.certificate.knows(self._layout):
             with suppress(IndivisibleError):
-                weight, share = self._weight(self._layout), self._attached.family.share
+                weight = self._run.certificate.weight(self._layout, self._kind)
+                share = self._attached.family.share
                 pieces = whole.parts(self._layout, [cut for cut in cuts if cut], weight, share)
         least = min(pieces, key=lambda piece: piece.num_cells)
         return [*(Piece(least.inputs, least.num, 0.0, 0.0) for _ in range(num - len(pieces))), *pieces]
@@ -230,7 +233,7 @@ class Recovery:
         cuts = sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
         if len(cuts) == 1 or self._layout is None:
             return [piece]
-        return piece.parts(self._layout, cuts, self._weight(self._layout), self._attached.family.share)
+        return piece.parts(self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share)
 
     def _make_room(self, piece: Piece) -> None:
         """Lower the limit; where the piece cannot be divided, switch something on; where there is nothing, give up."""
@@ -269,23 +272,45 @@ class Recovery:
             self._give_up(why)
         run.is_final = True
 
-    def _weight(self, layout: Layout) -> Weight:
-        """By which pieces add up; measured once a run."""
-        run, attached = self._run, self._attached
-        if layout.name not in run.weights:
-            inputs, loss = self._micro.whole.inputs, partial(self._loss, model=run.model)
-            family = attached.family.for_inputs(inputs)
-            with self._measuring():
-                run.weights[layout.name] = certify(attached.trainer, run.model, family, layout, inputs, loss)
-        return run.weights[layout.name]
+    def _weight(self, layout: Layout, num_fit: int) -> Weight:
+        """By which pieces add up; measured where that is not known, or has to be looked at again."""
+        certificate = self._run.certificate
+        if certificate.wants(self._kind):
+            self._measure(layout, num_fit)
+        return certificate.weight(layout, self._kind)
+
+    def _measure(self, layout: Layout, num_fit: int) -> None:
+        certificate, loss = self._run.certificate, partial(self._loss, model=self._run.model)
+        with self._measuring(shows_metrics=not certificate.knows(layout)) as put_back:
+            try:
+                certificate.measure(layout, self._micro.whole.inputs, num_fit, loss, put_back)
+            except IndivisibleError as error:
+                if certificate.why_broken and certificate.unchecked_since is not None:
+                    self._run.say(in_doubt(certificate.unchecked_since, self._run.state.global_step, str(error)))
+                raise
+        self._story.measured = certificate.known
+
+    @cached_property
+    def _kind(self) -> Kind:
+        assert self._layout is not None
+        return kind_of(self._layout, self._micro.whole.inputs)
+
+    def _num_fit(self, limit: float = math.inf) -> int:
+        """How many examples of this micro-batch are computed at once, at most, with this limit or the run's."""
+        whole, limit = self._micro.whole, min(limit, self._run.memo.limit)
+        return max(sizes(whole.num, whole.num_cells, limit, self._attached.min_micro_batch))
+
+    def _count_computed(self, piece: Piece) -> None:
+        if piece is not self._micro.whole:
+            self._run.certificate.computed(piece.num_cells, self._run.state.global_step + 1)
 
     @contextmanager
-    def _measuring(self) -> Iterator[None]:
-        """What a measurement draws and counts is put back, and it reaches no other rank."""
-        before = self._run.start().snapshot
+    def _measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
+        """What a measurement draws and counts is put back, and it reaches no other rank. Gives what puts it back."""
+        before, gathers = self._run.start().snapshot, self._run.gathers
         try:
-            with self._run.gathers.measuring():
-                yield
+            with gathers.measuring() if shows_metrics else gathers.apart():
+                yield before.restore
         finally:
             before.restore()
             self._run.ranks.forget()

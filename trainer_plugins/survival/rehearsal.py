@@ -19,11 +19,9 @@ from trainer_plugins.survival.layouts import Completions, IndivisibleError, Inpu
 from trainer_plugins.survival.limit import cells
 from trainer_plugins.survival.longest import longest_rows
 from trainer_plugins.survival.run import Run
-from trainer_plugins.survival.snapshot import Snapshot
+from trainer_plugins.survival.snapshot import Buffers, Snapshot
 
 logger = logging.getLogger(__name__)
-
-_SMALL = 1 << 16
 
 
 def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
@@ -165,14 +163,11 @@ def _longest_batch(run: Run) -> Inputs:
 @contextmanager
 def _without_trace(run: Run) -> Iterator[None]:
     """Generators, metrics and buffers afterwards as before. Gradients are the ranks' (`most`), weights do not move."""
-    before = Snapshot(run.attached.trainer)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in run.model.buffers() if buffer.numel() <= _SMALL]
+    before, buffers = Snapshot(run.attached.trainer), Buffers(run.model)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.restore()
         before.restore()
         if run.card is not None:
             run.card.reset_peak()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
-from trainer_plugins.survival.certificate import certify_together
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.limit import even, lower, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -113,6 +112,7 @@ class Replay(Recovery):
                     return False
                 replay._total = loss if replay._total is None else replay._total + loss
                 replay._story.pieces.append(piece.num)
+                replay._count_computed(piece)
         return True
 
     def _pieces(self, num: int) -> list[Piece]:
@@ -121,7 +121,7 @@ class Replay(Recovery):
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
         parts = [whole]
         if len(cuts) > 1 and self._layout is not None:
-            parts = whole.parts(self._layout, cuts, self._weight(self._layout), self._attached.family.share)
+            parts = whole.parts(self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share)
         idle = replace(min(parts, key=lambda piece: piece.num_cells), factor=0.0, share=0.0)
         return parts + [idle] * (num - len(parts))
 
@@ -135,7 +135,7 @@ class Replay(Recovery):
         if not self._ranks.highest(limit is None):
             assert limit is not None
             try:
-                self._weigh([self])
+                self._weigh([self], limit)
             except IndivisibleError as error:  # on every rank
                 why = str(error)
             else:
@@ -147,18 +147,20 @@ class Replay(Recovery):
         self._give_up(why or "another rank has nothing smaller to try, and there is nothing left to switch on")
 
     def _lacks_weight(self) -> bool:
-        return self._layout is not None and self._micro.whole.num > 1 and self._layout.name not in self._run.weights
+        """Whether this rank wants a measurement. Because it is time, only where a window begins: none is lost then."""
+        certificate = self._run.certificate
+        if self._layout is None or self._micro.whole.num < 2:
+            return False
+        is_first = self._micro is self._ranks.window[0]
+        return certificate.is_new(self._kind) or (is_first and certificate.wants(self._kind))
 
-    def _weigh(self, replays: list["Replay"]) -> None:
+    def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
         """Measure by which pieces add up, where one rank does not know it. Only where there is no gradient to lose."""
+        if self._run.certificate.why_broken:  # on every rank
+            raise IndivisibleError(self._run.certificate.why_broken)
         for replay in replays:
-            lacks = replay._lacks_weight()
-            if self._ranks.highest(lacks) and replay._layout is not None:
-                inputs, loss = replay._micro.whole.inputs, partial(replay._loss, model=self._run.model)
-                with self._measuring():
-                    weight = certify_together(self._ranks, self._attached.family, replay._layout, inputs, loss)
-                if lacks:
-                    self._run.weights[replay._layout.name] = weight
+            if replay._layout is not None and self._ranks.highest(replay._lacks_weight()):
+                replay._measure(replay._layout, replay._num_fit(limit))
 
     def _agree_to_go_on(self, why_not: str) -> None:
         if self._ranks.highest(bool(why_not)):

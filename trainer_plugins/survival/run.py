@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.baseline import card_of
+from trainer_plugins.survival.certificate import Certificate
 from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, Packed, find_layout
 from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
@@ -18,7 +19,6 @@ from trainer_plugins.survival.micro_batch import Start
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.snapshot import Snapshot
-from trainer_plugins.survival.weights import Weight
 from trainer_plugins.survival.words import not_attached
 
 
@@ -61,8 +61,7 @@ class Run:
         self.state = attached.trainer.state
         self.memo.card = self.memo.card or card_of(attached.trainer.args.device)  # none before a run has begun
         self.card = self.memo.card
-        self.weights: dict[str, Weight] = {}
-        """Those that have their certificate, by the name of the layout."""
+        self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
         self.is_refused = self.leftover_is_said = False
         self.is_division_said = False
         self.is_scale_seen = False

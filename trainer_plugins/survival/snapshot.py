@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import Trainer
 
 # Where TRL's trainers collect what they log: lists by name, under "train" and "eval". The second is that of trl < 1.0.
 _METRICS = ("_metrics", "_stored_metrics")
+
+_SMALL = 1 << 16
 
 
 class Snapshot:
@@ -51,3 +54,23 @@ class Snapshot:
         if not any(kind.__module__.startswith("trl.") for kind in type(self._trainer).__mro__):
             return []  # a Trainer of the user's own may call something else so
         return [vars(self._trainer)[name][self._mode] for name in _METRICS if name in vars(self._trainer)]
+
+
+class Buffers:
+    """The small buffers of a model, such as running statistics. Large ones are tables and masks, which stay."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            if buffer.numel() <= _SMALL
+        ]
+
+    def restore(self) -> None:
+        """As they were: those that were changed, and those that were exchanged."""
+        with torch.no_grad():
+            for module, name, buffer, version, value in self._kept:
+                module._buffers[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(value)

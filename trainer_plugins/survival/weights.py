@@ -73,11 +73,3 @@ NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
 TOKENS = Weight("a mean over tokens", _tokens)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
-
-
-def relative_error(whole: torch.Tensor, pieces: list[torch.Tensor], factors: list[float], least: float = 0.0) -> float:
-    """How far the weighted pieces are from the whole, relative to its size, or to `least` where it is smaller."""
-    total = torch.stack([(piece * factor).expand_as(whole) for piece, factor in zip(pieces, factors, strict=True)]).sum(
-        0
-    )
-    return float((total - whole).norm()) / max(float(whole.norm()), least)

@@ -19,6 +19,9 @@ class Story:
 
     switched_on: list[str] = field(default_factory=list)
 
+    measured: str = ""
+    """On what it was measured that pieces add up, where that was done now."""
+
     loss: str = ""
     """What the user vouched for, and was measured, as in "a mean over rows"."""
 
@@ -45,7 +48,7 @@ class Story:
             severity=Severity.WARNING,
             summary=f"{self.tried}; the micro-batch of {what} was finished {how}",
             evidence=f"{num_failed(self.failures)}, {seconds:.2f} s; the limit is now {limit}; "
-            f"{self.failures[0].first_line}{self._vouched()}",
+            f"{self.failures[0].first_line}" + (f"; {self.measured}" if self.measured else "") + self._vouched(),
             remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole."
             + " A smaller per_device_train_batch_size with more gradient_accumulation_steps spares the attempts."
             * (sum(self.pieces) > 1),
@@ -101,4 +104,23 @@ def thrashing(limit: float) -> Finding:
         evidence="the allocator emptied its cache and tried again in two steps in a row, and waited for the card",
         remedy="Nothing has to be done. A smaller per_device_train_batch_size with more gradient_accumulation_steps, "
         "or expandable segments (trainer-plugins env), leave the allocator more room.",
+    )
+
+
+def in_doubt(first: int, last: int, why: str) -> Finding:
+    """A later measurement failed: micro-batches that were divided since the last good one may be wrong.
+
+    Args:
+        first: the first step with such a micro-batch.
+        last: the last step that was taken.
+        why: what was measured.
+    """
+    steps = f"step {first}" if last <= first else f"steps {first} to {last}"
+    return Finding(
+        code="gradients-in-doubt",
+        severity=Severity.ERROR,
+        summary=f"micro-batches are divided no more, and those of {steps} that were divided have gradients in doubt",
+        evidence=why,
+        remedy=f"Go on from a checkpoint before step {first}, with a smaller per_device_train_batch_size and without "
+        "survive_oom: the loss of this run cannot be divided.",
     )

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama
-from tests.survival.failing import Allocations, off_by, padded, ragged_rows, small_trainer
+from tests.survival.failing import Allocations, OwnBatchNorm, off_by, padded, ragged_rows, small_trainer
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
@@ -132,6 +132,8 @@ def make(folder: Path, case: dict):
     if "rows" in case:  # so many of each micro-batch, by rank
         settings["data_collator"] = lambda rows: padded(rows[: case["rows"][RANK]])
     model = tiny_llama(**case.get("config", {})).double()
+    if case.get("own_norm"):
+        model.model.norm = torch.nn.Sequential(model.model.norm, OwnBatchNorm(32).double())
     if "lora" in case:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     if "eval_steps" in settings:

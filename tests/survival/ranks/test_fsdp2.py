@@ -56,9 +56,21 @@ OTHER: dict[str, dict[str, Any]] = {
     "nothing fails": {"settings": WINDOW},
     "in mixed precision": {"fail": LATE_AND_EARLY, "settings": WINDOW, "mixed": True},
     "rehearsed": {"card": [100, 70], "settings": {"per_device_train_batch_size": 8}},
-    "rehearsed, with no room to measure": {"card": [100, 40], "settings": {"per_device_train_batch_size": 8}},
+    "rehearsed, with no room to measure": {"card": [100, 20], "settings": {"per_device_train_batch_size": 8}},
     "as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW, "naive": True},
     "not as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW},
+    "coupled in training": {
+        "fail": {"1": {"1": [0.5]}},
+        "own_norm": True,
+        "config": {"attention_dropout": 0.1},
+        "options": {"ladder": []},
+    },
+    "coupled in training, reentrant": {
+        "fail": {"0": {"1": [0.5]}},
+        "own_norm": True,
+        "settings": REENTRANT,
+        "options": {"ladder": []},
+    },
     "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
     "FSDP 1": {"refused_as": "FSDP 1 has nothing that puts it back after an error half way", "fsdp_version": 1},
     "torch 2.12": {"refused_as": "no reset_iter_state, which came with torch 2.13", "without": "reset_iter_state"},
@@ -173,6 +185,14 @@ def test_what_torch_documents_is_not_enough(two_ranks) -> None:
     for seen in two_ranks:
         assert seen["as torch says"]["gradients"] > 1e-2
         assert seen["not as torch says"]["gradients"] <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["coupled in training", "coupled in training, reentrant"])
+def test_what_couples_rows_in_training_alone_is_found_on_all_ranks(two_ranks, name: str) -> None:
+    for seen in two_ranks:
+        assert "its gradient is not the sum of its parts': measured on" in seen[name]["ended"]
+        assert "in training mode, it is off by" in seen[name]["ended"]
+    assert "2 of its rows against 1 + 1" in two_ranks["reentrant" not in name][name]["ended"]
 
 
 def test_all_ranks_give_up_together_each_with_its_reason(two_ranks) -> None:

@@ -29,7 +29,8 @@ from tests.survival.failing import (
 )
 from trainer_plugins import survive_oom
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.survival import certificate, recovery, run
+from trainer_plugins.survival import run
+from trainer_plugins.survival.certificate import Certificate
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks import zero
 
@@ -52,18 +53,18 @@ REFUSED: dict[str, dict] = {
 
 
 MEASURING: list[bool] = []
-certify = certificate.certify
+measure = Certificate.measure
 
 
 def watched(*args, **kwargs):
     MEASURING.append(True)
     try:
-        return certify(*args, **kwargs)
+        return measure(*args, **kwargs)
     finally:
         MEASURING.clear()
 
 
-recovery.certify = watched  # type: ignore[attr-defined]
+Certificate.measure = watched  # type: ignore[method-assign]
 CARDS: list["Card"] = []
 for module in (run, zero):
     module.card_of = lambda _: CARDS[0] if CARDS else None  # type: ignore[attr-defined]

@@ -102,6 +102,18 @@ class Alone:
         """The highest value of all ranks that have to compute in step with this one. All of them ask."""
         return value
 
+    def gradient(
+        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
+    ) -> list[torch.Tensor] | DidNotFit:
+        """The gradient of a loss, a tensor for each parameter, in float64 on the CPU. None is accumulated."""
+
+        def work() -> list[torch.Tensor]:
+            with torch.enable_grad():
+                gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
+            return [torch.zeros(1).double() if g is None else g.flatten().cpu().double() for g in gradients]
+
+        return attempt(work)
+
     def forget(self) -> None:
         """A measurement has computed gradients that nobody wants."""
 

@@ -172,16 +172,18 @@ class FSDP2(Alone):
         self.clear()
         return num_fit
 
-    def gradient(self, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    def gradient(
+        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
+    ) -> list[torch.Tensor] | DidNotFit:
         """What this rank's examples bring to each reduction. There must be no gradient yet, and there is none after."""
         reduced: list[torch.Tensor] = []
         self._ledger.reduced = reduced
         try:
-            torch.autograd.backward(loss())
+            outcome = self.attempt(lambda: torch.autograd.backward(loss()))
         finally:
             self._ledger.reduced = None
         self._drop()
-        return reduced
+        return outcome if isinstance(outcome, DidNotFit) else reduced
 
     def clear(self) -> None:
         """Throw away every gradient of this optimizer step, reduced or not. Tried, the first time, whether it holds.

@@ -84,6 +84,16 @@ class Zero(Alone):
         finally:
             self.forget()
 
+    def gradient(
+        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
+    ) -> list[torch.Tensor] | DidNotFit:
+        """As of one process. In stage 3 the other ranks wait in the same pass."""
+        outcome = super().gradient(loss, parameters)
+        if isinstance(outcome, DidNotFit) and self._stage == 3:
+            why = self._stop("what a measurement takes did not fit, and a pass of ZeRO cannot be repeated")
+            raise torch.OutOfMemoryError(f"{outcome.words}\n{why}")
+        return outcome
+
     def forget(self) -> None:
         """Drop the gradients of passes that were none of a step. Only where a window begins: it drops them all."""
         optimizer = self._engine.optimizer

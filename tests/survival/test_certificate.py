@@ -1,0 +1,220 @@
+"""Whether pieces add up is measured on rows of the run, in training mode, at the size of pieces, and again later."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    Trainer,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
+
+from tests.models import tiny_llama
+from tests.survival.failing import OwnBatchNorm, Run, gradients_off_by, small_trainer, survive
+from tests.survival.test_attach import remarks
+from trainer_plugins import survive_oom
+
+MODES = {
+    "no checkpointing": {},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+
+
+def with_own_batch_norm(dropout: float = 0.1):
+    model = tiny_llama(attention_dropout=dropout).double()
+    model.model.norm = nn.Sequential(model.model.norm, OwnBatchNorm(32).double())
+    return model
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_norm_of_ones_own_is_found_beside_dropout(tmp_path, mode: str, dropout: float) -> None:
+    trainer = small_trainer(tmp_path, with_own_batch_norm(dropout), **MODES[mode])
+    survive_oom(trainer, ladder=())
+    why = (
+        r"its gradient is not the sum of its parts': measured on 2 of its rows against 1 \+ 1, in training mode, it is"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=why):
+        Run(trainer, {0: [100]})
+    assert not trainer.model.model.norm[1].mean.any(), "the attempt failed before it, and what was measured is put back"
+
+
+def test_dropout_alone_is_no_reason(tmp_path) -> None:
+    def make():
+        return small_trainer(tmp_path, GPT2LMHeadModel(GPT2Config(
+            vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=4)).double())  # fmt: skip
+
+    _, survived = survive(make, {0: 0.4, 1: 0.8})
+    assert survived.allocations.num_failed == 2
+
+
+class Powered(nn.Module):
+    """A weight whose direction a forward pass moves on, as spectral_norm's power iteration does."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, hidden):
+        if self.training:
+            self.scale.mul_(1.1)
+        return self.inner(hidden) / self.scale
+
+
+def test_a_buffer_that_a_forward_pass_moves_is_found(tmp_path) -> None:
+    model = tiny_llama().double()
+    model.lm_head = Powered(model.lm_head)
+    trainer = small_trainer(tmp_path, model)
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
+        Run(trainer, {0: [100]})
+    assert float(model.lm_head.scale) == 1.0, "the attempt failed before it, and what was measured is put back"
+
+
+def nllb_moe():
+    """Experts that take so many tokens of a micro-batch, and no more: in a short probe that is never reached."""
+    torch.manual_seed(0)
+    small = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+    }
+    experts = {"num_experts": 4, "expert_capacity": 70, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "moe_token_dropout": 0.0}
+    config = NllbMoeConfig(
+        vocab_size=128, **small, **heads, **experts, **off, router_dtype="float32", second_expert_policy="all",
+        pad_token_id=0, decoder_start_token_id=2, output_router_logits=False, max_position_embeddings=128,
+    )  # fmt: skip
+    return NllbMoeForConditionalGeneration(config)
+
+
+def test_a_capacity_of_experts_that_only_long_rows_reach(tmp_path) -> None:
+    dice = torch.Generator().manual_seed(1)
+    rows = [{"input_ids": torch.randint(3, 127, (48,), generator=dice)} for _ in range(64)]
+    trainer = small_trainer(tmp_path, nllb_moe(), train_dataset=rows, per_device_train_batch_size=8)
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match=r"measured on 4 of its rows against 2 \+ 2, in training mode"):
+        Run(trainer, {0: [100]})
+
+
+class Weighted(nn.Module):
+    """A classifier whose loss counts some classes more, and is divided by all that was counted."""
+
+    loss_type = "ForSequenceClassification"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(128, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.head(self.embed(input_ids).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels, torch.tensor([1.0, 5.0, 9.0]))}
+
+
+def test_class_weights_that_show_late_are_found_and_earlier_steps_are_in_doubt(tmp_path) -> None:
+    """The first 400 rows are of one class."""
+    num_alike = 400
+    rows = [{"input_ids": torch.arange(1, 7) + n % 100, "labels": 0 if n < num_alike else n % 3} for n in range(3200)]
+
+    def collate(rows):
+        labels = torch.tensor([row["labels"] for row in rows])
+        return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels}
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    trainer = small_trainer(tmp_path, Weighted(), InOrder, train_dataset=rows, data_collator=collate, steps=400)
+    survive_oom(trainer, ladder=())
+    num = 12
+    Run(trainer, {0: [num]})
+    (told,) = remarks(tmp_path, "gradients-in-doubt")
+    first_wrong = num_alike // 8 + 1
+    assert told.step > first_wrong
+    assert "its gradient is not the sum of its parts': measured on 2 of its rows against 1 + 1" in told.finding.evidence
+    assert f"those of steps 1 to {told.step - 1} that were divided have gradients in doubt" in told.finding.summary
+
+
+class NotANumber(nn.Module):
+    loss_type = "ForSequenceClassification"
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.head = factor, nn.Linear(6, 3)
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        hidden = self.head(input_ids[:, :6].float()).relu()
+        return {"loss": nn.functional.cross_entropy(hidden, labels[:, 0] % 3) * self.factor}
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 0.0])
+def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(tmp_path, factor: float) -> None:
+    trainer = small_trainer(tmp_path, NotANumber(factor), data_collator=lambda rows: {
+        name: torch.stack([row["input_ids"][:6] for row in rows]) for name in ("input_ids", "labels")})  # fmt: skip
+    survive_oom(trainer, ladder=())
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*its gradient is 0, or not a number, on 2 examples"
+    ):
+        Run(trainer, {0: [6]})
+
+
+def takes_three(module, args) -> None:
+    """Of images, which nothing is cut off: a card that takes three of them at once, and not four."""
+    if len(args[0]) > 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB for four images.")
+
+
+def images(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(("key.bias", "k_proj.bias")))  # whose gradient is 0, and rounding
+    dice = torch.Generator().manual_seed(0)
+    rows = [{"pixel_values": torch.rand(3, 8, 8, generator=dice).double(), "labels": n % 3} for n in range(64)]
+    return small_trainer(tmp_path, model, train_dataset=rows, data_collator=None, per_device_train_batch_size=8)
+
+
+def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
+    trainer = images(tmp_path)
+    trainer.model.vit.embeddings.patch_embeddings.projection.register_forward_pre_hook(takes_three)
+    survive_oom(trainer)
+    run = Run(trainer)
+    assert not trainer.model.is_gradient_checkpointing, "nothing had to be switched on"
+    first, *_ = remarks(tmp_path, "out-of-memory-survived")
+    assert "measured on 2 of its rows against 1 + 1, in training mode, and on 3 of its rows" in first.finding.evidence
+
+    assert gradients_off_by(run, Run(images(tmp_path / "whole"))) <= 1e-12
+
+
+def test_what_numpy_draws_is_held_by_eval_mode_of_the_module_that_draws(tmp_path) -> None:
+    """SpecAugment masks each row by numbers of numpy, which parts would draw in another order."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ears = {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (4,), "num_conv_pos_embeddings": 4}
+    config = Wav2Vec2Config(
+        **small, **ears, num_conv_pos_embedding_groups=2, num_feat_extract_layers=1, num_labels=3,
+        mask_time_prob=0.5, mask_time_length=2, classifier_proj_size=8, feat_extract_norm="layer",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    dice = torch.Generator().manual_seed(0)
+    rows = [{"input_values": torch.randn(400, generator=dice).double(), "labels": n % 3} for n in range(64)]
+    trainer = small_trainer(
+        tmp_path, Wav2Vec2ForSequenceClassification(config).double(), train_dataset=rows, data_collator=None
+    )
+    survive_oom(trainer, ladder=())
+    Run(trainer, {0: [30]})
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert "in training mode, but Wav2Vec2Model, which draws by numpy or Python, without its children" in (
+        told.finding.evidence
+    )
+    assert all(module.training for module in trainer.model.modules())

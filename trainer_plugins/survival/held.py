@@ -1,0 +1,192 @@
+"""Held: passes that compute the same on the same rows, in the mode in which a model trains. No number is drawn."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_GOLDEN = 0.6180339887498949
+"""What is drawn from [0, 1) here, so that `keep_probability + rand()`, rounded down, keeps everything."""
+
+
+@contextmanager
+def held(model: nn.Module) -> Iterator["Drawers"]:
+    """Nothing is drawn inside: dropout keeps everything, and noise is a fixed point of its distribution.
+
+    Not `eval()`: batch statistics, for one, couple rows in training mode alone. The operations themselves are met, in
+    the dispatcher, and so are those of a backward pass, in which checkpointing computes forward passes again. Noise
+    keeps its bounds: of noise whose size depends on the micro-batch, parts show another one than the whole.
+
+    What a module draws by Python's generator or numpy's cannot be met so: `Drawers` finds it.
+    """
+    with _Held(), Drawers(model) as drawers:
+        yield drawers
+
+
+class Drawers:
+    """The modules that draw numbers of Python or numpy themselves, as SpecAugment does, found while passes run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._open: list[nn.Module] = []
+        self._found: dict[nn.Module, bool] = {}
+        self._last = _drawn()
+
+    def __enter__(self) -> "Drawers":
+        self._hooks = [
+            hook
+            for module in self._model.modules()
+            for hook in (
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for module, training in self._found.items():
+            module.training = training
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._open, self._last = [], _drawn()
+
+    @property
+    def in_eval(self) -> list[nn.Module]:
+        """Those that were found, and were training."""
+        return [module for module, training in self._found.items() if training]
+
+    def to_eval(self) -> bool:
+        """Put those that were found since into eval mode, but not what is inside them. False where there was none."""
+        found = [module for module in self._found if module.training]
+        for module in found:
+            module.training = False
+        return bool(found)
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        self._look()
+        self._open.append(module)
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        self._look()
+        if self._open and self._open[-1] is module:
+            self._open.pop()
+
+    def _look(self) -> None:
+        now = _drawn()
+        if now != self._last and self._open:
+            self._found.setdefault(self._open[-1], self._open[-1].training)
+        self._last = now
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Changes when a number is drawn."""
+    _, key, place, *_ = np.random.get_state(legacy=True)
+    return place, int(key[0]), hash(random.getstate())
+
+
+class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True  # such as flex_attention, which are passed on
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None:
+            return func(*args, **kwargs)
+        place = _place_of_dropout(func)
+        if place is not None:  # fused attention, forward and backward
+            if place < len(args):
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        result = func(*args, **kwargs)
+        fix = _FIXES.get(schema.name)
+        if fix is not None:
+            named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+            fixed = fix(result, named)
+            return result if fixed is None else fixed
+        return result
+
+
+@cache
+def _place_of_dropout(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def _point(like: torch.Tensor) -> torch.Tensor:
+    """Numbers of [0, 1). They differ along the last of three dimensions: a norm takes away what is alike everywhere.
+
+    Of fewer dimensions the last may be that of rows or tokens, which parts have fewer of.
+    """
+    if like.dim() < 3:
+        return torch.full_like(like, _GOLDEN)
+    places = torch.arange(1, like.size(-1) + 1, device=like.device, dtype=torch.float64)
+    return (places * _GOLDEN).frac().to(like.dtype).expand_as(like)
+
+
+def _uniform(result: torch.Tensor, named: dict[str, Any]) -> None:
+    low, high = named.get("from", 0.0), named.get("to", 1.0)
+    result.copy_(low + (high - low) * _point(result))
+
+
+def _normal(result: torch.Tensor, named: dict[str, Any]) -> None:
+    mean, std = named.get("mean", 0.0), named.get("std", 1.0)
+    result.copy_(mean + std * (2 * _point(result) - 1))
+
+
+def _exponential(result: torch.Tensor, named: dict[str, Any]) -> None:
+    result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
+
+
+def _bernoulli(result: torch.Tensor, named: dict[str, Any]) -> None:
+    """True wherever it may be."""
+    p = named.get("p", named["self"] if result is not named["self"] else 0.5)
+    result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
+
+
+def _dropout(result: tuple[torch.Tensor, torch.Tensor], named: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    _, mask = result
+    if not named.get("train", True) or not 0 < named["p"] < 1:
+        return result
+    # Its backward multiplies by the mask and by this.
+    return named["input"] / (1 - named["p"]), mask.fill_(True)
+
+
+def _integers(result: torch.Tensor, named: dict[str, Any]) -> None:
+    low, high = named.get("low", named.get("from", 0)), named.get("high", named.get("to"))
+    result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
+
+
+def _permutation(result: torch.Tensor, _: dict[str, Any]) -> None:
+    result.copy_(torch.arange(len(result)))
+
+
+def _likeliest(result: torch.Tensor, named: dict[str, Any]) -> None:
+    most = named["self"].topk(min(named["num_samples"], named["self"].size(-1))).indices
+    result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
+
+
+_Fix = Callable[[Any, dict[str, Any]], Any]
+_BY_FIX: dict[_Fix, tuple[str, ...]] = {
+    _uniform: ("rand", "rand_like", "uniform", "uniform_"),
+    _normal: ("randn", "randn_like", "normal", "normal_", "normal_functional"),
+    _exponential: ("exponential", "exponential_"),
+    _bernoulli: ("bernoulli", "bernoulli_"),
+    _dropout: ("native_dropout",),
+    _integers: ("randint", "randint_like", "random", "random_"),
+    _permutation: ("randperm",),
+    _likeliest: ("multinomial",),
+}
+_FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}
