@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.finding import Severity
@@ -40,6 +40,31 @@ def run(make_trainer, *callbacks, steps: int = 8, args=None, **settings) -> Time
     timeline = Timeline()
     make_trainer(*callbacks, MemoryWatchdog(timeline=timeline, **settings), max_steps=steps, **(args or {})).train()
     return timeline
+
+
+class EvaluatesItself(Trainer):
+    """Has evaluators of its own, as open-unlearning has: nobody hears on_evaluate or on_prediction_step."""
+
+    def evaluate(self, *args, **kwargs):
+        torch.zeros(40 * MIB, dtype=torch.uint8, device=self.args.device)
+        metrics = {"own_score": 1.0}
+        self.log(metrics)
+        return metrics
+
+
+@pytest.mark.parametrize(("kind", "peak_mib"), [(EvaluatesItself, 40), (Trainer, 30)])
+def test_the_final_evaluation_is_seen_once(make_trainer, simgpu, kind, peak_mib) -> None:
+    timeline = Timeline()
+    trainer = make_trainer(MemoryWatchdog(timeline=timeline), Takes(eval=30), trainer_class=kind, max_steps=2)
+    trainer.train()
+    assert samples(timeline, "eval") == []
+
+    trainer.evaluate()
+    trainer.log({"a number of the user's": 1.0})
+
+    (seen,) = samples(timeline, "eval")
+    assert seen.step == 2
+    assert seen.reading.peak_allocated_bytes > peak_mib * MIB
 
 
 def samples(timeline: Timeline, moment: str) -> list[Sample]:

@@ -125,7 +125,8 @@ class EvaluationCallback(RunCallback):
 
     `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may return without it, as
     open-unlearning's FinetuneTrainer does. `control.should_evaluate` is set before each evaluation inside training,
-    so what follows it is told by the first event after it that no evaluation fires.
+    so what follows it is told by the first event after it that no evaluation fires. Outside training, as in the final
+    `trainer.evaluate()`, all that is heard of such a subclass is what it logs.
     """
 
     _evaluating = False
@@ -162,6 +163,11 @@ class EvaluationCallback(RunCallback):
         self._evaluating = False
         self.after_evaluation(args, state, "predict", **kwargs)
 
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        with self.harmless():
+            if _in_an_evaluation_without_events():
+                self.after_evaluation(args, state, "eval", **kwargs)
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -194,3 +200,14 @@ def calling_trainer() -> Trainer | None:
             return frame.f_locals["self"]
         frame = frame.f_back
     return None
+
+
+def _in_an_evaluation_without_events() -> bool:
+    """Whether a subclass's own `evaluate` is running, and neither training nor the Trainer's, which tell by events."""
+    trainer, frame = calling_trainer(), sys._getframe()
+    own = getattr(type(trainer).evaluate, "__code__", None) if trainer is not None else None
+    running = set()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        running.add(frame.f_code)
+    return own in running and not running & {Trainer.train.__code__, Trainer.evaluate.__code__}

@@ -95,6 +95,7 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "save")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        super().on_log(args, state, control, **kwargs)
         logs: dict[str, float] = kwargs.get("logs") or {}
         # Only training's own line has both. What is added to another one comes back from train() or evaluate().
         if self._watch is not None and {"loss", "learning_rate"} <= logs.keys():
