@@ -28,7 +28,7 @@ def alone(story):
     def run(tmp_path):
         code = CALL.format(story.__module__, story.__name__, str(tmp_path))
         outcome = subprocess.run(
-            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False
         )
         assert outcome.returncode == 0, f"{outcome.stdout}\n{outcome.stderr}"
 

@@ -128,7 +128,9 @@ class EvaluationCallback(RunCallback):
     so what follows it is told by the first event after it that no evaluation fires.
     """
 
-    _evaluating = False
+    def at_rest(self) -> None:
+        super().at_rest()
+        self._evaluating = False
 
     def before_evaluation(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
         """An evaluation inside training is about to begin."""
