@@ -98,7 +98,8 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
     """
     if model not in _guards:
         _guards[model] = []
-        if "generate" in vars(model):  # FSDP2 and PEFT put one there; `_generate` calls it
+        # FSDP2 and PEFT put one there; `_generate` calls it. A copy of a guarded model has ours, and what was before.
+        if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
         # A bound method of a function of this module: it is copied with the model by copy.deepcopy, and pickles.
         vars(model)["generate"] = MethodType(_generate, model)
@@ -112,12 +113,16 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
                 del _guards[model]
                 before = vars(model).pop("_generate_before_guards", None)
                 # Unless somebody has put something of his own over ours since.
-                if getattr(vars(model).get("generate"), "__func__", None) is _generate:
+                if _is_guarded(model):
                     del vars(model)["generate"]
                     if before is not None:
                         vars(model)["generate"] = before
 
     return remove
+
+
+def _is_guarded(model: nn.Module) -> bool:
+    return getattr(vars(model).get("generate"), "__func__", None) is _generate
 
 
 def base_model(model: Any) -> Any:

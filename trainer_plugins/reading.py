@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """One look at one device. All sizes are in bytes.
+    """One look at one device. All sizes are in bytes. A device that says what cannot be is refused with a ValueError.
 
     ```
     |<------------------------- total ------------------------->|
@@ -34,6 +34,12 @@ class MemoryReading:
 
     num_alloc_retries: int = 0
     """Allocations, since the process began, that succeeded only after the allocator had flushed its cache."""
+
+    def __post_init__(self) -> None:
+        # Reserved memory is counted a moment apart, so together with what is free it may exceed the total.
+        sizes = (self.reserved_bytes, self.allocated_bytes, self.peak_allocated_bytes, self.num_alloc_retries)
+        if not 0 <= self.free_bytes <= self.total_bytes or not self.total_bytes or min(sizes) < 0:
+            raise ValueError(f"{self.device} says of its memory what cannot be: {self}")
 
     @property
     def cached_bytes(self) -> int:

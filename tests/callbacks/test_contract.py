@@ -7,15 +7,27 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
+import trainer_plugins
 from tests.models import token_rows
-from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog, SurviveOOM
+from trainer_plugins.timeline import Sample, Timeline, read_timeline
 
-CLASSES = [CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog]
+PUBLIC = [getattr(trainer_plugins, name) for name in trainer_plugins.__all__]
+CLASSES = [thing for thing in PUBLIC if isinstance(thing, type) and issubclass(thing, TrainerCallback)]
+READING = [CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog]
 
 
-def all_four():
+def all_of_them():
     return [callback() for callback in CLASSES]
+
+
+def said_by_ours(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("trainer_plugins")]
+
+
+def test_the_list_is_what_the_package_offers() -> None:
+    assert len(CLASSES) >= 6
+    assert set(READING) < set(CLASSES)
 
 
 @pytest.mark.parametrize("callback_class", CLASSES)
@@ -34,7 +46,7 @@ def test_survives_a_whole_run_twice(callback_class, make_trainer, anywhere) -> N
     [(Trainer, TrainingArguments, {}), (Seq2SeqTrainer, Seq2SeqTrainingArguments, {"predict_with_generate": True})],
     ids=["Trainer", "Seq2SeqTrainer"],
 )
-def test_all_four_through_evaluation_prediction_save_and_resume(
+def test_all_through_evaluation_prediction_save_and_resume(
     make_trainer, anywhere, tmp_path, trainer_class, args_class, more
 ) -> None:
     settings = {
@@ -47,9 +59,9 @@ def test_all_four_through_evaluation_prediction_save_and_resume(
         "gradient_checkpointing": True,
         **more,
     }
-    first = make_trainer(*all_four(), **settings, max_steps=4)
+    first = make_trainer(*all_of_them(), **settings, max_steps=4)
     first.train()
-    resumed = make_trainer(*all_four(), **settings)
+    resumed = make_trainer(*all_of_them(), **settings)
     resumed.train(resume_from_checkpoint=True)
     resumed.predict(token_rows(2))
 
@@ -69,7 +81,7 @@ def test_training_is_the_same_with_and_without(make_trainer, anywhere) -> None:
         trainer.train()
         return [parameter.detach().cpu() for parameter in trainer.model.parameters()]
 
-    for ours, bare in zip(weights(*all_four()), weights(), strict=True):
+    for ours, bare in zip(weights(*all_of_them()), weights(), strict=True):
         assert torch.equal(ours, bare)
 
 
@@ -78,14 +90,43 @@ def test_the_metrics_of_the_user_stay_the_users(make_trainer) -> None:
         trainer = make_trainer(*callbacks, eval_strategy="steps", eval_steps=4)
         return set(trainer.train().metrics), set(trainer.evaluate())
 
-    assert keys(*all_four()) == keys()
+    assert keys(*all_of_them()) == keys()
+
+
+@pytest.mark.parametrize("callback_class", CLASSES)
+def test_the_same_callback_given_twice_says_so_and_acts_once(callback_class, make_trainer, caplog, tmp_path) -> None:
+    callback, last = callback_class(), CountsSteps()
+    trainer = make_trainer(callback, callback, last)
+    trainer.train()
+
+    who = callback_class.__name__
+    assert said_by_ours(caplog) == [f"{who} was added twice: the second one does nothing. Remove one"]
+    assert last.num == 8  # no event of another callback was skipped
+    if callback_class is MemoryWatchdog:
+        assert len(read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")) == 10
+
+
+class CountsSteps(TrainerCallback):
+    num = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.num += 1
+
+
+def test_it_acts_once_in_an_evaluation_without_training_too(make_trainer) -> None:
+    timeline = Timeline()
+    watchdog = MemoryWatchdog(timeline=timeline)
+    for second in watchdog, MemoryWatchdog(timeline=timeline), copy.copy(watchdog):
+        before = len(timeline)
+        make_trainer(watchdog, second).evaluate()
+        assert len(timeline) == before + 1
 
 
 @pytest.mark.parametrize("callback_class", CLASSES)
 def test_a_callback_added_twice_says_so_and_acts_once(callback_class, make_trainer, caplog, anywhere) -> None:
     make_trainer(callback_class(), callback_class()).train()
 
-    said = [record.message for record in caplog.records if record.name.startswith("trainer_plugins")]
+    said = said_by_ours(caplog)
     assert said == [f"{callback_class.__name__} was added twice: the second one does nothing. Remove one"]
 
 
@@ -114,14 +155,14 @@ def test_bad_input_is_refused_before_anything_runs(make, message: str) -> None:
 
 
 def test_a_device_that_cannot_be_read_is_said_and_harms_nothing(make_trainer, monkeypatch, caplog) -> None:
-    trainer = make_trainer(*all_four())
+    trainer = make_trainer(*(callback() for callback in READING), KVCacheGuard())
     # As on a TPU or Apple's GPU, which the Trainer runs on and torch.accelerator does not count.
     monkeypatch.setattr(type(trainer.args), "device", property(lambda self: torch.device("mps")))
     try:
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
     finally:
         monkeypatch.undo()
-    said = [record.message for record in caplog.records if record.name.startswith("trainer_plugins")]
+    said = said_by_ours(caplog)
 
     assert len(said) == 3  # KVCacheGuard needs no device
     assert all("does nothing in this run: cannot read the memory of mps" in message for message in said)
@@ -141,3 +182,102 @@ def test_a_model_in_training_can_be_copied_and_pickled(make_trainer) -> None:
     texts = [c.eval().generate(prompt, max_new_tokens=4, do_sample=False).tolist() for c in copies]
     assert texts[0] == texts[1]
     assert copies[0] is not copies[1]
+
+
+class CopiesItsTrainer(TrainerCallback):
+    """Copies its Trainer in the middle of training, and sends each other callback through pickle and back."""
+
+    def __init__(self) -> None:
+        self.trainers: list[Trainer] = []
+        self.copies: list[Trainer] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainers and state.global_step in (1, 8):
+            trainers, self.trainers = self.trainers, []
+            self.copies.append(copy.deepcopy(trainers[0]))
+            self.trainers = trainers
+            for callback in trainers[0].callback_handler.callbacks:
+                if type(callback) in CLASSES:
+                    assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
+
+
+@pytest.mark.parametrize("callback_class", CLASSES)
+def test_a_trainer_can_be_copied_before_in_and_after_training(callback_class, make_trainer, anywhere, caplog) -> None:
+    copying = CopiesItsTrainer()
+    trainer = make_trainer(callback_class(), copying, eval_strategy="steps", eval_steps=4)
+    early = copy.deepcopy(trainer)
+    copying.trainers.append(trainer)
+    trainer.train()
+    copying.trainers.clear()
+    late = copy.deepcopy(trainer)
+
+    assert len(copying.copies) == 2
+    for twin in (early, *copying.copies, late):
+        twin.evaluate()
+        assert twin.train().global_step == 8
+        prompt = torch.tensor([[1, 2, 3]], device=twin.args.device)
+        assert twin.model.generate(prompt, max_new_tokens=2).shape == (1, 5)
+    if callback_class is not SurviveOOM:  # which may say why it cannot help a copy
+        assert said_by_ours(caplog) == []
+
+
+def test_a_copied_trainer_is_watched_too(make_trainer, tmp_path) -> None:
+    trainer = make_trainer(MemoryWatchdog())
+    trainer.train()
+    copy.deepcopy(trainer).evaluate()
+
+    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    assert [entry.moment for entry in entries if isinstance(entry, Sample)][-2:] == ["end", "eval"]
+
+
+ERRORS = [RuntimeError("CUDA error"), OSError(5, "Input/output error"), ValueError("no"), KeyError("allocated_bytes")]
+
+
+@pytest.mark.parametrize(
+    "callback_class", [one for one in CLASSES if one is not SurviveOOM]
+)  # tests/survival has its own
+@pytest.mark.parametrize("fails_from", [0, 2])
+def test_a_reading_that_fails_ends_no_training(
+    callback_class, fails_from, make_trainer, simgpu, monkeypatch, caplog, tmp_path
+) -> None:
+    """The card's counters fail, from before training or in its middle, in whatever event they are asked for."""
+    stats = torch._C._accelerator_getDeviceStats
+    failing: list[Exception] = []
+
+    def fail_or_tell(index):
+        if failing:
+            raise failing[0]
+        return stats(index)
+
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", fail_or_tell)
+    torch.ones(1, device="simgpu")  # torch has counters from its first allocation on
+    for number, error in enumerate(ERRORS):
+
+        class Fails(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == fails_from:
+                    failing.append(error)  # noqa: B023 - used up within the loop
+
+        caplog.clear()
+        failing[:] = [error] * (not fails_from)
+        options = {"stop": True, "prometheus_dir": tmp_path} if callback_class is MemoryWatchdog else {}
+        options |= {"interval": 1} if callback_class is CudaCacheCallback else {}
+        settings = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "max_steps": 4,
+        }
+        trainer = make_trainer(
+            Fails(), callback_class(**options), **settings, logging_strategy="steps", logging_steps=1,
+            output_dir=str(tmp_path / str(number)),
+        )  # fmt: skip
+        trainer.train()
+        trainer.predict(token_rows(2))
+
+        assert trainer.state.global_step == 4
+        said = said_by_ours(caplog)
+        assert len(said) == (callback_class in READING), (error, said)
+        assert all("training goes on" in message or "does nothing in this run" in message for message in said)
+        failing.clear()

@@ -3,10 +3,11 @@
 import torch
 from transformers import TrainerCallback
 
+from tests.said_device import SaidDevice
 from trainer_plugins import CudaCacheCallback
 from trainer_plugins.devices import open_device
 from trainer_plugins.timeline import Flush, Timeline
-from trainer_plugins.units import MIB
+from trainer_plugins.units import GIB, MIB
 
 
 class Caches(TrainerCallback):
@@ -90,3 +91,25 @@ def test_a_release_that_fails_is_said_once_and_training_goes_on(make_trainer, si
         caplog.clear()
         assert flushes(make_trainer, 64, interval=1, device=Failing(reads)) == []
         assert caplog.text.count("CudaCacheCallback failed; training goes on") == 1
+
+
+class Neighbour(TrainerCallback):
+    """Takes another gibibyte outside torch in each step."""
+
+    def __init__(self, device: SaidDevice) -> None:
+        self.device = device
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.device.non_torch_bytes += GIB
+
+
+def test_a_cache_is_held_on_a_card_and_main_memory_is_nobodys_reservation(make_trainer, caplog) -> None:
+    card, host = SaidDevice("cuda:0"), SaidDevice("cpu")
+    for device in card, host:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="trainer_plugins"):
+            callback = CudaCacheCallback(interval=1, min_reclaimable_fraction=0, device=device, timeline=Timeline())
+            make_trainer(Neighbour(device), callback).train()
+        is_held = any("holding the cache, memory outside torch grew" in record.message for record in caplog.records)
+        assert is_held is (device is card)
+    assert (card.num_releases, host.num_releases) == (0, 8)

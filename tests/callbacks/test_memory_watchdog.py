@@ -327,3 +327,15 @@ def test_one_watchdog_serves_two_runs(make_trainer, tmp_path, simgpu) -> None:
         entries = read_timeline(tmp_path / fold / "memory" / "rank-0.jsonl")
         assert sum(isinstance(entry, Sample) for entry in entries) == 10
         assert [e.finding.code for e in entries if isinstance(e, Remark)] == ["memory-pressure"]
+
+
+def test_a_second_training_is_not_stopped_for_the_first(make_trainer, simgpu) -> None:
+    takes = Takes(train=250)
+    trainer = make_trainer(takes, MemoryWatchdog(stop=True, timeline=Timeline()))
+    trainer.train()
+    assert trainer.state.global_step == 1
+    takes.mib.clear()
+    torch.accelerator.empty_cache()
+    trainer.train()
+
+    assert trainer.state.global_step == 8

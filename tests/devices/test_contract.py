@@ -1,12 +1,15 @@
 """What every device promises. The simulated card is held to the same promises as the card that it stands for."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
 
 from tests.conftest import CUDA
 from trainer_plugins.devices import AcceleratorDevice, Device, HostDevice, open_device
+from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import MIB
 
 
@@ -90,9 +93,19 @@ def test_a_device_that_is_not_here_is_refused(wrong: str) -> None:
         open_device(wrong)
 
 
+def test_a_card_beyond_the_last_is_refused(simgpu) -> None:
+    num_cards = torch.accelerator.device_count()
+
+    assert open_device(f"simgpu:{num_cards - 1}").name == f"simgpu:{num_cards - 1}"
+    with pytest.raises(ValueError, match=f"cannot read the memory of simgpu:{num_cards}: there are {num_cards} of its"):
+        open_device(f"simgpu:{num_cards}")
+
+
 def test_what_is_opened(simgpu) -> None:
     assert isinstance(open_device("cpu"), HostDevice)
-    assert isinstance(open_device("simgpu"), AcceleratorDevice)
+    card = open_device("simgpu")
+    assert isinstance(card, AcceleratorDevice)
+    assert open_device("simgpu:0") is card  # so that its driver's failures are said once
     assert open_device("simgpu").uuid == str(torch.simgpu.get_device_properties(0).uuid)  # type: ignore[attr-defined]
 
 
@@ -105,6 +118,22 @@ def test_memory_of_another_process_is_neither_free_nor_ours(simgpu) -> None:
     after = device.read()
     assert before.free_bytes - after.free_bytes == 100 * MIB == after.non_torch_bytes - before.non_torch_bytes
     assert after.reserved_bytes == before.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"total_bytes": 0}, {"total_bytes": -1}, {"free_bytes": 81}, {"allocated_bytes": -1}]
+)
+def test_numbers_that_cannot_be_are_no_reading(sizes: dict[str, int]) -> None:
+    sound = {"total_bytes": 80, "free_bytes": 0, "reserved_bytes": 90, "allocated_bytes": 1, "peak_allocated_bytes": 1}
+
+    assert MemoryReading(device="cuda:0", **sound).non_torch_bytes == 0  # counted a moment apart
+    with pytest.raises(ValueError, match="cuda:0 says of its memory what cannot be"):
+        MemoryReading(device="cuda:0", **{**sound, **sizes})
+
+
+def test_a_copy_reads_too(device: Device) -> None:
+    for twin in copy.deepcopy(device), pickle.loads(pickle.dumps(device)):
+        assert twin.read().total_bytes == device.read().total_bytes
 
 
 def test_an_accelerator_that_torch_does_not_count_is_refused(monkeypatch) -> None:

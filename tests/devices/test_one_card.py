@@ -1,5 +1,6 @@
 """The simulated card and the scripted driver are one card, and no failure of the driver reaches training."""
 
+import gc
 import os
 
 import pynvml
@@ -95,7 +96,7 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from tests.models import tiny_llama, token_rows
-    from trainer_plugins import CudaCacheCallback, MemoryWatchdog
+    from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
     from trainer_plugins.timeline import Remark, Sample, Timeline
 
     card, driver = one_card(tmp_path)
@@ -122,7 +123,7 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
 
         timeline = Timeline()
         args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
-        callbacks = [Break(), CudaCacheCallback(interval=1), MemoryWatchdog(timeline=timeline)]
+        callbacks = [Break(), CudaCacheCallback(1), EvalGenerateCleanup(), MemoryWatchdog(timeline=timeline)]
         trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks)
         trainer.train()
         card.release(4242)
@@ -132,8 +133,78 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
         assert {reading.total_bytes for reading in samples} == {CAPACITY_BYTES}, name  # torch counts the same bytes
         findings = [entry.finding for entry in timeline if isinstance(entry, Remark)]
         assert [finding.code for finding in findings] == ["foreign-memory"], (name, findings)
-        assert any("NVML does not answer" in message for message in said), (name, said)
+        assert sum("NVML does not answer" in message for message in said) == 1, (name, said)
         assert not any("failed; training goes on" in message for message in said), (name, said)
+
+
+@alone
+def test_numbers_that_cannot_be_are_refused_once(tmp_path):
+    card, healthy = one_card(tmp_path)
+    for total_bytes, reserved_bytes in (64 * MIB, 600 * MIB), (0, 0):
+        healthy.write()
+        gc.collect()  # what the training before has found out about the card
+        broken = ScriptedNvml(tmp_path / "driver").card(
+            card.uuid, total_bytes=total_bytes, reserved_bytes=reserved_bytes
+        )
+        said, readings = train_while(broken, tmp_path)
+
+        assert sum("bytes of GPU-" in message and "cannot be" in message for message in said) == 1, said
+        assert {reading.total_bytes for reading in readings} == {CAPACITY_BYTES}  # as torch counts them
+
+
+@alone
+def test_a_driver_that_hangs_is_waited_for_once(tmp_path):
+    one_card(tmp_path)
+    healthy = ScriptedNvml(tmp_path / "driver").card_from_file(tmp_path / "card", reserved_bytes=8 * MIB)
+    said, readings = train_while(healthy.hang("nvmlDeviceGetMemoryInfo_v2"), tmp_path)
+
+    assert sum("the driver hangs: no answer within 5 s" in message for message in said) == 1, said
+    assert len(said) == 1, said
+    assert {reading.total_bytes for reading in readings} == {CAPACITY_BYTES}
+
+
+@alone
+def test_a_forked_child_asks_the_driver_itself(tmp_path):
+    from trainer_plugins.devices import open_device
+
+    card, _ = one_card(tmp_path)
+    device = open_device("simgpu")
+    device.read()
+    child = os.fork()
+    if not child:
+        card.hold(4242, 32 * MIB, "python infer.py")
+        os._exit(0 if 4242 in [process.pid for process in device.processes() or ()] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def train_while(broken: ScriptedNvml, tmp_path) -> tuple[list[str], list]:
+    """What is said, and read, in a training in whose step 3 the driver breaks."""
+    import logging
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from tests.models import tiny_llama, token_rows
+    from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
+    from trainer_plugins.timeline import Sample, Timeline
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_plugins").addHandler(handler)
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                broken.write()
+
+    timeline = Timeline()
+    args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
+    callbacks = [Break(), CudaCacheCallback(1), EvalGenerateCleanup(), MemoryWatchdog(timeline=timeline)]
+    trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    logging.getLogger("trainer_plugins").removeHandler(handler)
+    return said, [entry.reading for entry in timeline if isinstance(entry, Sample)]
 
 
 @alone

@@ -73,6 +73,15 @@ def test_what_one_rank_holds_both_hold(tmp_path: Path) -> None:
     assert flush_steps(first) == flush_steps(second) == [2]
 
 
+def test_after_an_evaluation_on_one_rank_both_release_where_both_come(tmp_path: Path) -> None:
+    _, timelines = launch(tmp_path, "evaluate", "simgpu", "torchrun")
+
+    for timeline in timelines:
+        (release,) = [entry for entry in timeline if isinstance(entry, Flush)]
+        assert (release.step, release.reason) == (10, "after eval")
+    assert [sum(e.released_bytes for e in t if isinstance(e, Flush)) >= 64 << 20 for t in timelines] == [False, True]
+
+
 def test_where_one_rank_must_stop_both_stop(tmp_path: Path) -> None:
     facts, (first, second) = launch(tmp_path, "stop", "simgpu", "torchrun")
 

@@ -1,13 +1,16 @@
 """Judgement is pure: from numbers to findings, so each rule can be shown by numbers."""
 
 import pytest
+import torch
 
+from tests.said_device import SaidDevice
+from trainer_plugins.allocator.in_force import has_expandable_segments
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Flush
+from trainer_plugins.timeline import Flush, Timeline
 from trainer_plugins.units import GIB, MIB
-from trainer_plugins.watch import Budget
+from trainer_plugins.watch import Budget, MemoryWatch
 from trainer_plugins.watch.foreign import foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
@@ -156,6 +159,14 @@ def test_what_is_no_leak(curve) -> None:
     assert judged(footprints(tensors=curve, cache=curve, non_torch=curve, host=curve)) == {}
 
 
+@pytest.mark.parametrize(("still", "is_leak"), [((), True), ((3,), True), ((3, 5), False)])
+def test_a_leak_rises_in_every_block_but_one(still: tuple[int, ...], is_leak: bool) -> None:
+    def curve(step: int) -> int:
+        return GIB + 100 * MIB * sum(block not in still for block in range(1, step // 4 + 1))
+
+    assert ("leak-tensors" in judged(footprints(tensors=curve))) is is_leak
+
+
 def test_a_short_window_says_nothing() -> None:
     assert judged(footprints(WINDOW - 1, tensors=lambda step: step * GIB)) == {}
 
@@ -170,5 +181,66 @@ def test_the_host_before_the_kernel_acts() -> None:
     assert killed is not None
     assert "killed 1 process" in killed.summary
     assert shared_memory(HostFacts(0, 64 * MIB, 60 * MIB)) is None
+    assert shared_memory(HostFacts(0, 100 * MIB, 10 * MIB)) is None  # a tenth
+    assert shared_memory(HostFacts(0, 100 * MIB, 10 * MIB - 1)) is not None
     assert shared_memory(HostFacts(0, 0, 0)) is None
     assert shared_memory(HostFacts(0, 64 * MIB, 2 * MIB)) is not None
+
+
+def looks(device: SaidDevice, *non_torch_bytes: int) -> list[str]:
+    """The findings of a watch whose device shows these, one look each."""
+    watch, codes = MemoryWatch(device, Timeline()), []
+    for step, num_bytes in enumerate(non_torch_bytes):
+        device.non_torch_bytes = num_bytes
+        codes += [finding.code for finding in watch.look(step, "train")]
+    return codes
+
+
+@pytest.mark.parametrize(("total", "allowed"), [(80 * GIB, 3 * GIB // 2), (10 * GIB, GIB)])
+def test_a_process_may_hold_a_context_outside_torch_from_the_start(total: int, allowed: int) -> None:
+    """A gibibyte and a half, and no more than a tenth of a small card; beside that what may move: half a gibibyte."""
+    seen_at_once = allowed + 512 * MIB
+
+    assert looks(SaidDevice(total_bytes=total), seen_at_once - 1) == []
+    assert looks(SaidDevice(total_bytes=total), seen_at_once) == ["foreign-memory"]
+
+
+def test_what_libraries_take_while_the_run_warms_up_is_ours() -> None:
+    context, with_nccl = 300 * MIB, 1300 * MIB
+
+    assert looks(SaidDevice(), context, *[with_nccl] * 20) == []
+    assert looks(SaidDevice(), *[context] * 20, with_nccl) == ["foreign-memory"]
+
+
+OLD, UNIFIED, HIP = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_set"),
+    [
+        ({}, False),
+        ({OLD: "expandable_segments:True"}, True),
+        ({OLD: "garbage_collection_threshold:0.8,expandable_segments:True"}, True),
+        ({OLD: "expandable_segments:False"}, False),
+        ({OLD: "max_split_size_mb:128", UNIFIED: "expandable_segments:True"}, False),  # the old name wins
+        ({HIP: "expandable_segments:True"}, bool(torch.version.hip)),
+    ],
+)
+def test_nobody_is_told_to_set_what_is_set(variables: dict[str, str], is_set: bool, monkeypatch) -> None:
+    for name in (OLD, UNIFIED, HIP):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    timeline, device = Timeline(), SaidDevice()
+    watch = MemoryWatch(device, timeline, flushes=(timeline,))
+    timeline.add(flush(12))
+    findings = watch.look(10, "train")
+    findings += leaks(footprints(cache=lambda step: GIB + step * 10 * MIB), device.read(), device.read(),
+                      is_expandable=has_expandable_segments())  # fmt: skip
+    retried = allocator_retries(reading(retries=3), reading(retries=5), is_expandable=has_expandable_segments())
+    findings += [retried] if retried else []
+
+    assert [finding.code for finding in findings] == ["memory-fragmentation", "leak-cache", "allocator-retries"]
+    for finding in findings:
+        assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in finding.remedy) is not is_set
+        assert ("expandable_segments is set already" in finding.remedy) is is_set

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +31,20 @@ def check(asked: str | None = None, environ: Mapping[str, str] | None = None) ->
     if not asked or in_force is None:
         return None
     return verify(asked, in_force, variables, gather_machine(os.environ))
+
+
+def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torch was told to use expandable segments, by a variable of whichever name it reads, or by a call.
+
+    Args:
+        environ: the variables; None is those of this process.
+    """
+    environ = os.environ if environ is None else environ
+    variables = Variables.of(environ)
+    texts = [variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")]
+    with suppress(AttributeError, RuntimeError, ValueError, IndexError):  # torch before 2.12, or it refuses the text
+        texts.append(torch._C._accelerator_getAllocatorSettings())
+    return any(InForce(text).value("expandable_segments") for text in texts)
 
 
 def read_in_force() -> InForce | None:

@@ -129,7 +129,9 @@ class EvaluationCallback(RunCallback):
     `trainer.evaluate()`, all that is heard of such a subclass is what it logs.
     """
 
-    _evaluating = False
+    def at_rest(self) -> None:
+        super().at_rest()
+        self._evaluating = False
 
     def before_evaluation(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
         """An evaluation inside training is about to begin."""

@@ -1,5 +1,7 @@
 """Where memory numbers come from. Nothing here is opened at import; `open_device` opens what it is asked for."""
 
+from weakref import WeakValueDictionary
+
 import torch
 
 from trainer_plugins.devices.accelerator import AcceleratorDevice
@@ -19,8 +21,15 @@ __all__ = [
 ]
 
 
+# One card has one AcceleratorDevice in a process, however many callbacks look at it: what its driver fails to tell is
+# said once, and asked once.
+_open_cards: WeakValueDictionary[str, AcceleratorDevice] = WeakValueDictionary()
+
+
 def open_device(device: torch.device | str) -> Device:
     """Open the device on which a run trains: a card by torch's name for it, or main memory for `cpu`.
+
+    For a card that is open already it is the same object.
 
     Raises:
         ValueError: torch has no such device here, or does not count its memory.
@@ -37,7 +46,9 @@ def open_device(device: torch.device | str) -> Device:
         )
     try:
         card = AcceleratorDevice(device)
+        card = _open_cards.setdefault(card.name, card)
         card.read()
-    except (AttributeError, NotImplementedError, RuntimeError) as error:  # MPS, and backends that count nothing
+    # MPS, and backends that count nothing, or nothing that makes sense.
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read the memory of {device}: torch does not count it ({error})") from error
     return card

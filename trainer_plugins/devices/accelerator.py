@@ -1,18 +1,27 @@
 """AcceleratorDevice: a card, as torch's caching allocator and the driver see it."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainer_plugins.devices.base import GpuProcess
-from trainer_plugins.devices.nvml import NvmlDevice, NvmlError
+from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, NvmlErrorKind
+from trainer_plugins.devices.patience import Patience
 from trainer_plugins.reading import MemoryReading
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_SECONDS = 60.0
+
+# A healthy driver answers in microseconds, and opens in milliseconds where the process has a CUDA context. The library
+# is one in a process, so whoever waits for it waits in one line.
+_nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
 
 class AcceleratorDevice:
@@ -79,7 +88,7 @@ class AcceleratorDevice:
         if self._nvml is None or not self._ask_nvml_processes:
             return None
         try:
-            return self._nvml.processes()
+            return self._call_nvml(self._nvml.processes)
         except NvmlError as error:
             self._ask_nvml_processes = not error.permanent
             return None
@@ -94,16 +103,29 @@ class AcceleratorDevice:
             return None
         try:
             if self._nvml is None:
-                self._nvml = NvmlDevice.open(str(self._uuid))
+                self._nvml = self._call_nvml(partial(NvmlDevice.open, str(self._uuid)))
             if self._nvml.is_mig:
                 # The driver may name processes of a slice, but only torch's numbers are sure to be the slice's own.
                 return None
-            memory = self._nvml.memory()
+            memory = self._call_nvml(self._nvml.memory)
         except NvmlError as error:
             self._postpone_nvml(error)
             return None
         self._nvml_wait_seconds = 0.0
         return memory
+
+    def _call_nvml(self, call: Callable[[], T]) -> T:
+        """Ask the driver, and wait only so long.
+
+        Raises:
+            NvmlError: it does not answer.
+        """
+        try:
+            return _nvml_calls.call(call)
+        except TimeoutError as error:
+            raise NvmlError(
+                NvmlErrorKind.HANGS, f"the driver hangs: {error}; read `dmesg` and see whether `nvidia-smi` comes back"
+            ) from None
 
     def _postpone_nvml(self, error: NvmlError) -> None:
         first_time = self._nvml_wait_seconds == 0.0

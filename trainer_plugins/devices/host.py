@@ -5,6 +5,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,7 +47,7 @@ class HostDevice:
     uuid = None
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        self._process = psutil.Process()
+        self._process: psutil.Process | None = None
         self._limits = _limits_around(proc, cgroups)
         self._peak_bytes = 0
         self._kernel_peak = True
@@ -91,7 +92,13 @@ class HostDevice:
 
     def resident_bytes(self) -> int:
         """What this process holds of main memory. Costs about 10 microseconds."""
+        if self._process is None or self._process.pid != os.getpid():  # a copy, or a forked child
+            self._process = psutil.Process()
         return int(self._process.memory_info().rss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy looks at the process that it is in."""
+        return {**self.__dict__, "_process": None}
 
     def facts(self) -> HostFacts:
         """Look at the kernel's kill count and at shared memory. Costs about 0.1 ms."""

@@ -42,6 +42,12 @@ class NvmlErrorKind(Enum):
     NOT_FOUND = "not found"
     """No card has that UUID, or this process may not see it."""
 
+    NONSENSE = "nonsense"
+    """It says what cannot be, such as more free memory than there is."""
+
+    HANGS = "hangs"
+    """It has not answered for seconds, and may never do so."""
+
 
 class NvmlError(RuntimeError):
     """The driver did not answer. The message says what is so and what to do."""
@@ -131,7 +137,14 @@ class NvmlDevice:
             NvmlError: the driver does not say.
         """
         info = self._ask("memory", self._ask_memory)
-        return info.total - getattr(info, "reserved", 0), info.free
+        total_bytes, free_bytes = info.total - getattr(info, "reserved", 0), info.free
+        if not 0 <= free_bytes <= total_bytes or not total_bytes:
+            raise NvmlError(
+                NvmlErrorKind.NONSENSE,
+                f"the driver says that {free_bytes} of {total_bytes} bytes of {self._uuid} are free, which cannot be;"
+                " update the driver, or nvidia-ml-py if that is older",
+            )
+        return total_bytes, free_bytes
 
     def read(self) -> MemoryReading:
         """Look once. Reserved is what the driver lists for this process, CUDA context and all; 0 if it lists nothing.
@@ -181,6 +194,10 @@ class NvmlDevice:
             self._opened_in_pid = None
             with suppress(pynvml.NVMLError):  # somebody has shut it down for us, so there is nothing to let go of
                 pynvml.nvmlShutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy opens the card for itself, when it is asked something."""
+        return {**self.__dict__, "_handle": None, "_opened_in_pid": None}
 
     def _processes(self, total_bytes: int, *, named: bool) -> tuple[GpuProcess, ...] | None:
         try:

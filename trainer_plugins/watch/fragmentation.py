@@ -7,13 +7,20 @@ from trainer_plugins.units import percent, size
 
 # The cure named by torch's own out-of-memory message. With max_split_size_mb beside it reserved memory grows without
 # bound (pytorch issue #123548), hence "alone".
-_REMEDY = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch."
+_EXPANDABLE = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch."
+_REPEAT = "Pad to a few lengths (pad_to_multiple_of=64), so that blocks fit again; expandable_segments is set already."
 
 STUCK_FRACTION = 0.10
 
 
-def stuck_memory(flush: Flush, total_bytes: int) -> Finding | None:
-    """Judge what a release could not give back: the free parts of segments in which a tensor lives."""
+def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
+    """Judge what a release could not give back: the free parts of segments in which a tensor lives.
+
+    Args:
+        flush: the release.
+        total_bytes: of the device.
+        is_expandable: whether torch was told to use expandable segments.
+    """
     fraction = flush.stuck_bytes / total_bytes
     if fraction < STUCK_FRACTION:
         return None
@@ -22,13 +29,19 @@ def stuck_memory(flush: Flush, total_bytes: int) -> Finding | None:
         severity=Severity.WARNING,
         summary=f"{percent(fraction)} of the device is reserved, unused, and stays so after the cache was released",
         evidence=f"{size(flush.stuck_bytes)} stuck between live tensors at step {flush.step}, of {size(total_bytes)}",
-        remedy=_REMEDY,
+        remedy=_REPEAT if is_expandable else _EXPANDABLE,
         amount=float(flush.stuck_bytes),
     )
 
 
-def allocator_retries(before: MemoryReading, now: MemoryReading) -> Finding | None:
-    """Judge allocations that succeeded only after the allocator had flushed everything, since an earlier reading."""
+def allocator_retries(before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False) -> Finding | None:
+    """Judge allocations that succeeded only after the allocator had flushed everything, since an earlier reading.
+
+    Args:
+        before: the earlier reading.
+        now: the reading that is judged.
+        is_expandable: whether torch was told to use expandable segments.
+    """
     retries = now.num_alloc_retries - before.num_alloc_retries
     if retries <= 0:
         return None
@@ -40,6 +53,9 @@ def allocator_retries(before: MemoryReading, now: MemoryReading) -> Finding | No
             f"{retries} retries after warm-up, each of which waits for the card; peak allocated "
             f"{size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of {size(now.total_bytes)}"
         ),
-        remedy=f"The next such request may fail. {_REMEDY} Otherwise lower the peak: a smaller micro-batch.",
+        remedy=(
+            f"The next such request may fail. {_REPEAT if is_expandable else _EXPANDABLE} "
+            "Otherwise lower the peak: a smaller micro-batch."
+        ),
         amount=float(retries),
     )

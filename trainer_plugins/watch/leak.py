@@ -48,10 +48,17 @@ _KINDS = {
     ),
 }
 
+_CACHE_OF_EXPANDABLE = (
+    "Lengths that never repeat fragment the cache: pad to a few lengths (pad_to_multiple_of=64). "
+    "expandable_segments is set already."
+)
+
 _END = {"cache": "the allocator has to flush it and ask again"}  # no end of the run: a retry, which waits for the card
 
 
-def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Finding]:
+def leaks(
+    window: Sequence[Footprint], card: MemoryReading, host: MemoryReading, *, is_expandable: bool = False
+) -> list[Finding]:
     """Judge footprints of consecutive steps, oldest first, taken at the same moment of each.
 
     The slope is Theil and Sen's (median of the slopes between all pairs) over the minima of blocks of 4 steps: a few
@@ -61,6 +68,7 @@ def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading)
         window: at least `WINDOW` footprints; fewer give no finding.
         card: the last reading of the card, for what its peak left free and what is noise on a card of its size.
         host: the same for main memory.
+        is_expandable: whether torch was told to use expandable segments.
     """
     if len(window) < WINDOW:
         return []
@@ -91,7 +99,7 @@ def leaks(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading)
                 evidence=(
                     f"{size(slope)} a step, {size(risen_bytes)} from step {footprints[0].step} to {footprints[-1].step}"
                 ),
-                remedy=remedy,
+                remedy=_CACHE_OF_EXPANDABLE if kind == "cache" and is_expandable else remedy,
                 amount=float(risen_bytes),
             )
         )

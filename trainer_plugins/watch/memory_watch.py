@@ -7,6 +7,7 @@ from time import monotonic
 
 import psutil
 
+from trainer_plugins.allocator.in_force import has_expandable_segments
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.metrics import MemoryMetrics, metrics_of
@@ -50,6 +51,7 @@ class MemoryWatch:
         self.timeline = timeline
         self.budget = budget or Budget()
         self.flushes = flushes
+        self._is_expandable = has_expandable_segments()
         self._host = device if isinstance(device, HostDevice) else HostDevice()
         self._host_reading: MemoryReading | None = None
         self._host_facts = self._host.facts()
@@ -111,9 +113,11 @@ class MemoryWatch:
         flush = next((timeline.last_flush for timeline in self.flushes if timeline.last_flush), None)
         if flush is not None and flush is not self._judged_flush:
             self._judged_flush = flush
-            if found := stuck_memory(flush, reading.total_bytes):
+            if found := stuck_memory(flush, reading.total_bytes, is_expandable=self._is_expandable):
                 yield found
-        if self._warm is not None and (found := allocator_retries(self._warm, reading)):
+        if self._warm is not None and (
+            found := allocator_retries(self._warm, reading, is_expandable=self._is_expandable)
+        ):
             yield found
         if self.device is not self._host:
             yield from self._judge_foreign(reading)
@@ -164,7 +168,7 @@ class MemoryWatch:
         )
         # Judged once a quarter of the window is new: it costs 0.2 ms, and a leak does not hurry.
         if self._num_train_looks % (WINDOW // 4) == 0:
-            yield from leaks(self._footprints, reading, self._host_reading)
+            yield from leaks(self._footprints, reading, self._host_reading, is_expandable=self._is_expandable)
 
 
 def _own_pids() -> set[int]:

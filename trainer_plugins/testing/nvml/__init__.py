@@ -148,6 +148,19 @@ class ScriptedNvml:
         limits = {} if times is None else {"times": times}
         return self._with("fault", function=function, code=code, uuid=uuid or "", skip=skip, **limits)
 
+    def hang(self, function: str, *, skip: int = 0) -> "ScriptedNvml":
+        """Let a function of the library never answer.
+
+        Args:
+            function: its C name with its version, as in `nvmlDeviceGetMemoryInfo_v2`.
+            skip: how many calls to let pass first.
+
+        Raises:
+            ValueError: the library has no such function.
+        """
+        script = self.fault(function, 0, skip=skip)
+        return replace(script, records=(*self.records, f"{script.records[-1]}\thangs=1"))
+
     def cannot_start(self, code: int) -> "ScriptedNvml":
         """Let the library fail to start: `NVML_ERROR_DRIVER_NOT_LOADED`, `…_LIB_RM_VERSION_MISMATCH` and their like."""
         script = self

@@ -12,7 +12,7 @@
  *   slice    uuid=MIG-...  name=...  total=...               a MIG slice of the card above it
  *   process  pid=...  bytes=...  grow=...  flags=lug  name=...   on the card or slice above it: see Process
  *   hide     pid=...                                         `used` counts it, process lists leave it out
- *   fault    function=...  code=...  uuid=...  skip=...  times=...
+ *   fault    function=...  code=...  uuid=...  skip=...  times=...  hangs=1
  *
  * A card with a `file` takes uuid, size and processes from that card file, which the simulated accelerator shares: see
  * CardFile.
@@ -41,7 +41,8 @@ typedef enum {
   NOT_FOUND = 6,
   INSUFFICIENT_SIZE = 7,
   GPU_IS_LOST = 15,
-  ARGUMENT_VERSION_MISMATCH = 25
+  ARGUMENT_VERSION_MISMATCH = 25,
+  UNKNOWN_ERROR = 999
 } Return;
 
 typedef struct { uint64_t total, free, used; } Memory; /* `used` contains what the driver keeps for itself */
@@ -116,6 +117,7 @@ typedef struct {
 typedef struct {
   char function[TEXT], uuid[TEXT]; /* no uuid: on every device */
   int code;
+  bool hangs; /* it never answers */
   long skip, times; /* how many calls to let pass first, and how many to answer after that */
 } Fault;
 
@@ -133,6 +135,7 @@ static char script_path[PATH_TEXT];
 static struct stat script_read; /* the file as it was when it was last read */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int references; /* nvmlInit less nvmlShutdown */
+static bool is_inherited; /* initialised by the parent of this process, which was forked */
 
 /* A script that cannot be followed is a mistake in a test, and nothing that the test then says could be believed. */
 static void refuse(const char *why, const char *what) {
@@ -206,6 +209,7 @@ static Device *read_record(const Fields *fields, Device *current) {
     copy(fault->function, TEXT, text(fields, "function"));
     copy(fault->uuid, TEXT, text(fields, "uuid"));
     fault->code = (int)number(fields, "code");
+    fault->hangs = *text(fields, "hangs");
     fault->skip = (long)number(fields, "skip");
     fault->times = *text(fields, "times") ? (long)number(fields, "times") : -1;
   } else {
@@ -289,6 +293,8 @@ static Return injected(const char *function, Device *device) {
     if (fault->skip > 0) fault->skip--;
     else if (fault->times) {
       if (fault->times > 0) fault->times--;
+      if (fault->hangs) pthread_mutex_unlock(&lock);
+      while (fault->hangs) pause();
       return (Return)fault->code;
     }
   }
@@ -307,7 +313,7 @@ static Return leave(Return result) {
 }
 
 static Return allowed(const char *function, Device *device) {
-  if (!references) return UNINITIALIZED;
+  if (!references) return is_inherited ? UNKNOWN_ERROR : UNINITIALIZED;
   Return result = injected(function, device);
   return result != SUCCESS || !device || there(device) ? result : GPU_IS_LOST;
 }
@@ -322,12 +328,13 @@ static Return enter_device(const char *function, Device *device) {
   return is_ours(device) ? allowed(function, device) : INVALID_ARGUMENT;
 }
 
-/* NVIDIA does not say what becomes of an initialised library in a forked child. Here it is uninitialised: the harder
- * case. */
+/* NVIDIA does not say what becomes of an initialised library in a forked child. Here it is of no use until the child
+ * initialises it for itself, and does not say that it wants that: the harder case. */
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 static void after_fork_in_child(void) {
   references = 0;
+  is_inherited = true;
   pthread_mutex_unlock(&lock);
 }
 __attribute__((constructor)) static void prepare_for_fork(void) {
@@ -438,7 +445,10 @@ static Return write_text(char *target, uint32_t size, const char *source) {
 static Return initialize(const char *function) {
   enter();
   Return result = injected(function, NULL);
-  if (result == SUCCESS) references++;
+  if (result == SUCCESS) {
+    references++;
+    is_inherited = false;
+  }
   return leave(result);
 }
 Return nvmlInitWithFlags(uint32_t flags) { return (void)flags, initialize(__func__); } /* what pynvml calls */

@@ -1,0 +1,66 @@
+"""Patience: calls into a library that may never come back are waited for so long, and no longer."""
+
+import os
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Answer = tuple[object, BaseException | None]
+Job = tuple[Callable[[], object], SimpleQueue[Answer]]
+
+
+class Patience:
+    """Makes calls on a thread of its own, which is all that hangs where one of them does.
+
+    The thread is a daemon, made at the first call in this process; a forked child makes its own. Handing a call over
+    costs some tens of microseconds.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        """Set how long to wait.
+
+        Args:
+            name: of the thread.
+            seconds: how long a call may take.
+        """
+        self.name, self.seconds = name, seconds
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._pid: int | None = None
+        self._pending: SimpleQueue[Answer] | None = None
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or raise what it raises.
+
+        Raises:
+            TimeoutError: it took longer, or a call before it still has not come back.
+        """
+        if self._pid != os.getpid():
+            self._jobs, self._pending, self._pid = SimpleQueue(), None, os.getpid()
+            threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name=self.name).start()
+        if self._pending is not None:
+            if self._pending.empty():
+                raise TimeoutError("a call before it still has not come back")
+            self._pending = None
+        answer: SimpleQueue[Answer] = SimpleQueue()
+        self._jobs.put((work, answer))
+        try:
+            result, error = answer.get(timeout=self.seconds)
+        except Empty:
+            self._pending = answer
+            raise TimeoutError(f"no answer within {self.seconds:.0f} s") from None
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+
+def _serve(jobs: SimpleQueue[Job]) -> None:
+    while True:
+        work, answer = jobs.get()
+        try:
+            answer.put((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            answer.put((None, error))
+        del work, answer  # what they refer to goes with the caller
