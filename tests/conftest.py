@@ -7,11 +7,15 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from tests.distributed import extensions
 from tests.models import tiny_llama, token_rows
 from trainer_plugins.testing import simgpu as simgpu_module
 from trainer_plugins.units import MIB
 
 CAPACITY_BYTES = 256 * MIB
+
+# Not the user's own, in which somebody's build may be under way, or may have been cut off.
+os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions.ROOT)
 
 # torch has one accelerator in a process. Where that is a CUDA card, the tests marked gpu run on it, and those on the
 # simulated card run with CUDA_VISIBLE_DEVICES= (scripts/gpu_check does both).
