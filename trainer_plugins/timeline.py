@@ -174,7 +174,7 @@ def _made(kind: Any, record: Mapping[str, Any]) -> Any:
 
 
 def _has_types(value: Any) -> bool:
-    return all(_is_of(getattr(value, name), kind) for name, kind in _types_of(type(value)))
+    return all(_is_of(getattr(value, name), kind) for name, kind in _types_of(value.__class__))
 
 
 @cache
