@@ -64,6 +64,8 @@ def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=Traini
 class OwnBatchNorm(nn.Module):
     """Subtracts the mean of the micro-batch while it trains, and a running one in evaluations."""
 
+    mean: torch.Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(size), persistent=False)  # of others accelerate makes DTensors

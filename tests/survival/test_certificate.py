@@ -57,6 +57,8 @@ def test_dropout_alone_is_no_reason(tmp_path) -> None:
 class Powered(nn.Module):
     """A weight whose direction a forward pass moves on, as spectral_norm's power iteration does."""
 
+    scale: torch.Tensor
+
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner
