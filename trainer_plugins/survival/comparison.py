@@ -181,9 +181,9 @@ class Comparison:
             if self._is_gradient:
                 return self._ranks.gradient(lambda: self._loss(some), self._parameters)
             return attempt(lambda: self._value(some))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # the model's own, about a size or a mode that it does not meet in training
+            if isinstance(error, torch.OutOfMemoryError) or self._ranks.window is not None:
+                raise  # the other ranks wait: training ends here
             raise IndivisibleError(f"a part of it cannot be computed: {type(error).__name__}: {error}") from error
 
     def _value(self, some: Inputs) -> _Measured:

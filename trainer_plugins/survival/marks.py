@@ -3,7 +3,7 @@
 The invariant on which a retry after half a backward rests: autograd adds to a leaf's `.grad` once in a backward pass,
 when everything that flows into that leaf has been summed. So at any moment a `.grad` holds all of this pass or none of
 it. What breaks it is refused elsewhere: hooks that consume gradients (`refusals.py`) and weights used twice under
-reentrant checkpointing (`certificate.py`). `holds_here` tries it on this torch.
+reentrant checkpointing (`finality.py`). `holds_here` tries it on this torch.
 """
 
 from collections.abc import Iterable, Iterator

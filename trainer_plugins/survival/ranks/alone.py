@@ -112,7 +112,7 @@ class Alone:
                 gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
             return [torch.zeros(1).double() if g is None else g.flatten().cpu().double() for g in gradients]
 
-        return attempt(work)
+        return attempt(work, device=self.trainer.args.device)
 
     def forget(self) -> None:
         """A measurement has computed gradients that nobody wants."""
