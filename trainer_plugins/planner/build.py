@@ -63,7 +63,7 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
         PlanError: transformers refuses them.
     """
     if isinstance(source, TrainerSource):
-        return ship.loads(source.trainer, source.main_file)["args"]
+        return ship.loads(source.trainer)["args"]
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     try:
@@ -235,6 +235,12 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(inner).__name__, inner.config
+    main_input = getattr(inner, "main_input_name", "input_ids")
+    if main_input != "input_ids":
+        raise NotPredicted(
+            f"{name} from a config alone, which takes {main_input} and no tokens: give plan_run a Trainer, whose "
+            "collator knows its inputs"
+        )
 
     def tokens(columns: int = length) -> torch.Tensor:
         return torch.ones((rows, columns), dtype=torch.long)
@@ -318,12 +324,12 @@ def _constructed(trainer_class: Any, **kwargs: Any) -> Any:
 
 
 def _of_trainer(source: TrainerSource, args: Any, has_padding: bool | None, output_dir: str) -> Rehearsed:
-    sent = ship.loads(source.trainer, source.main_file)
+    sent = ship.loads(source.trainer)
     trainer = _revived(sent, rehearsed_arguments(args, output_dir))
     if trainer.args.device.type == "cuda":
         fused_head.kernels_take_nothing()
-    batch = ship.loads(source.batch, source.main_file)
-    evaluation = ship.loads(source.evaluation_batch, source.main_file) if source.evaluation_batch else None
+    batch = ship.loads(source.batch)
+    evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
     return Rehearsed(
         trainer=trainer,
         make_batch=lambda: _copied(batch),

@@ -56,7 +56,6 @@ def request_of(
                 batch=ship.dumps(batch),
                 evaluation_batch=ship.dumps(evaluation) if evaluation is not None else None,
                 num_evaluation_batches=num_batches,
-                main_file=_main_file(),
                 left_out=left_out,
             )
         except (pickle.PicklingError, RecursionError) as error:
@@ -193,9 +192,3 @@ def _is_packed(batch: Any) -> bool:
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2:  # three: time, height and width of a picture
         return False
     return bool((positions.diff(dim=-1) != 1).any())
-
-
-def _main_file() -> str | None:
-    main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
-    return os.path.abspath(path) if path else None

@@ -54,9 +54,6 @@ class TrainerSource:
     batch: bytes
     evaluation_batch: bytes | None = None
     num_evaluation_batches: int = 0
-    main_file: str | None = None
-    """The script that runs, from which classes of `__main__` come."""
-
     left_out: tuple[str, ...] = ()
     """Attributes of the Trainer that cannot be sent."""
 
