@@ -135,7 +135,8 @@ class Engine:
             run.refuse([wrong])
             self._attached.backward(loss, **options)
         else:
-            micro.handed.watch(loss)
+            if run.is_step_own:  # two hooks and the time they take; the step of a library is known
+                micro.handed.watch(loss)
             micro.handed.let_go()
             # The caller's frames hold the loss, and with it the graph.
             work = partial(self._attached.backward, loss, **options)

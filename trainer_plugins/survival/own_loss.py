@@ -23,19 +23,19 @@ def what_replaces_the_loss(model: nn.Module) -> str:
     for module in _around_the_loss(model):
         kind = type(module).__name__
         for hook in module._forward_hooks.values():
-            if _is_foreign(hook):
+            if is_foreign(hook):
                 return f"a forward hook of {kind} ({_name(hook)}) may set another loss"
         own = vars(module).get("forward")
-        if own is not None and any(_is_foreign(function) for function in _chain(own)):
+        if own is not None and any(is_foreign(function) for function in _chain(own)):
             return f"the forward of this {kind} was replaced by {_name(own)}"
         owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
         patched = owner.__module__.partition(".")[0] in _LIBRARIES
-        if patched and any(_is_foreign(function) for function in _chain(vars(owner)["forward"])):
+        if patched and any(is_foreign(function) for function in _chain(vars(owner)["forward"])):
             return f"{owner.__name__}.forward was replaced by {_name(vars(owner)['forward'])}"
     loss_type = getattr(module, "loss_type", None)
     if loss_type is None:
         return ""
-    if loss_type in LOSS_MAPPING and _is_foreign(LOSS_MAPPING[loss_type]):
+    if loss_type in LOSS_MAPPING and is_foreign(LOSS_MAPPING[loss_type]):
         return f"the entry {loss_type!r} of transformers' LOSS_MAPPING is {_name(LOSS_MAPPING[loss_type])}"
     if not any(str(loss_type) in c.__name__ for c in type(module).__mro__):
         return f"the loss_type {loss_type!r} of {type(module).__name__} is not the one of its class, and was set"
@@ -63,7 +63,8 @@ def _chain(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _is_foreign(function: Callable[..., Any]) -> bool:
+def is_foreign(function: Callable[..., Any]) -> bool:
+    """Whether code was written by none of the libraries that keep the loss."""
     return _home(function).partition(".")[0] not in _LIBRARIES
 
 
@@ -76,5 +77,5 @@ def _home(function: Any) -> str:
 
 
 def _name(function: Any) -> str:
-    named = next((one for one in _chain(function) if _is_foreign(one)), function)
+    named = next((one for one in _chain(function) if is_foreign(one)), function)
     return f"{_home(named)}.{getattr(named, '__qualname__', type(named).__name__)}"

@@ -16,6 +16,7 @@ from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
+from trainer_plugins.survival.own_loss import is_foreign
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.snapshot import Snapshot
@@ -64,6 +65,8 @@ class Run:
         self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
         self.is_refused = self.leftover_is_said = False
         self.is_division_said = False
+        self.is_step_own = is_foreign(attached.trainer.training_step)
+        """Whether `training_step` is a user's."""
         self.is_scale_seen = False
         """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
         self.is_final = False
