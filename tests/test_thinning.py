@@ -31,9 +31,10 @@ from trainer_plugins.timeline import (
 )
 from trainer_plugins.units import GIB, MIB
 
-NUM_STEPS = 40_000
+NUM_STEPS = 26_000
+LONG_NAME = "cuda:" + "0" * 150  # so that a file is soon long
 PLAIN = MemoryReading(
-    device="cuda:0",
+    device=LONG_NAME,
     total_bytes=80 * GIB,
     free_bytes=40 * GIB,
     reserved_bytes=39 * GIB,
@@ -46,7 +47,7 @@ HIGHEST = {
     101: replace(PLAIN, peak_allocated_bytes=38 * GIB),
     2_203: replace(PLAIN, reserved_bytes=39 * GIB + MIB),
     2_206: replace(PLAIN, free_bytes=39 * GIB, reserved_bytes=10 * GIB, peak_allocated_bytes=9 * GIB),
-    20_004: replace(PLAIN, free_bytes=38 * GIB, reserved_bytes=39 * GIB, peak_allocated_bytes=20 * GIB),
+    15_004: replace(PLAIN, free_bytes=38 * GIB, reserved_bytes=39 * GIB, peak_allocated_bytes=20 * GIB),
 }
 STRATEGY = Strategy(
     distributed_type="NO", wrapped_class="M", family="nothing", world_size=1, device="cuda", num_params=7
@@ -76,7 +77,7 @@ def long_run() -> list[Entry]:
 
 
 def text(entries: list[Entry]) -> str:
-    console = Console(file=StringIO(), width=200, record=True)
+    console = Console(file=StringIO(), width=400, record=True)
     console.print(memory_report({0: entries}))
     return console.export_text()
 
@@ -134,14 +135,14 @@ def test_findings_beginnings_and_sums_are_kept(run) -> None:
 def lines(num: int) -> bytes:
     """Lines of a file that is thinned at the next entry, if they are enough."""
     return b"".join(
-        b'{"kind": "sample", "time_seconds": 1.000, "step": %d, "moment": "train", "device": "cuda:0", '
+        b'{"kind": "sample", "time_seconds": 1.000, "step": %d, "moment": "train", "device": "%s", '
         b'"total_bytes": 100, "free_bytes": 40, "reserved_bytes": 50, "allocated_bytes": 30, '
-        b'"peak_allocated_bytes": 45, "num_alloc_retries": 2}\n' % step
+        b'"peak_allocated_bytes": 45, "num_alloc_retries": 2}\n' % (step, LONG_NAME.encode())
         for step in range(num)
     )
 
 
-ENOUGH = 45_000
+ENOUGH = 23_000
 
 
 def test_a_file_of_an_older_version_is_thinned_and_what_nobody_reads_is_left_alone(tmp_path: Path) -> None:
@@ -162,8 +163,8 @@ def test_a_file_of_an_older_version_is_thinned_and_what_nobody_reads_is_left_alo
 def test_two_runs_of_one_folder_are_never_held_against_each_other(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank-0.jsonl"
     timeline = Timeline(path)
-    for high, num in ((45, 3), (20, 3), (30, 36_000)):  # the peak of the second is lower than those beside it
-        reading = replace(READING, peak_allocated_bytes=high)
+    for high, num in ((45, 3), (20, 3), (30, 23_000)):  # the peak of the second is lower than those beside it
+        reading = replace(READING, device=LONG_NAME, peak_allocated_bytes=high)
         timeline.add(Sample(step=0, moment="begin", reading=reading))
         for step in range(1, num):
             timeline.add(Sample(step=step, moment="train", reading=reading))
