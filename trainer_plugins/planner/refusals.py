@@ -63,6 +63,17 @@ def refuse_arguments(args: Any) -> None:
             raise NotPredicted(f"the optimizer {optimizer}")
 
 
+def fsdp_in_force(plugin: Any) -> str:
+    """Say which FSDP a run has, where its arguments name none: that depends on the version of transformers."""
+    import accelerate
+    import transformers
+
+    return (
+        f"FSDP{plugin.fsdp_version}, which is what transformers {transformers.__version__} and accelerate "
+        f"{accelerate.__version__} make of these arguments; transformers 4 makes FSDP1 unless fsdp_config has version 2"
+    )
+
+
 def refuse_attention(name: object) -> None:
     """Look at an attn_implementation.
 
