@@ -227,9 +227,6 @@ def _with_peft(model: Any, fields: dict[str, Any]) -> Any:
         raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
 
 
-_GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
-
-
 def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> Callable[[], Batch]:
     """What a collator would make for this model.
 
@@ -238,8 +235,7 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(inner).__name__, inner.config
-    if (takes := getattr(inner, "main_input_name", "input_ids")) != "input_ids":
-        raise NotPredicted(f"{name} from a config alone, which takes {takes} and no tokens: {_GIVE_A_TRAINER}")
+    refusals.refuse_other_inputs(inner)
 
     def tokens(columns: int = length) -> torch.Tensor:
         return torch.ones((rows, columns), dtype=torch.long)
@@ -256,7 +252,7 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
     elif name.endswith("ForQuestionAnswering"):
         labels = {"start_positions": one_each, "end_positions": one_each}
     else:
-        raise NotPredicted(f"{name} from a config alone: {_GIVE_A_TRAINER}")
+        raise NotPredicted(f"{name} from a config alone: {refusals.GIVE_A_TRAINER}")
 
     def make() -> Batch:
         made: Batch = {"input_ids": tokens(), "attention_mask": tokens()}

@@ -74,6 +74,21 @@ def fsdp_in_force(plugin: Any) -> str:
     )
 
 
+GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
+
+
+def refuse_other_inputs(model: Any) -> None:
+    """Look at what a model that is built from a config takes.
+
+    Raises:
+        NotPredicted: it takes pictures or sound, whose sizes no flag says.
+    """
+    if (takes := getattr(model, "main_input_name", "input_ids")) != "input_ids":
+        raise NotPredicted(
+            f"{type(model).__name__} from a config alone, which takes {takes} and no tokens: {GIVE_A_TRAINER}"
+        )
+
+
 def refuse_attention(name: object) -> None:
     """Look at an attn_implementation.
 
