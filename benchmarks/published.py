@@ -14,7 +14,7 @@ else:  # pytest brings it
 
 FOLDER = Path(__file__).parents[1] / "tests" / "planner"
 UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-COUNTERS = ("allocated", "reserved", "step_end", "nvidia_smi", "host")
+COUNTERS = ("allocated", "reserved", "step_end", "sampled", "nvidia_smi", "host")
 SAID = ("name", "where", "unit", "measured", "missing", "note")
 OF_A_SOURCE = {*SAID, "date", "gpu", "num_gpus", "torch", "transformers", "peft", "loop", "common", "rows"}
 SETTINGS = {
@@ -34,7 +34,7 @@ class Row:
     """What was trained and how, as the head of the file explains."""
 
     measured: Mapping[str, int]
-    """Bytes by counter: allocated, reserved, step_end, nvidia_smi, host; what the source gives."""
+    """Bytes by counter: allocated, reserved, step_end, sampled, nvidia_smi, host; what the source gives."""
 
     missing: tuple[str, ...]
     """What a replay needs and the source does not say, or nobody but its authors has."""

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -56,7 +57,7 @@ def test_a_crash_says_where(make_trainer):
     [
         ("kill -KILL $PPID", "100", "the prediction was killed, most likely because main memory ran out"),
         # Slower than the imports before it on any machine where this can be decided at all.
-        ("exec tail -f /dev/null", "15", "the prediction was given up after 15 s"),
+        ("exec tail -f /dev/null", "15", "the prediction was given up after 15 s, when it was "),
     ],
 )
 def test_an_early_end_is_one_line_and_exit_code_2(tmp_path, compiler, timeout, line):
@@ -175,3 +176,58 @@ def test_a_config_that_nests_without_end_is_none(tmp_path):
 
     assert done.exit_code == 2
     assert f"{tmp_path / 'config.json'} is not JSON" in done.stderr
+
+
+def test_a_terminal_sees_what_it_is_doing_and_then_nothing_of_it(tmp_path):
+    """Until then the compiler of the fake card waits for this test; then it ends the prediction."""
+    script, seen_it = tmp_path / "compiler", tmp_path / "seen"
+    os.mkfifo(seen_it)
+    script.write_text(f"#!/bin/sh\nread line < {seen_it}\nkill -KILL $PPID\n")
+    script.chmod(0o755)
+    ours, theirs = pty.openpty()
+    command = [str(Path(sys.executable).parent / "trainer-plugins"), "plan", "--model", BERT, "--timeout", "240"]
+    started = subprocess.Popen(
+        command,
+        stderr=theirs,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "CXX": str(script), "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")},
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while part := os.read(ours, 4096):
+            seen += part
+            if b"planning: compiling a card that is not there (" in seen and seen_it.exists():
+                with seen_it.open("w") as told:
+                    told.write("seen\n")
+                seen_it.unlink()
+    except OSError:  # Linux's way to say that the other end is closed
+        pass
+    assert started.wait(60) == 2
+    steps = seen.decode().split("\r\x1b[K")
+    assert any(step.startswith("planning: starting Python") for step in steps)
+    assert any(step.startswith("planning: compiling a card that is not there (") for step in steps)
+    assert steps[-1].startswith("trainer-plugins plan: the prediction was killed")
+
+
+class Endless(Trainer):
+    """Somebody's Trainer that waits for what never comes."""
+
+    def compute_loss(self, *args, **kwargs):
+        while True:
+            pass
+
+
+@pytest.mark.slow
+def test_a_prediction_without_an_end_says_where_it_was(make_trainer):
+    """As long as the imports and the two steps before it may take on a busy machine."""
+    line = r"given up after 60 s, when it was rehearsing the training in compute_loss \(test_ends.py, line \d+\)"
+    with pytest.raises(PlanError, match=line):
+        plan_run(make_trainer(trainer_class=Endless), timeout_seconds=60)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_a_time_out_that_is_none(seconds):
+    with pytest.raises(PlanError, match="the time limit is a number of seconds"):
+        plan_run({"model_type": "llama"}, {"output_dir": "runs"}, timeout_seconds=seconds)

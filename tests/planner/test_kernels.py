@@ -1,10 +1,12 @@
 """What the kernels of a card keep beside their results: by the card's compute capability, and by torch's source."""
 
 import pytest
+from transformers import Trainer
 
+from tests.models import tiny_llama
 from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
-from trainer_plugins import MemoryPlan
+from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
 from trainer_plugins.planner.run import predict_all
@@ -57,3 +59,18 @@ def test_fp16_needs_three_numbers_more_than_bf16(outcomes):
     assert isinstance(fp16, MemoryPlan), fp16
     assert fp16.moment == bf16.moment == "backward"
     assert fp16.allocated_peak_bytes == bf16.allocated_peak_bytes + 3 * MIN_BLOCK_BYTES
+
+
+class SumsTheLogits(Trainer):
+    """A loss whose gradient is one number, expanded: its strides are 0, and cuBLAS reads no such matrix."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return model(input_ids=inputs["input_ids"]).logits.sum()
+
+
+def test_what_cublas_cannot_read_is_copied(make_trainer):
+    """aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas: `tensor.clone(at::MemoryFormat::Contiguous)`."""
+    plan = plan_run(make_trainer(trainer_class=SumsTheLogits, model=tiny_llama(vocab_size=4096)), gpu="a10g")
+    logits = 2 * 32 * 4096 * 4
+    assert plan.moment == "backward"
+    assert plan.breakdown["workspaces"] == 2 * CUBLAS + logits

@@ -273,3 +273,20 @@ def test_a_prediction_that_takes_too_long_is_given_up():
 def test_a_card_nobody_knows(text, line):
     with pytest.raises(PlanError, match=line.replace("?", r"\?")):
         card_of(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"training_args": {"output_dir": "runs"}}, "its own count"),
+        ({"seq_length": 4096}, "the longest rows of its train_dataset"),
+        ({"target_length": 64}, "the longest rows of its train_dataset"),
+        ({"dtype": "bfloat16"}, "its model has one already"),
+        ({"peft_config": LORA}, "its model is planned as it is"),
+        ({"accelerate_config": "/no/such/file"}, "read from the process that made it"),
+    ],
+)
+def test_what_is_for_a_config_is_refused_with_a_trainer(make_trainer, given, why):
+    (name,) = given
+    with pytest.raises(PlanError, match=f"{name} is for the config of a model, and here is a Trainer: .*{why}"):
+        plan_run(make_trainer(), **given)

@@ -235,12 +235,7 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(inner).__name__, inner.config
-    main_input = getattr(inner, "main_input_name", "input_ids")
-    if main_input != "input_ids":
-        raise NotPredicted(
-            f"{name} from a config alone, which takes {main_input} and no tokens: give plan_run a Trainer, whose "
-            "collator knows its inputs"
-        )
+    refusals.refuse_other_inputs(inner)
 
     def tokens(columns: int = length) -> torch.Tensor:
         return torch.ones((rows, columns), dtype=torch.long)
@@ -257,7 +252,7 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
     elif name.endswith("ForQuestionAnswering"):
         labels = {"start_positions": one_each, "end_positions": one_each}
     else:
-        raise NotPredicted(f"{name} from a config alone: give plan_run a Trainer, whose collator knows its inputs")
+        raise NotPredicted(f"{name} from a config alone: {refusals.GIVE_A_TRAINER}")
 
     def make() -> Batch:
         made: Batch = {"input_ids": tokens(), "attention_mask": tokens()}

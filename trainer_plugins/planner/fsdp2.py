@@ -50,7 +50,7 @@ class Fsdp2:
     def prepare(self, trainer: Any) -> None:
         version = trainer.accelerator.state.fsdp_plugin.fsdp_version
         if version != 2:
-            raise NotPredicted(f"FSDP1 (fsdp_version {version}); fsdp_version 2 is")
+            raise NotPredicted(f"FSDP1 (fsdp_version {version}); version 2 in fsdp_config is")
         optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
         if optimizer in OPTIMIZERS:
             raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under FSDP2")

@@ -95,11 +95,30 @@ def _softmax_backward(args: Any) -> int:
     return _rounded(gradient.numel() * max(gradient.element_size(), output.element_size()))
 
 
+def _copied_operands(args: Any) -> int:
+    """aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
+
+    cuBLAS reads a matrix by one stride, the other one being 1. What has no such stride is copied for the call: the
+    gradient of a `sum()`, whose strides are 0, is the common case.
+    """
+    return sum(_rounded(each.numel() * each.element_size()) for each in args[-2:] if not _has_leading_dimension(each))
+
+
+def _has_leading_dimension(matrix: Any) -> bool:
+    (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+    if (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns)):
+        return True
+    if matrix.dim() == 2:  # is_non_overlapping_and_dense: one row, or one column, without holes
+        return bool((rows == 1 and across == 1) or (columns == 1 and down == 1))
+    return bool(matrix.is_contiguous()) and 0 not in (down, across)
+
+
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 _TRANSIENT: dict[Any, Callable[[Any], int]] = {
+    **dict.fromkeys(_MATMULS, _copied_operands),
     aten._softmax_backward_data.default: _softmax_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,

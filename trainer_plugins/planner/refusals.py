@@ -63,6 +63,32 @@ def refuse_arguments(args: Any) -> None:
             raise NotPredicted(f"the optimizer {optimizer}")
 
 
+def fsdp_in_force(plugin: Any) -> str:
+    """Say which FSDP a run has, where its arguments name none: that depends on the version of transformers."""
+    import accelerate
+    import transformers
+
+    return (
+        f"FSDP{plugin.fsdp_version}, which is what transformers {transformers.__version__} and accelerate "
+        f"{accelerate.__version__} make of these arguments; transformers 4 makes FSDP1 unless fsdp_config has version 2"
+    )
+
+
+GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
+
+
+def refuse_other_inputs(model: Any) -> None:
+    """Look at what a model that is built from a config takes.
+
+    Raises:
+        NotPredicted: it takes pictures or sound, whose sizes no flag says.
+    """
+    if (takes := getattr(model, "main_input_name", "input_ids")) != "input_ids":
+        raise NotPredicted(
+            f"{type(model).__name__} from a config alone, which takes {takes} and no tokens: {GIVE_A_TRAINER}"
+        )
+
+
 def refuse_attention(name: object) -> None:
     """Look at an attn_implementation.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,18 +21,33 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.progress import Progress
 from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
 from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 DEFAULT_TIMEOUT_SECONDS = 600
 _LONGEST_SECONDS = 7 * 24 * 3600
 
+_LOOK_EVERY_SECONDS = 0.2
+_GRACE_SECONDS = 10
+"""The subprocess ends itself when its time is over, and says where it was; after so much more it is ended."""
+
+_OF_A_TRAINER = {
+    "training_args": "its own count (trainer.args)",
+    "seq_length": "its batch is the longest rows of its train_dataset, through its collator",
+    "target_length": "its batch is the longest rows of its train_dataset, through its collator",
+    "dtype": "its model has one already: make the Trainer with a model loaded in another one",
+    "peft_config": "its model is planned as it is: make the Trainer with a model of peft",
+    "accelerate_config": "how it is launched is read from the process that made it; num_gpus changes how many cards",
+}
+"""What is for a config only, and why a Trainer does not take it."""
+
 
 def plan_run(
     trainer_or_config: Any,
     training_args: Any = None,
     *,
-    seq_length: int = DEFAULT_SEQUENCE_LENGTH,
+    seq_length: int | None = None,
     target_length: int | None = None,
     dtype: str | None = None,
     peft_config: Any = None,
@@ -51,7 +67,7 @@ def plan_run(
         trainer_or_config: a Trainer before training, whose model, arguments and longest batch are looked at and left as
             they are; or the config of a model (a PretrainedConfig, a dict, or the path of a config.json or its folder).
         training_args: with a config: TrainingArguments, or a dict of their fields.
-        seq_length: with a config: tokens of each row.
+        seq_length: with a config: tokens of each row; None is 2048.
         target_length: with the config of an encoder-decoder: tokens of each label; None is `seq_length`.
         dtype: with a config: in which the weights are loaded, as in "bfloat16"; None is what `from_pretrained` chooses.
         peft_config: with a config: a PeftConfig, or a dict of its fields.
@@ -59,14 +75,15 @@ def plan_run(
             one; else what it needs is told, and not whether it fits.
         allocator: the text of PYTORCH_ALLOC_CONF; None is what this process has.
         num_gpus: how many cards train together. None: with a Trainer its ranks; else as the file says, and one without.
-        accelerate_config: the file by which `accelerate launch` will launch; with a Trainer that is known already.
+        accelerate_config: with a config: the file by which `accelerate launch` will launch.
         has_padding: whether batches have padding, which decides about masks. None: with a Trainer as in its batch; with
             a config where there is more than one row.
         calibration: whether a context that `calibrate` has measured on this machine is counted, where there is one.
         timeout_seconds: after which the prediction is given up.
 
     Raises:
-        PlanError: the input is wrong, or the subprocess ended early: one line says how. It is a ValueError.
+        PlanError: the input is wrong, or a Trainer comes with what is for a config; or the subprocess ended early: one
+            line says how. It is a ValueError.
         NotPredicted: the input is sound, and nothing here can say what it will need. It is a PlanError.
     """
     text = allocator if allocator is not None else allocator_text()
@@ -74,6 +91,16 @@ def plan_run(
     if num_gpus is not None and num_gpus < 1:
         raise PlanError(f"a run needs at least one GPU, got {num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
+        for name, value in {
+            "training_args": training_args,
+            "seq_length": seq_length,
+            "target_length": target_length,
+            "dtype": dtype,
+            "peft_config": peft_config,
+            "accelerate_config": accelerate_config,
+        }.items():
+            if value is not None:
+                raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {_OF_A_TRAINER[name]}")
         from trainer_plugins.planner.gather import request_of
 
         request = request_of(trainer_or_config, card, text, num_gpus, has_padding)
@@ -81,7 +108,7 @@ def plan_run(
         source = ConfigSource(
             config=_config(trainer_or_config),
             arguments=_arguments(training_args),
-            sequence_length=seq_length,
+            sequence_length=DEFAULT_SEQUENCE_LENGTH if seq_length is None else seq_length,
             target_length=target_length,
             dtype=dtype,
             peft=_peft(peft_config),
@@ -142,24 +169,30 @@ def _results(requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: f
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # NaN is in no order
         raise PlanError(f"the time limit is a number of seconds, above 0 and of a week at most, got {timeout_seconds}")
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
-        asked, answered, log = (Path(folder) / name for name in ("requests", "results", "log"))
+        asked, answered, log, at = (Path(folder) / name for name in ("requests", "results", "log", "step"))
         asked.write_bytes(pickle.dumps(list(requests)))
         command = [*_python(requests[0]), "-m", "trainer_plugins.planner.worker", str(asked), str(answered)]
+        command += [str(at), str(timeout_seconds)]
         # What it leaves behind when it is killed lies in the folder, and goes with it.
         environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
-        code = _run(command, log, timeout_seconds, environment)
+        progress = Progress(at)
+        code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
+        said = log.read_text(errors="replace")
+        if code is None or _TIME_IS_OVER.search(said):
+            raise PlanError(
+                f"the prediction was given up after {timeout_seconds:.0f} s, when it was {progress.step}"
+                f"{_it_was_at(said)}; give it more time, or fewer layers"
+            )
         if code != 0:
-            raise PlanError(_how_it_ended(code, log.read_text(errors="replace")))
+            raise PlanError(_how_it_ended(code, said))
         results: list[dict[str, Any]] = json.loads(answered.read_text())
         return results
 
 
-def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment: Mapping[str, str]) -> int:
-    """Run it to its end, and end what it has started; the exit code, or the signal below 0.
-
-    Raises:
-        PlanError: it takes too long.
-    """
+def _run(
+    command: Sequence[str], log: Path, timeout_seconds: float, environment: Mapping[str, str], progress: Progress
+) -> int | None:
+    """Run it to its end, and end what it has started; the exit code, or the signal below 0; None if it had no end."""
     # Nothing is ever written there: the end that this process holds is closed when it ends, whatever ends it.
     ends_with_us, ours = os.pipe()
     try:
@@ -176,13 +209,15 @@ def _run(command: Sequence[str], log: Path, timeout_seconds: float, environment:
             )
     finally:
         os.close(ends_with_us)
+    begun = time.monotonic()
     try:
-        return process.wait(timeout_seconds)
-    except subprocess.TimeoutExpired:
-        raise PlanError(
-            f"the prediction was given up after {timeout_seconds:.0f} s; give it more time, or fewer layers"
-        ) from None
+        while (seconds := time.monotonic() - begun) < timeout_seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_EVERY_SECONDS)
+            progress.show(seconds)
+        return None
     finally:
+        progress.clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -226,16 +261,24 @@ def _how_it_ended(code: int, log: str) -> str:
     if code == -9:
         return "the prediction was killed, most likely because main memory ran out; it needs 1 to 2 GiB"
     if code < 0:
-        return f"the prediction crashed with {signal.Signals(-code).name}{_crashed_at(log)}: native code did that"
+        return f"the prediction crashed with {signal.Signals(-code).name}{_it_was_at(log)}: native code did that"
     lines = log.strip().splitlines()
     return f"the prediction ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}"
 
 
-def _crashed_at(log: str) -> str:
-    """The innermost line of Python that is neither torch's nor Python's own, as faulthandler has noted it."""
-    own = sysconfig.get_paths()["stdlib"]
+_TIME_IS_OVER = re.compile(r"^Timeout \(\d+:.*\)!$", re.MULTILINE)
+"""What `faulthandler.dump_traceback_later` says."""
+
+
+def _it_was_at(log: str) -> str:
+    """The innermost line of Python that is not torch's, Python's own or of this folder, as faulthandler noted it."""
+    own, here = sysconfig.get_paths()["stdlib"], str(Path(__file__).parent)
     for file, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', log):
-        if "/torch/" not in file and ("site-packages" in file or not file.startswith(own)):
+        if (
+            "/torch/" not in file
+            and not file.startswith((here, "<"))
+            and ("site-packages" in file or not file.startswith(own))
+        ):
             return f" in {function} ({Path(file).name}, line {line})"
     return ""
 

@@ -3,7 +3,6 @@
 Imports torch.
 """
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_plugins.planner import kernels
+from trainer_plugins.planner import kernels, progress
 from trainer_plugins.planner.graph import Graph
+from trainer_plugins.planner.in_place import IN_PLACE, is_autograds_own
 
 ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
@@ -108,6 +108,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[Event] = []
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._host_bytes: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._host_truths: dict[int, str] = {}
+        """By storage on the host that holds one bool, what has made it."""
+
         self._host_now = 0
         self._host_peaks: dict[str, int] = {}
         self._pinned: set[int] = set()
@@ -125,6 +128,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def during(self, moment: str) -> Iterator[None]:
         """Name the moment of what happens inside."""
         before, self.moment = self.moment, moment
+        progress.step(f"rehearsing the {moment}")
         self._events.append(Event(BEGIN, -1, moment))  # it may allocate nothing
         try:
             yield
@@ -226,8 +230,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return answer
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
             return True
-        if func in _IN_PLACE and _is_autograds_own(args[0]):
-            func = _IN_PLACE[func]
+        if func in IN_PLACE and is_autograds_own(args[0]):
+            func = IN_PLACE[func]
         if self._card is not None:
             self._use_kernels(func, args)
         self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
@@ -249,6 +253,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see_result(self, tensor: torch.Tensor, name: str, args: Any) -> None:
         before = len(self._storages)
         self.see(tensor, name)
+        if tensor.dtype == torch.bool and tensor.numel() == 1 and tensor.device.type == "cpu":
+            self._host_truths[_key(_local(tensor).untyped_storage())] = name
         if len(self._storages) == before:
             return
         storage = self._storages[-1]
@@ -312,6 +318,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def died(_: Any) -> None:
             num_bytes = self._host_bytes.pop(key)[1]
+            self._host_truths.pop(key, None)
             self._host_now -= num_bytes
             if key in self._pinned:
                 self._pinned.remove(key)
@@ -327,7 +334,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if getattr(tensor, "constant", None) is not None:
             return None
         made_by = self.storage_of(tensor)
-        operation = made_by.operation if made_by is not None else ""
+        operation = (
+            made_by.operation if made_by is not None else self._host_truths.get(_key(tensor.untyped_storage()), "")
+        )
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
             return not self._has_padding
@@ -339,46 +348,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # GradScaler asks before the optimizer steps whether it found infinities; a count of steps lies on the host.
             return 0.0 if self.moment == "optimizer step" and made_by is not None else 1.0
         return 1
-
-
-_IN_PLACE = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
-}
-"""What autograd does in place, but not to a subclass of Tensor, which a fake tensor is.
-
-torch/csrc/autograd: input_buffer.cpp, accumulate, where a second gradient comes to a first one; FunctionsManual.cpp and
-aten/src/ATen/native, areAnyTensorSubclassLike, where a backward (gather, indexing, index_select, max) fills zeros.
-"""
-
-
-def _is_autograds_own(tensor: Any) -> bool:
-    """Whether autograd itself writes to this tensor, and nobody else holds it or its storage.
-
-    Called by autograd there is no Python around the operation.
-    """
-    if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
-        return False
-    core: Any = torch._C
-    held_here = 2  # by the tensor, and by the Python object of the storage
-    storage = tensor.untyped_storage()
-    is_whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-    return (
-        is_whole and core._current_autograd_node() is not None and core._storage_Use_Count(storage._cdata) == held_here
-    )
-
-
-def _is_called_by_python() -> bool:
-    """Whether there is Python between an operation and autograd, more than what torch wraps around a dispatch."""
-    frame = sys._getframe(2).f_back  # what called __torch_dispatch__
-    wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py")
-    while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name != "_engine_run_backward"  # a backward in a backward
 
 
 def _key(storage: torch.UntypedStorage) -> int:

@@ -1,10 +1,12 @@
-"""The subprocess of a prediction: `python -m trainer_plugins.planner.worker REQUESTS RESULTS FOLDER LIFELINE`.
+"""The subprocess of a prediction, with six arguments: REQUESTS RESULTS STEP SECONDS FOLDER LIFELINE.
 
 REQUESTS is a pickled list of `PlanRequest` or `SearchRequest`; RESULTS becomes a JSON list, for each a plan, or what a
-search found, or a refusal in one line. FOLDER is where who asks works. LIFELINE is the number of a pipe whose other
-end only they hold: when it is closed, this process ends, and its temporary folder goes.
+search found, or a refusal in one line. STEP becomes what it is doing. After SECONDS it ends, whatever it is doing, and
+says on standard error where it was. FOLDER is where who asks works. LIFELINE is the number of a pipe whose other end
+only they hold: when it is closed, this process ends, and its temporary folder goes.
 """
 
+import faulthandler
 import gc
 import json
 import os
@@ -21,13 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.search import SearchRequest, SearchResult
-
-KNOWN_ERROR = (
-    "allocated: within 0.15 % of 33 published max_memory_allocated figures (RTX A6000, T4); reserved: within 4.4 % "
-    "of 59 (L40S, T4), see docs/plan_measured.md. Not measured by us on a GPU"
-)
 
 
 def main(requests_path: str, results_path: str) -> None:
@@ -155,6 +153,7 @@ def watch(request: Any) -> Watched:
         args = build.arguments_of(request.source)
         refusals.refuse_arguments(args)
         strategy = strategy_of(request, args)
+        progress.step("building the model")
         with strategy.around(tracker):
             rehearsed = _told_in_one_line(build.rehearsal_of, request.source, request.has_padding, folder)
             trainer = rehearsed.trainer
@@ -165,7 +164,10 @@ def watch(request: Any) -> Watched:
             if states is not None and states.is_paged:
                 not_reliable.append(eight_bit.PAGED)
             strategy.prepare(trainer)
+            progress.step("rehearsing the training")
             _told_in_one_line(rehearse, rehearsed, tracker)
+            if (fsdp := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
+                rehearsed.assumptions.append(refusals.fsdp_in_force(fsdp))
         if tracker.masks_pick_all:
             rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
         trace = tracker.trace()
@@ -199,9 +201,10 @@ def judge(request: Any, watched: Watched) -> Any:
     from trainer_plugins.planner.cards import about_context
     from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
     from trainer_plugins.planner.replay import live_at_peak, replay
-    from trainer_plugins.planner.tried import untried
+    from trainer_plugins.planner.tried import known_error, untried
 
     versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")}
+    progress.step("replaying its allocations")
     card, trace, rules = request.card, watched.trace, rules_of(request)
     free = replay(trace, None, rules)
     context = card.context_bytes if card is not None else 0
@@ -243,7 +246,9 @@ def judge(request: Any, watched: Watched) -> Any:
         not_predicted=watched.not_predicted,
         not_reliable=(*untried(versions), *watched.not_reliable),
         assumptions=(*watched.assumptions, *([about_context(card)] if context and card is not None else [])),
-        known_error=KNOWN_ERROR if request.device == "cuda" else "the simulated card is met within 1 % in the tests",
+        known_error=known_error(versions)
+        if request.device == "cuda"
+        else "the simulated card is met within 1 % in the tests",
         device=request.device,
         gpu=card.name if card is not None else None,
         num_gpus=watched.num_gpus,
@@ -263,10 +268,20 @@ def _make_ready(device: str) -> None:
     if device == "cuda" and device not in _installed:
         from trainer_plugins.planner import fake_cuda
 
+        progress.step("compiling a card that is not there")
         try:
             _installed[device] = fake_cuda.install()
         except fake_cuda.NoFakeCuda as error:
             raise PlanError(str(error)) from error
+
+
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+_NO_GRADIENT_BECAUSE = (
+    "the loss depends on nothing that is trained. Reentrant checkpointing does that where a layer's input needs no "
+    "gradient, as behind frozen embeddings (LoRA): pass --gradient_checkpointing_kwargs "
+    "'{\"use_reentrant\": false}', or call model.enable_input_require_grads() before the Trainer is made. Without "
+    "checkpointing, nothing that the loss is made of has requires_grad"
+)
 
 
 def _told_in_one_line(work: Any, *args: Any) -> Any:
@@ -288,6 +303,8 @@ def _told_in_one_line(work: Any, *args: Any) -> Any:
     except fake_tensor.DataDependentOutputException as error:
         raise NotPredicted(f"{error.func}, which asks for a value") from error
     except Exception as error:  # the user's own code runs here, and any error of it is to be told
+        if _NO_GRADIENT in str(error):
+            raise PlanError(f"the rehearsal of the run failed, as the run will: {_NO_GRADIENT_BECAUSE}") from error
         raise PlanError(
             f"the rehearsal of the run failed: {type(error).__name__}: {first_line(error)}{_where(error)}"
         ) from error
@@ -334,13 +351,15 @@ def _end_with_who_asks(lifeline: int, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    _requests, _results, _folder, _lifeline = sys.argv[1:]
+    _requests, _results, _step, _seconds, _folder, _lifeline = sys.argv[1:]
     _end_with_who_asks(int(_lifeline), Path(_requests).parent)
     os.chdir(_folder)  # where relative paths of the user's begin
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a card that is there is left alone
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["DS_ACCELERATOR"] = "cuda"
     warnings.filterwarnings("ignore")
+    faulthandler.dump_traceback_later(float(_seconds), exit=True)
+    progress.write_to(Path(_step))
     main(_requests, _results)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,94 @@
+"""A plan that cannot be made says why, and one that can says what it took for granted; all in one subprocess."""
+
+import pytest
+import transformers
+from transformers import Trainer
+
+from tests.planner.several import IS_TOO_OLD
+from tests.planner.test_plans import LORA, REENTRANT, request, tiny
+from trainer_plugins import MemoryPlan, plan_run
+from trainer_plugins.planner import NotPredicted, PlanError
+from trainer_plugins.planner.run import predict_all
+
+TOKENS = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+HEARS = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 512, "decoder_start_token_id": 1}
+REQUESTS = {
+    "modernbert": request(
+        {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"], "vocab_size": 512, **TOKENS, **SMALL},
+        sequence_length=32,
+        dtype="float32",
+    ),
+    "vit": request({"model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL}),
+    "whisper": request(
+        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], **HEARS, **HEADS, **TOKENS}
+    ),
+    "fsdp": request(tiny(), "--fsdp", "full_shard", "--save_strategy", "no", num_gpus=2, sequence_length=32),
+    "lora": request(tiny(), "--gradient_checkpointing", "True", *REENTRANT, peft={**LORA, "r": 4}, sequence_length=32),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, MemoryPlan | PlanError]:
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
+
+
+def test_values_drawn_until_all_are_in_bounds_come_to_an_end(outcomes):
+    """`torch.nn.init.trunc_normal_` draws again as long as any value lies outside."""
+    plan = outcomes["modernbert"]
+    assert isinstance(plan, MemoryPlan), plan
+    assert plan.num_parameters > 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("vit", "ViTForImageClassification from a config alone, which takes pixel_values and no tokens"),
+        ("whisper", "WhisperForConditionalGeneration from a config alone, which takes input_features and no tokens"),
+    ],
+)
+def test_what_takes_no_tokens_needs_a_trainer(outcomes, name, what):
+    assert isinstance(outcomes[name], NotPredicted), outcomes[name]
+    assert what in str(outcomes[name])
+    assert "give plan_run a Trainer" in str(outcomes[name])
+
+
+def test_which_fsdp_it_is_depends_on_transformers_and_is_said(outcomes):
+    plan = outcomes["fsdp"]
+    if IS_TOO_OLD or transformers.__version__.startswith("4."):
+        assert isinstance(plan, NotPredicted)
+        assert "FSDP1" in str(plan) or IS_TOO_OLD
+        return
+    assert isinstance(plan, MemoryPlan), plan
+    assert any(
+        line.startswith(f"FSDP2, which is what transformers {transformers.__version__}") for line in plan.assumptions
+    )
+
+
+def test_lora_behind_reentrant_checkpointing_has_its_cause_and_its_cure(outcomes):
+    """transformers 5 lets the input of the first layer require a gradient; 4.57 does not."""
+    outcome = outcomes["lora"]
+    if isinstance(outcome, MemoryPlan):
+        assert not transformers.__version__.startswith("4.")
+        return
+    says_cause_and_cure(str(outcome))
+
+
+def says_cause_and_cure(text: str) -> None:
+    assert "Reentrant checkpointing" in text
+    assert '"use_reentrant": false' in text
+    assert "enable_input_require_grads" in text
+
+
+class DetachesTheLoss(Trainer):
+    """Ends as LoRA does behind reentrant checkpointing in transformers 4.57, in every version."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs).detach()
+
+
+def test_a_loss_of_nothing_that_is_trained_has_its_cause_and_its_cure(make_trainer):
+    with pytest.raises(PlanError, match="the loss depends on nothing that is trained") as refused:
+        plan_run(make_trainer(trainer_class=DetachesTheLoss))
+    says_cause_and_cure(str(refused.value))
