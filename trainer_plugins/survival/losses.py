@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.layouts import Completions, Layout, Packed, Pairs, Rows
+from trainer_plugins.survival.layouts import Completions, Packed, Pairs, Rows
+from trainer_plugins.survival.modules import rope_boundary
 from trainer_plugins.survival.weights import (
     ATTENDED_TOKENS,
     COMPLETION_TOKENS,
@@ -21,6 +22,7 @@ from trainer_plugins.survival.weights import (
     ROWS,
     SUM,
     TOKENS,
+    TOKENS_IN_SIGHT,
     Weight,
 )
 
@@ -29,7 +31,7 @@ from trainer_plugins.survival.weights import (
 class Family:
     """Losses that are made up alike."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[Rows | Packed, ...]
     """Asked in order."""
 
     weights: tuple[Weight, ...]
@@ -39,9 +41,9 @@ class Family:
     """By which the metrics that a trainer logs are averaged over pieces."""
 
 
-_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS), NEXT_TOKENS)
+_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  # Llama shifts its labels, XLM does not
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
-_LM_HEAD = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  # GPT-2 shifts its labels, XLM does not
+_TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
@@ -51,7 +53,7 @@ _BY_MODEL = {
     "ForCausalLM": _CAUSAL,
     "ForConditionalGeneration": _CAUSAL,
     "ForMaskedLM": _ALIGNED,
-    "ForTokenClassification": _ALIGNED,
+    "ForTokenClassification": _TAGS,
     "ForSequenceClassification": _CLASSES,
     "ForImageClassification": _CLASSES,
     "ForVideoClassification": _CLASSES,
@@ -84,6 +86,13 @@ def bare_model(model: nn.Module) -> Any:
 
 def family_of(trainer: Trainer) -> Family | str:
     """The family of a Trainer's loss, or why it has none."""
+    family, boundary = _family_of(trainer), rope_boundary(trainer.model)
+    if isinstance(family, str) or boundary is None:
+        return family
+    return replace(family, layouts=tuple(type(layout)(boundary) for layout in family.layouts))
+
+
+def _family_of(trainer: Trainer) -> Family | str:
     # TRL's trainers have a second method by that name, which is the one to override.
     owner = next(c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"})
     name, library = owner.__name__, owner.__module__.partition(".")[0]
@@ -125,7 +134,7 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     if loss is None and kind.endswith("LMHeadModel"):
-        return _LM_HEAD
+        return _CAUSAL
     return _BY_MODEL.get(loss or "", f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples")
 
 

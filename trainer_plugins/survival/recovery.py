@@ -210,6 +210,8 @@ class Recovery:
                 run.weights[layout.name] = certify(
                     attached.trainer, run.model, attached.family, layout, self._micro.whole.inputs, loss
                 )
+        if run.what_moved:
+            raise IndivisibleError(run.what_moved)
         return run.weights[layout.name]
 
     @contextmanager
