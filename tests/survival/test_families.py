@@ -1,14 +1,20 @@
 """Exact for every kind of model, loss and batch that is allowed: one failure in a backward, one in a forward pass."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BioGptConfig,
+    BioGptForTokenClassification,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -42,6 +48,8 @@ SMALL = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def seeded(make, *args, **kwargs):
@@ -124,6 +132,40 @@ def token_classes(tmp_path):
     return small_trainer(tmp_path, model, data_collator=labels)
 
 
+def token_classes_of_padding(tmp_path):
+    """BioGPT leaves out what its attention mask hides; its labels there are none that a loss ignores."""
+    model = seeded(BioGptForTokenClassification, BioGptConfig(**{**SMALL, **WITHOUT_DROPOUT}, num_labels=3))
+    return small_trainer(tmp_path, model, data_collator=labelled(lambda ids: ids % 3))
+
+
+def regression_with_a_hundred_below_zero(tmp_path):
+    """A target as any other, though a class of that number would be ignored; none in the batch that is measured."""
+    model = seeded(LlamaForSequenceClassification, LlamaConfig(**SMALL, num_labels=1))
+    batches = itertools.count()
+
+    def label(ids):
+        targets = ids[:, 0].double() / 128
+        targets[0] = -100.0 if next(batches) else 0.0
+        return targets
+
+    return small_trainer(tmp_path, model, data_collator=labelled(label))
+
+
+class FrozenForImageClassification(ResNetForImageClassification):
+    def train(self, mode: bool = True):
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def frozen_norms(tmp_path):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    model = seeded(FrozenForImageClassification, config)
+    return small_trainer(tmp_path, model, train_dataset=pictures(32), data_collator=None)
+
+
 def masked_words(tmp_path):
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = BertConfig(**sizes, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -134,9 +176,12 @@ def masked_words(tmp_path):
 def images(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = seeded(ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3))
+    return small_trainer(tmp_path, model, train_dataset=pictures(), data_collator=None)
+
+
+def pictures(size: int = 8):
     dice = torch.Generator().manual_seed(0)
-    rows = [{"pixel_values": torch.rand(3, 8, 8, generator=dice).double(), "labels": n % 3} for n in range(64)]
-    return small_trainer(tmp_path, model, train_dataset=rows, data_collator=None)
+    return [{"pixel_values": torch.rand(3, size, size, generator=dice).double(), "labels": n % 3} for n in range(64)]
 
 
 def encoder_decoder(tmp_path):
@@ -148,6 +193,7 @@ def encoder_decoder(tmp_path):
 FAMILIES = (
     *(causal, mean_over_tokens, tied, partly_frozen, lora, lora_reentrant, packed),
     *(classes, several_labels, regression, token_classes, masked_words, images, encoder_decoder),
+    *(token_classes_of_padding, regression_with_a_hundred_below_zero, frozen_norms),
 )
 # Their mean, or the softmax of their attention, is taken in float32 whatever the model is in.
 IN_FLOAT32 = (mean_over_tokens, packed, token_classes)

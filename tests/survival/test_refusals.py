@@ -6,7 +6,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
 
 from tests.models import tiny_llama
 from tests.survival.failing import Run, padded, small_trainer
@@ -101,6 +110,38 @@ def compiled():
     return model
 
 
+def with_module(make):
+    def model():
+        model = tiny_llama()
+        model.model.add = make(model)
+        return model
+
+    return model
+
+
+class GhostNorm(nn.LayerNorm):
+    """As others call theirs, without being a subclass of torch's."""
+
+
+def with_old_spectral_norm(model):
+    return nn.utils.spectral_norm(nn.Linear(8, 8))
+
+
+def with_spectral_norm(model):
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+def nllb_moe():
+    sizes = {"vocab_size": 128, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_experts": 4}
+    ffn = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **ffn, **heads))
+
+
+def dynamic_rope():
+    return tiny_llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+
+
 CASES: dict[str, tuple] = {
     "own compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss.compute_loss is not known to be a sum"),
     "compute_loss_func": ({"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func is a loss of your own"),
@@ -121,6 +162,31 @@ CASES: dict[str, tuple] = {
     "loss_type": ({"model": of_another_type}, "the loss_type 'ForSequenceClassification' of LlamaForCausalLM is not"),
     "a class that names a loss_type": ({"model": lambda: Coupled()}, "Coupled.forward is not that of transformers"),
     "batch normalization": ({"model": normalized}, r"batch normalization \(`norm`\) makes every row"),
+    "SyncBatchNorm": (
+        {"model": with_module(lambda _: nn.SyncBatchNorm(8))},
+        r"batch normalization \(`model.add`\) .* \(SyncBatchNorm\)",
+    ),
+    "a norm of the batch": (
+        {"model": with_module(lambda _: GhostNorm(8))},
+        r"batch normalization \(`model.add`\) .* \(GhostNorm\)",
+    ),
+    "running statistics": (
+        {"model": with_module(lambda _: nn.InstanceNorm1d(8, track_running_stats=True))},
+        r"the running statistics of `model.add` \(InstanceNorm1d\) are moved by each forward pass",
+    ),
+    "spectral norm": (
+        {"model": with_module(with_spectral_norm)},
+        r"spectral_norm \(`model.add.parametrizations.weight.0`",
+    ),
+    "spectral norm of old": ({"model": with_module(with_old_spectral_norm)}, r"spectral_norm \(`model.add`, Linear\)"),
+    "capacity": (
+        {"model": nllb_moe},
+        r"the router `model.encoder.layers.0.ffn.router` \(NllbMoeTop2Router\) has a capacity, which counts the tokens",
+    ),
+    "dynamic RoPE": (
+        {"model": dynamic_rope},
+        r"dynamic RoPE \(`model.rotary_emb`, LlamaRotaryEmbedding\) keeps the longest",
+    ),
     "contrastive": ({"model": clip}, "the loss of CLIPModel compares each example with the others"),
     "router": ({"model": mixtral}, "router's auxiliary loss is no sum over rows"),
     "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch.compile compiles anew"),

@@ -94,6 +94,8 @@ class Engine:
             if not isinstance(loss, DidNotFit):
                 if run.memo.pace is not None:
                     run.memo.pace.computed(micro.whole.num_cells, is_divided=False)
+                if run.refuse_what_moves():
+                    return loss
                 loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
                 micro.handed, self._current = Handed(loss, micro.scale), micro
                 return loss
@@ -187,6 +189,7 @@ class Engine:
                 self._run.refuse([f"its micro-batches cannot be divided: {error}"])
             if self._attached.plan_first and not self._run.is_refused:
                 rehearse(self._run, num_items, self._scale(num_items))
+                self._run.refuse_what_moves()
             self._run.memo.pace = None if self._run.ranks.in_step else self._pace(self._run)
             if self._run.ranks.in_step and not self._run.is_refused:
                 self._agree(self._run, inputs, num_items)

@@ -16,6 +16,9 @@ TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")
 PROBE_TOKENS = 16
 """Tokens of each example that a probe keeps: enough to show what a loss is made of, and next to no memory."""
 
+_FEW = 3
+"""Tokens that a row of a probe needs, to be labelled in part."""
+
 _TEXT = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "completion_mask")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -46,7 +49,10 @@ class Layout(Protocol):
         """What a model gave for all parts, in order, as it would have given it for the whole."""
 
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
-        """The first few, short, the first one shortest: a mean over tokens then differs from one over rows."""
+        """The first few, short, with their padding; labels are such that no two weights come to the same.
+
+        The first one has the fewest labels, and of rows it has one on a token that the attention mask hides.
+        """
 
 
 class Rows:
@@ -55,8 +61,19 @@ class Rows:
     name, unit = "rows", "rows"
     per_example = 1
 
+    def __init__(self, boundary: int | None = None) -> None:
+        """Layout for a model.
+
+        Args:
+            boundary: the length beyond which one sequence changes the model for all others, see `rope_boundary`.
+        """
+        self._boundary = boundary
+
     def count(self, inputs: Inputs) -> int:
         num_rows = _num_rows(inputs)
+        positions: Any = inputs.get("position_ids")  # where there are none, they go to the padded length of all
+        if self._boundary is not None and _dims(positions) == 2:
+            _look_for_a_side((positions.amax(1) + 1).tolist(), self._boundary)
         for name, value in inputs.items():
             length = _length(value)
             if name == "position_ids" and _dims(value) > 2:
@@ -80,19 +97,17 @@ class Rows:
         texts = {name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)}
         if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
             return few  # a mask of four dimensions, features of three: what belongs to which column is not known
+        masks = {v.size(1): _Shown(v, num) for name, v in texts.items() if name.endswith("attention_mask")}
         for name, value in texts.items():
-            text = value[:, :PROBE_TOKENS].clone()
-            first = [text[part] for part in range(0, len(text), num)]
+            shown = masks.get(value.size(1)) or _Shown(torch.ones_like(value), num)
+            text = shown.columns(value)
             if name.endswith("attention_mask"):
-                text.fill_(1)
+                text = shown.mask
             elif name.endswith("labels"):
-                text.clamp_(min=0)
-                for row in first:
-                    row[PROBE_TOKENS // 3 :] = IGNORED
+                text = torch.where(shown.is_labelled, text.clamp(min=0), torch.where(shown.is_first, IGNORED, text))
             elif name.endswith("completion_mask"):
                 text.fill_(1)
-                for row in first:
-                    row[PROBE_TOKENS // 3 :] = 0
+                text[::num, PROBE_TOKENS // 3 :] = 0
             few[name] = text
         return few
 
@@ -152,6 +167,14 @@ class Packed:
 
     name, unit = "packed", "sequences"
 
+    def __init__(self, boundary: int | None = None) -> None:
+        """Layout for a model.
+
+        Args:
+            boundary: as of `Rows`.
+        """
+        self._boundary = boundary
+
     def count(self, inputs: Inputs) -> int:
         positions = inputs.get("position_ids")
         if not torch.is_tensor(positions) or positions.dim() != 2 or len(positions) != 1 or _num_rows(inputs) != 1:
@@ -160,6 +183,8 @@ class Packed:
         if len(starts) < 2 or starts[0] != 0:
             return 0
         width = positions.size(1)
+        if self._boundary is not None:
+            _look_for_a_side([end - begin for begin, end in self._spans(inputs)], self._boundary)
         for name, value in inputs.items():
             if name not in (*_CUMULATIVE, *_LONGEST) and _dims(value) >= 2 and tuple(value.shape[:2]) != (1, width):
                 raise IndivisibleError(
@@ -221,12 +246,52 @@ def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
     raise IndivisibleError("it holds no tensor with examples in it")
 
 
+def _look_for_a_side(lengths: list[int], boundary: int) -> None:
+    """See that every piece has a sequence beyond the boundary, or none has.
+
+    Raises:
+        IndivisibleError: some lengths are beyond it and some are not.
+    """
+    if min(lengths) <= boundary < max(lengths):
+        raise IndivisibleError(
+            f"one of its sequences has {max(lengths)} tokens, and longrope takes other frequencies for all of a "
+            f"micro-batch where one is longer than {boundary}: pieces without it would be computed with the short ones"
+        )
+
+
 def _dims(value: Any) -> int:
     return value.dim() if torch.is_tensor(value) else 0
 
 
 def _is_text(value: Any) -> bool:
     return _dims(value) == 2 and not value.is_floating_point()
+
+
+class _Shown:
+    """Which columns of padded rows a probe keeps, what of them the attention mask shows, and what has a label.
+
+    In the first row, a third of what it shows is labelled, and its last token, which is hidden by now: a loss that the
+    mask cuts does not count it. Rows of one or two tokens are shown whole, with their padding.
+    """
+
+    def __init__(self, mask: torch.Tensor, num: int) -> None:
+        end = max(0, mask.size(1) - PROBE_TOKENS)
+        is_left_padded = bool((mask[:, end:] != 0).sum() > (mask[:, :PROBE_TOKENS] != 0).sum())
+        self._begin = end if is_left_padded else 0
+        self.mask = self.columns(mask)
+        self.mask[(self.mask != 0).sum(1) < _FEW] = 1
+        self.is_labelled = self.mask != 0
+        self.is_first = torch.zeros_like(self.is_labelled)
+        for row in range(0, len(mask), num):
+            at = self.mask[row].nonzero().flatten()
+            self.is_first[row] = True
+            self.is_labelled[row, at[max(1, len(at) // 3) : -1]] = False
+            if len(at) >= _FEW:
+                self.mask[row, at[-1]] = 0
+
+    def columns(self, value: torch.Tensor) -> torch.Tensor:
+        """Those that are kept, as a copy."""
+        return value[:, self._begin : self._begin + PROBE_TOKENS].clone()
 
 
 def _length(value: Any) -> int | None:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.layouts import Completions, Inputs, Layout, Packed, Pairs, Rows
+from trainer_plugins.survival.layouts import Completions, Inputs, Packed, Pairs, Rows
+from trainer_plugins.survival.modules import rope_boundary
 from trainer_plugins.survival.own_loss import what_replaces_the_loss
 from trainer_plugins.survival.weights import (
     ATTENDED_TOKENS,
@@ -24,6 +25,7 @@ from trainer_plugins.survival.weights import (
     ROWS,
     SUM,
     TOKENS,
+    TOKENS_IN_SIGHT,
     Weight,
 )
 
@@ -32,7 +34,7 @@ from trainer_plugins.survival.weights import (
 class Family:
     """Losses that are made up alike."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[Rows | Packed, ...]
     """Asked in order."""
 
     weights: tuple[Weight, ...]
@@ -58,9 +60,9 @@ class Unknown(str):
     """Why it is not known whether a loss is a sum over examples. A user may vouch for it, and it is measured then."""
 
 
-_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS), NEXT_TOKENS)
+_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  # Llama shifts its labels, XLM does not
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
-_LM_HEAD = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  # GPT-2 shifts its labels, XLM does not
+_TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
@@ -71,7 +73,7 @@ _BY_MODEL = {
     "ForCausalLM": _CAUSAL,
     "ForConditionalGeneration": _CAUSAL,
     "ForMaskedLM": _ALIGNED,
-    "ForTokenClassification": _ALIGNED,
+    "ForTokenClassification": _TAGS,
     "ForSequenceClassification": _CLASSES,
     "ForImageClassification": _CLASSES,
     "ForVideoClassification": _CLASSES,
@@ -113,7 +115,11 @@ def family_of(
         is_vouched: whether the user says that it is a sum or a mean over examples, where that is not known.
     """
     found = _family_of(trainer, compute_loss or trainer.compute_loss)
-    return _VOUCHED if is_vouched and isinstance(found, Unknown) else found
+    family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
+    boundary = rope_boundary(trainer.model)
+    if isinstance(family, str) or boundary is None:
+        return family
+    return replace(family, layouts=tuple(type(layout)(boundary) for layout in family.layouts))
 
 
 def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
@@ -164,7 +170,7 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     if loss is None and kind.endswith("LMHeadModel"):
-        return _LM_HEAD
+        return _CAUSAL
     unknown = Unknown(f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples")
     return _BY_MODEL.get(loss or "", unknown)
 

@@ -277,6 +277,8 @@ class Recovery:
         certificate = self._run.certificate
         if certificate.wants(self._kind):
             self._measure(layout, num_fit)
+        if self._run.what_moved:
+            raise IndivisibleError(self._run.what_moved)
         return certificate.weight(layout, self._kind)
 
     def _measure(self, layout: Layout, num_fit: int) -> None:

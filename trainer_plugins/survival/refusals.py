@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from trainer_plugins.survival.losses import bare_model
+from trainer_plugins.survival.modules import coupled_modules
 from trainer_plugins.survival.ranks.ddp import finishes_here
 
 
@@ -92,9 +93,7 @@ def _takes_gradient(parameter: nn.Parameter) -> bool:
 
 
 def _coupled_rows(trainer: Trainer) -> Iterator[str]:
-    norms = (n for n, m in trainer.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    if name := next(norms, None):
-        yield f"batch normalization (`{name}`) makes every row depend on the others of its micro-batch"
+    yield from coupled_modules(trainer.model)
     config: Any = getattr(bare_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     if any(getattr(c, "output_router_logits", False) for c in configs) or getattr(trainer, "aux_loss_enabled", False):

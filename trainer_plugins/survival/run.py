@@ -16,6 +16,7 @@ from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
+from trainer_plugins.survival.modules import Buffers
 from trainer_plugins.survival.own_loss import is_foreign
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
@@ -71,6 +72,8 @@ class Run:
         """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
         self.is_final = False
         """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
+        self.what_moved: str | None = None
+        """Which buffer the first forward pass has moved: empty where none, None before it."""
         # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
         self._parameters = tuple(model.parameters())
 
@@ -96,8 +99,11 @@ class Run:
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""
+        buffers = Buffers(self.model) if self.what_moved is None and model.training else None
         with self.gathers.held():
             loss: torch.Tensor = self.attached.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+        if buffers is not None:
+            self.what_moved = buffers.what_moved()
         return loss
 
     def has_exchanged_parameters(self) -> bool:
@@ -108,6 +114,17 @@ class Run:
     def memo(self) -> SurvivalMemo:
         """The run's own, which transformers may have exchanged at resume."""
         return memo_of(self.attached.trainer)
+
+    def refuse_what_moves(self) -> bool:
+        """Whether the first pass has moved a buffer, which is said then, and nothing is divided from now on.
+
+        Raises:
+            ValueError: where that was asked for.
+        """
+        if self.what_moved and not self.is_refused:
+            self.is_refused = True
+            self.refuse([self.what_moved])
+        return bool(self.what_moved)
 
     def refuse(self, reasons: list[str]) -> None:
         """Say what speaks against this run, before anything of it is computed.

@@ -36,11 +36,20 @@ class Weight:
 
 
 def _tokens(inputs: Inputs, _: int) -> float:
-    return float((_labels(inputs) != IGNORED).sum())
+    return float(_is_counted(_labels(inputs)).sum())
 
 
 def _next_tokens(inputs: Inputs, _: int) -> float:
-    return float((_labels(inputs)[..., 1:] != IGNORED).sum())
+    return float(_is_counted(_labels(inputs)[..., 1:]).sum())
+
+
+def _tokens_in_sight(inputs: Inputs, _: int) -> float:
+    """Some models leave out by themselves what their attention mask hides, whatever its label is."""
+    labels, mask = _labels(inputs), inputs.get("attention_mask")
+    is_counted = _is_counted(labels)
+    if torch.is_tensor(mask) and mask.shape == labels.shape:
+        is_counted &= (mask == 1).to(is_counted.device)
+    return float(is_counted.sum())
 
 
 def _attended_tokens(inputs: Inputs, _: int) -> float:
@@ -61,9 +70,15 @@ def _labels(inputs: Inputs) -> torch.Tensor:
     return labels
 
 
+def _is_counted(labels: torch.Tensor) -> torch.Tensor:
+    """Where a loss counts a label. A target of a regression is a number like any other, -100.0 too."""
+    return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels != IGNORED
+
+
 def _labelled_rows(inputs: Inputs, _: int) -> float:
     """Of classes, a number a row, cross-entropy leaves out those that are ignored."""
-    return float((_labels(inputs) != IGNORED).sum()) if _labels(inputs).dim() == 1 else float(len(_labels(inputs)))
+    labels = _labels(inputs)
+    return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
 
 
 SUM = Weight("a sum over the window", None)
@@ -71,5 +86,6 @@ LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
 TOKENS = Weight("a mean over tokens", _tokens)
+TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)

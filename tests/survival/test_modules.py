@@ -1,0 +1,108 @@
+"""What a forward pass moves is refused; what the longest sequence of a micro-batch decides is divided with care."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import DataCollatorWithFlattening, Phi3Config, Phi3ForCausalLM
+
+from tests.models import tiny_llama
+from tests.survival.failing import Run, gradients_off_by, off_by, ragged_rows, small_trainer, survive
+from trainer_plugins import survive_oom
+from trainer_plugins.survival.layouts import IndivisibleError, Rows
+from trainer_plugins.timeline import Remark, read_timeline
+
+
+class Adapted(nn.Module):
+    """Divides by a running mean of what it has met, as many norms of people's own do. Rows do not see each other."""
+
+    size: torch.Tensor
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.norm(hidden) / self.size
+        if self.training:
+            self.size = 0.5 * self.size + 0.5 * hidden.detach().abs().mean()
+        return out
+
+
+def adapted(tmp_path, **kwargs):
+    model = tiny_llama()
+    model.model.norm = Adapted(model.model.norm)
+    return small_trainer(tmp_path, model.double(), **kwargs)
+
+
+def test_a_buffer_that_each_pass_moves_is_refused_before_the_first_step(tmp_path) -> None:
+    trainer = adapted(tmp_path)
+    survive_oom(trainer)
+
+    with pytest.raises(ValueError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each forward pass"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_run_with_such_a_buffer_goes_on_as_it_is_where_that_was_asked_for(tmp_path) -> None:
+    plain = Run(adapted(tmp_path))
+    trainer = adapted(tmp_path)
+    survive_oom(trainer, on_refusal="warn")
+    beside = Run(trainer)
+
+    assert off_by(beside.weights, plain.weights) == 0
+    assert torch.equal(trainer.model.model.norm.size, plain.trainer.model.model.norm.size)
+    (entry,) = (e for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl") if isinstance(e, Remark))
+    assert "a buffer of Adapted" in entry.finding.summary
+
+    trainer = adapted(tmp_path)
+    survive_oom(trainer, on_refusal="warn")
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory.* for number 100\.$"):
+        Run(trainer, {1: [100]})
+
+
+@pytest.mark.parametrize("on_refusal", ["error", "warn"])
+def test_a_failure_in_the_very_first_pass_is_not_divided_either(tmp_path, on_refusal: str) -> None:
+    trainer = adapted(tmp_path)
+    survive_oom(trainer, ladder=(), on_refusal=on_refusal)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each"):
+        Run(trainer, {0: [100]})
+
+
+def packed_phi3(tmp_path, boundary: int):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": boundary}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    rope = {"rope_scaling": {"type": "longrope", **factors}}
+    config = Phi3Config(**sizes, **heads, **lengths, **rope, attn_implementation="eager", use_cache=False)
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in ragged_rows()]
+    model = Phi3ForCausalLM(config).double()
+    return small_trainer(tmp_path, model, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+
+
+# Sequences have 6 to 16 tokens.
+@pytest.mark.parametrize("boundary", [4, 16])
+def test_longrope_is_divided_where_all_sequences_are_on_one_side(tmp_path, boundary: int) -> None:
+    whole, survived = survive(lambda: packed_phi3(tmp_path, boundary), {0: 0.8, 3: 0.3})
+
+    assert gradients_off_by(survived, whole) <= 1e-5, "the softmax of its attention is taken in float32"
+
+
+def test_longrope_that_one_sequence_decides_for_all_is_refused(tmp_path) -> None:
+    trainer = packed_phi3(tmp_path, boundary=10)
+    survive_oom(trainer)
+
+    with pytest.raises(ValueError, match=r"one of its sequences has 1\d tokens, and longrope takes other frequencies"):
+        trainer.train()
+
+
+def test_longrope_and_rows_with_positions_of_their_own() -> None:
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
+    batch = {"input_ids": torch.ones(2, 4).long(), "position_ids": positions}
+
+    assert Rows(boundary=4).count(batch) == Rows(boundary=1).count(batch) == Rows().count(batch) == 2
+    with pytest.raises(IndivisibleError, match="has 4 tokens, and longrope"):
+        Rows(boundary=3).count(batch)
