@@ -45,16 +45,22 @@ def of_a_mean(num_terms: int, num_values: int) -> float:
     return of_sums(num_terms) / math.sqrt(num_values) + torch.finfo(torch.float32).eps
 
 
-def of_gradients(num_terms: int, learning_rates: Sequence[float]) -> float:
-    """Bound how far float32 gradients are apart after AdamW took steps of these learning rates.
+def of_gradients(num_terms: int, learning_rates: Sequence[float], dtype: torch.dtype = torch.float32) -> float:
+    """Bound how far gradients are apart after AdamW took steps of these learning rates.
 
     By rounding itself, and by what rounding made of the weights, as a fraction of their size (see `after_adam`).
     """
-    return of_sums(num_terms) + sum(learning_rates) * _of_adam(num_terms) / INITIAL_WEIGHT
+    return of_sums(num_terms, dtype) + sum(learning_rates) * _of_adam(num_terms, dtype) / INITIAL_WEIGHT
 
 
-def after_adam(ours: torch.Tensor, theirs: torch.Tensor, learning_rates: Sequence[float], num_terms: int) -> float:
-    """Measure how far weights are apart that AdamW moved, as a fraction of what rounding to float32 may do in all.
+def after_adam(
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    learning_rates: Sequence[float],
+    num_terms: int,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Measure how far weights are apart that AdamW moved, as a fraction of what rounding may do in all.
 
     AdamW divides a gradient by its own size, and so moves a weight by the learning rate, whatever the gradient is. Of a
     weight whose gradient g is off by d, the update is off by lr d / |g|: for half of the weights less than lr d / s,
@@ -67,18 +73,18 @@ def after_adam(ours: torch.Tensor, theirs: torch.Tensor, learning_rates: Sequenc
     1 - beta2^t, about t (1 - beta2), by u / (2 (1 - beta2)) of itself: by that every update is off. Last, each step
     rounds the weight to its own digits.
     """
-    way, u = sum(learning_rates), torch.finfo(torch.float32).eps / 2
+    way, u = sum(learning_rates), torch.finfo(dtype).eps / 2
     moments = u / (2 * (1 - _BETA2))
     stored = len(learning_rates) * 2 * u * float(theirs.abs().max())
     off = (ours.double() - theirs.double()).abs()
-    median = float(off.median()) / (way * (2 * of_sums(num_terms) + moments) + stored)
-    square_mean = float(off.square().mean().sqrt()) / (way * (_of_adam(num_terms) + moments) + stored)
+    median = float(off.median()) / (way * (2 * of_sums(num_terms, dtype) + moments) + stored)
+    square_mean = float(off.square().mean().sqrt()) / (way * (_of_adam(num_terms, dtype) + moments) + stored)
     return max(median, square_mean)
 
 
-def _of_adam(num_terms: int) -> float:
+def _of_adam(num_terms: int, dtype: torch.dtype) -> float:
     """The square mean of min(2, d / |g|), for gradients g that are normal with d = `of_sums` of their deviation s.
 
     The square has the mean 4 sqrt(2 / pi) d / s: twice the density at 0, sqrt(2 / pi) / s, from either branch.
     """
-    return math.sqrt(4 * math.sqrt(2 / math.pi) * of_sums(num_terms))
+    return math.sqrt(4 * math.sqrt(2 / math.pi) * of_sums(num_terms, dtype))

@@ -200,15 +200,19 @@ def gradients_off_by(ours: Run, theirs: Run) -> float:
     return off_by_steps(ours.gradients, theirs.gradients)
 
 
-def gradients_by_rounding(ours: list[list], theirs: list[list], num_terms: int = TERMS) -> float:
-    """How far the gradients of each step are apart, as a fraction of what rounding to float32 may do until there."""
+def gradients_by_rounding(
+    ours: list[list], theirs: list[list], num_terms: int = TERMS, dtype: torch.dtype = torch.float32
+) -> float:
+    """How far the gradients of each step are apart, as a fraction of what rounding to a dtype may do until there."""
     return max(
-        off_by(a, b) / rounding.of_gradients(num_terms, [LEARNING_RATE] * step)
+        off_by(a, b) / rounding.of_gradients(num_terms, [LEARNING_RATE] * step, dtype)
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True))
     )
 
 
-def weights_by_rounding(ours: list, theirs: list, steps: int, num_terms: int = TERMS) -> float:
+def weights_by_rounding(
+    ours: list, theirs: list, steps: int, num_terms: int = TERMS, dtype: torch.dtype = torch.float32
+) -> float:
     """The same of weights, after so many steps of AdamW."""
     rates = [LEARNING_RATE] * steps
-    return max(rounding.after_adam(a, b, rates, num_terms) for a, b in zip(ours, theirs, strict=True))
+    return max(rounding.after_adam(a, b, rates, num_terms, dtype) for a, b in zip(ours, theirs, strict=True))

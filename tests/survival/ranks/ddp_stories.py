@@ -200,10 +200,13 @@ def facts_of(survived: Run, whole: Run, planned: int) -> dict:
         "failed": survived.allocations.num_failed,
         "gradients": gradients_off_by(survived, whole),
         "weights": off_by(survived.weights, whole.weights),
-        "by rounding": [
-            gradients_by_rounding(survived.gradients, whole.gradients),
-            weights_by_rounding(survived.weights, whole.weights, len(whole.gradients)),
-        ],
+        "by rounding": {
+            str(dtype): [
+                gradients_by_rounding(survived.gradients, whole.gradients, dtype=dtype),
+                weights_by_rounding(survived.weights, whole.weights, len(whole.gradients), dtype=dtype),
+            ]
+            for dtype in (torch.float32, torch.float64)
+        },
         "logged": numbers_off_by(survived.logged, whole.logged),
         "num_logged": max(map(len, survived.logged)),
         "as one": survived.num_allocations == whole.num_allocations,

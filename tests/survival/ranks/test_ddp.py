@@ -43,7 +43,9 @@ def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
         assert (fact["wrapper"], fact["backend"], fact["world"]) == ("DistributedDataParallel", "gloo", len(facts))
         assert fact["failed"] == fact["planned"]
         if name in IN_FLOAT32:
-            assert max(fact["by rounding"]) <= 1
+            assert max(fact["by rounding"]["torch.float32"]) <= 1
+        elif name in SWEEPS:  # Adam makes more of rounding in each of their steps
+            assert max(fact["by rounding"]["torch.float64"]) <= 1
         else:
             assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
             assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
@@ -87,7 +89,7 @@ def test_ranks_rehearse_unequally_often_and_exchange_nothing_then(of_two) -> Non
     assert facts[1]["limit"] <= 100
     for fact in facts:
         assert (fact["wrapper"], fact["world"]) == ("DistributedDataParallel", 2)
-        assert max(fact["by rounding"]) <= 1
+        assert max(fact["by rounding"]["torch.float32"]) <= 1
         assert fact["logged"] <= 1e-5
 
 
