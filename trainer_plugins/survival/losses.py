@@ -97,6 +97,10 @@ _NOT_ADDITIVE = {
     "SentenceTransformerTrainer": "its losses compare each example with the others of the micro-batch",
 }
 
+_COUPLED_MODELS = {
+    "PaliGemmaForConditionalGeneration": "a row without padding is computed otherwise when no row beside it is padded",
+}
+
 
 def bare_model(model: nn.Module) -> Any:
     """The model inside PEFT's wrapper, or itself."""
@@ -156,6 +160,8 @@ def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | s
 def _family_of_model(trainer: Trainer) -> Family | str:
     model = bare_model(trainer.model)
     kind, loss = type(model).__name__, getattr(model, "loss_type", None)
+    if kind in _COUPLED_MODELS:
+        return f"{kind} cannot be divided: {_COUPLED_MODELS[kind]}"
     if "return_loss" in inspect.signature(model.forward).parameters:
         return f"the loss of {kind} compares each example with the others of the micro-batch"
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))

@@ -1,0 +1,182 @@
+"""What becomes of a class of transformers whose micro-batches do not fit: exact, refused by name, or not tried."""
+
+import gc
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from tests.survival.classes.batches import batch_for
+from tests.survival.classes.tiny import tiny_model
+from tests.survival.failing import Allocations, Gradients
+from trainer_plugins import survive_oom
+from trainer_plugins.survival.attach import Survival
+
+TOLERANCE = 1e-5
+"""Some models take a softmax or their loss in float32 whatever they are in; a wrong weight is off by percents."""
+
+_LEAST = 1e-3
+"""Of a parameter that gets a thousandth of the largest gradient, rounding is all there may be."""
+
+_LARGEST = 30_000_000
+_TAKES_A_LOSS = re.compile(r"label|start_positions|return_loss|future_values")
+_NAMED_SO = re.compile(r"For[A-Z]|LMHeadModel$|DoubleHeadsModel$")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one class."""
+
+    kind: str
+    """`exact`, `refused`, `refused when measured`, `not tried`, or `wrong`."""
+
+    why: str
+    """The weight, the reason, or how far it was off, without names of the class."""
+
+
+def class_names() -> list[str]:
+    """Of the classes that may take a loss, as far as their names tell."""
+    return [n for n in dir(transformers) if _NAMED_SO.search(n) and not n.startswith(("Auto", "TF", "Flax"))]
+
+
+def outcome_of(name: str, folder: Path) -> Outcome | None:
+    """Train one step with labels that are ignored at padding and one with labels there, whole and survived.
+
+    None for what is no model that takes a loss.
+    """
+    try:
+        model_class = getattr(transformers, name)
+    except ImportError as error:
+        return Outcome("not tried", _missing(error))
+    if not (inspect.isclass(model_class) and issubclass(model_class, PreTrainedModel)):
+        return None
+    if not any(_TAKES_A_LOSS.search(parameter) for parameter in inspect.signature(model_class.forward).parameters):
+        return None
+    gc.collect()
+    gc.freeze()  # what has been imported is not looked through at each failure
+    try:
+        model = tiny_model(model_class)
+    except Exception as error:  # noqa: BLE001 - whatever a config that nobody wrote for this says
+        return Outcome("not tried", _missing(error))
+    if sum(p.numel() for p in model.parameters()) > _LARGEST:
+        return Outcome("not tried", "its config cannot be made small")
+    trainer = _Training(model, folder)
+    try:
+        survive_oom(trainer.trainer, plan_first=False).detach()
+    except ValueError as error:
+        return Outcome("refused", _nameless(str(error).removeprefix("survive_oom cannot help this run: "), name))
+    try:
+        trainer.feed()
+        whole, nums = trainer.run()
+    except Exception:  # noqa: BLE001 - the same
+        return Outcome("not tried", "it cannot be computed by itself, from its tiny config")
+    if not all(g is None or g.isfinite().all() for step in whole for g in step):
+        return Outcome("not tried", "its gradients are no numbers, from its tiny config")
+    return trainer.survived(whole, nums)
+
+
+class _Training:
+    """Two micro-batches, each a step that moves nothing, by the real Trainer."""
+
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        self.model, self.batches, self.num_collated = model, [], 0
+        args = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=2,
+            per_device_train_batch_size=4,
+            learning_rate=0.0,
+            optim="sgd",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
+        rows: Any = list(range(8))
+        self.trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=self._collate)
+
+    def feed(self) -> None:
+        self.batches = [batch_for(self.model, labels_at_padding=there) for there in (False, True)]
+
+    def run(self, *fail_at: int) -> tuple[list[list[torch.Tensor | None]], list[int]]:
+        """The gradients of both steps, and how many allocations each had."""
+        self.num_collated = 0
+        trainer, allocations, nums = self.trainer, Allocations(), []
+        gradients: list[list[torch.Tensor | None]] = []
+        seen, training_step = Gradients(gradients), type(trainer).training_step
+
+        def counted(*args, **kwargs):
+            allocations.begin([fail_at[len(nums)]] if fail_at else [])
+            try:
+                return training_step(trainer, *args, **kwargs)
+            finally:
+                nums.append(allocations.num)
+                allocations.begin([])
+
+        trainer.training_step = counted
+        trainer.add_callback(seen)
+        try:
+            with allocations:
+                trainer.train()
+        finally:
+            trainer.remove_callback(seen)
+        assert allocations.num_failed == len(fail_at)
+        return gradients, nums
+
+    def survived(self, whole: list[list[torch.Tensor | None]], nums: list[int]) -> Outcome:
+        """The first micro-batch fails in its backward pass, the second in its forward pass or that of a piece."""
+        with survive_oom(self.trainer, plan_first=False) as survival:
+            try:
+                gradients, _ = self.run(max(1, int(0.8 * nums[0])), max(1, int(0.3 * nums[1])))
+            except torch.OutOfMemoryError as error:
+                why = re.search(r"survive_oom could not help: (.*)", str(error))
+                return Outcome("refused when measured", re.sub(r" \(.*", "", why.group(1)) if why else str(error))
+            except ValueError as error:
+                return Outcome("refused when measured", re.sub(r" \(.*", "", str(error)))
+            weight = _weight(survival)
+        worst = max(_off_by(ours, theirs) for ours, theirs in zip(gradients, whole, strict=True))
+        return Outcome("exact", weight) if worst <= TOLERANCE else Outcome("wrong", f"by {worst:.1e}, as {weight}")
+
+    def _collate(self, _: object) -> dict[str, Any]:
+        self.num_collated += 1
+        return dict(self.batches[(self.num_collated - 1) % 2])
+
+
+def _weight(survival: Survival) -> str:
+    assert survival._engine is not None
+    assert survival._engine._run is not None
+    (weight,) = survival._engine._run.weights.values()
+    return weight.name
+
+
+def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
+    """For the parameter where it is most; a gradient of nothing but zeros is one that is not there."""
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None or b is not None]
+    tensors = [(torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b) for a, b in pairs]  # type: ignore[arg-type]
+    largest = max(float(b.norm()) for _, b in tensors)
+    return max(float((a - b).norm()) / max(float(b.norm()), _LEAST * largest) for a, b in tensors)
+
+
+def _nameless(reason: str, name: str) -> str:
+    """Without what each class has of its own."""
+    reason = re.sub(rf"\b{name}\b", "its class", reason)
+    return (
+        re.sub(r"\(`[\w.]+`(, \w+)?\)|`[\w.]+` \(\w+\)|\(\w+Norm\w*\)|`[\w.]+`", "", reason)
+        .replace("  ", " ")
+        .replace(" ;", ";")
+        .strip()
+    )
+
+
+def _missing(error: Exception) -> str:
+    if library := re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error)):
+        return f"it needs {library.group(1) or library.group(2)}"
+    return "no tiny config can be made by itself"

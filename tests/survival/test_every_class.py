@@ -1,0 +1,61 @@
+"""Every class of transformers that takes a loss: exact, or refused by name; none is wrong in silence."""
+
+import gc
+from importlib.metadata import version
+
+import pytest
+
+from tests.survival.classes.judge import class_names, outcome_of
+from tests.survival.classes.table import read_table, table_version
+
+SHARDS = 16
+TABLE = read_table()
+IS_PINNED = version("transformers") == table_version()
+ALWAYS = (
+    *("LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM", "ViTForImageClassification"),
+    *("BioGptForTokenClassification", "XLMRobertaXLForTokenClassification", "YosoForTokenClassification"),
+    *(
+        "MraForTokenClassification",
+        "FunnelForTokenClassification",
+        "BartForCausalLM",
+        "PaliGemmaForConditionalGeneration",
+    ),
+    *("NllbMoeForConditionalGeneration", "SwitchTransformersForConditionalGeneration", "ResNetForImageClassification"),
+    *("BertForQuestionAnswering", "BertForMultipleChoice", "Wav2Vec2ForCTC", "CLIPForImageClassification"),
+)
+"""One of each kind, and each that was ever wrong: on every run, in seconds."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _thaw():
+    yield
+    gc.unfreeze()
+
+
+def look(names, folder) -> None:
+    """None is wrong, whatever the version; of the version that the docs are of, each is as they say."""
+    outcomes = {name: outcome for name in names if (outcome := outcome_of(name, folder)) is not None}
+    gc.collect()
+
+    assert not {name: outcome for name, outcome in outcomes.items() if outcome.kind == "wrong"}
+    assert any(outcome.kind == "exact" for outcome in outcomes.values())
+    if IS_PINNED:
+        told = {name: TABLE[name] for name in outcomes if name in TABLE}
+        assert {name: outcomes[name] for name in told} == told
+
+
+def test_one_of_each_kind(tmp_path) -> None:
+    names = set(class_names())
+    look([name for name in ALWAYS if name in names], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_class(tmp_path, shard: int) -> None:
+    look(class_names()[shard::SHARDS], tmp_path)
+
+
+@pytest.mark.skipif(not IS_PINNED, reason="the table is of another version of transformers")
+def test_the_table_is_of_these_classes_and_has_none_that_is_wrong() -> None:
+    assert set(TABLE) <= set(class_names())
+    assert "wrong" not in {outcome.kind for outcome in TABLE.values()}
