@@ -190,14 +190,6 @@ def counted_votes():
         yield votes
 
 
-def agreed_on(trainer, limit: float) -> float:
-    """Ranks of the same kind agree on one more limit, when all else is over."""
-    ranks = FSDP2(trainer, trainer.model_wrapped)
-    agreed = ranks.agreed(limit)
-    ranks.end()
-    return agreed
-
-
 def run_case(folder: Path, case: dict, reference: Run) -> dict:
     trainer = make(folder, case)
     anew = AnewEachStep(trainer)
@@ -260,7 +252,6 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
         "num_votes": len(votes),
         "seconds_a_vote": median(votes) if votes else 0.0,
         "limit": memo.limit,
-        "agreed": agreed_on(trainer, 1536.5 + RANK),
         "checkpointing": memo.rungs,
     }
 

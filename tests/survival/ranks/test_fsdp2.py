@@ -145,7 +145,6 @@ def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsy
 def test_a_limit_is_that_of_all_ranks(two_ranks) -> None:
     for name in EXACT:
         assert two_ranks[0][name]["limit"] == two_ranks[1][name]["limit"], name
-        assert two_ranks[0][name]["agreed"] == two_ranks[1][name]["agreed"] == 1536, "half a token more did not fit"
     assert two_ranks[0]["nothing but checkpointing helps"]["checkpointing"] == ["checkpointing"]
     assert two_ranks[1]["nothing but checkpointing helps"]["checkpointing"] == ["checkpointing"]
     assert two_ranks[0]["resumed"]["limit"] == two_ranks[0]["saved"]["limit"] < 64
