@@ -85,7 +85,8 @@ class _Training:
     """Two micro-batches, each a step that moves nothing, by the real Trainer."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        self.model, self.batches, self.num_collated = model, [], 0
+        self.model, self.num_collated = model, 0
+        self.batches: list[dict[str, Any]] = []
         args = TrainingArguments(
             output_dir=str(folder),
             max_steps=2,
@@ -109,7 +110,7 @@ class _Training:
     def run(self, *fail_at: int) -> tuple[list[list[torch.Tensor | None]], list[int]]:
         """The gradients of both steps, and how many allocations each had."""
         self.num_collated = 0
-        trainer, allocations, nums = self.trainer, Allocations(), []
+        trainer, allocations, nums = self.trainer, Allocations(), list[int]()
         gradients: list[list[torch.Tensor | None]] = []
         seen, training_step = Gradients(gradients), type(trainer).training_step
 
@@ -153,8 +154,8 @@ class _Training:
 def _weight(survival: Survival) -> str:
     assert survival._engine is not None
     assert survival._engine._run is not None
-    (weight,) = survival._engine._run.weights.values()
-    return weight.name
+    (weights,) = survival._engine._run.certificate._weights.values()
+    return weights[0].name
 
 
 def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
