@@ -134,9 +134,8 @@ def test_files_from_before_lines_named_their_process_read_the_same(tmp_path: Pat
     assert len(blocks(before)) == 2
 
 
-SAMPLE = json.loads(to_line(ENTRIES[0]))
-FLUSH = json.loads(to_line(ENTRIES[1]))
-REMARK = json.loads(to_line(ENTRIES[2]))
+# As of one process: those that share the tests have to give them the same names.
+SAMPLE, FLUSH, REMARK = (json.loads(to_line(entry)) | {"run": "0123abcd"} for entry in ENTRIES[:3])
 
 
 @pytest.mark.parametrize(
