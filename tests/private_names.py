@@ -11,6 +11,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     # torch
     "_BatchNorm": ("torch.nn.modules.batchnorm",),
     "_C": ("torch",),
+    "_InstanceNorm": ("torch.nn.modules.instancenorm",),
+    "_SpectralNorm": ("torch.nn.utils.parametrizations",),
     "_accelerator_getAccelerator": ("torch._C",),
     "_accelerator_getAllocatorSettings": ("torch._C", "torch._C._cuda_memorySnapshot"),  # or what torch 2.9 has
     "_accelerator_getDeviceStats": ("torch._C",),
@@ -20,13 +22,13 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_apply": ("torch.nn.Module",),
     "_autograd": ("torch._C",),
     "_backward_hooks": ("torch.Tensor",),
-    "_buffers": ("torch.nn.modules.module",),
     "_cdata": ("torch.UntypedStorage",),
     "_comm_hooks": ("torch.nn.parallel.distributed",),
     "_compiled_call_impl": ("torch.nn.Module",),
     "_cuda_getAllocatorBackend": ("torch.cuda.memory",),
     "_cuda_memorySnapshot": ("torch.cuda.memory",),
     "_current_autograd_node": ("torch._C",),
+    "_current_graph_task_id": ("torch._C",),
     "_ddp_init_helper": (DDP,),
     "_delay_all_reduce_params": ("torch.nn.parallel.distributed",),
     "_disable_current_modes": ("torch.utils._python_dispatch",),
@@ -34,6 +36,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_engine_run_backward": ("torch.autograd.graph",),
     "_ensureCUDADeviceGuardSet": ("torch._C",),
     "_foreach_supported_types": ("torch.utils._foreach_utils",),
+    "_forward_hooks": ("torch.nn.modules.module",),
+    "_forward_pre_hooks": ("torch.nn.modules.module",),
     "_fsdp_init": ("torch.distributed.fsdp._fully_shard",),
     "_fsdp_param_group": (FSDP_STATE,),
     "_fsdp_param_groups": (FSDP_STATE, "torch<2.13"),
@@ -127,8 +131,14 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_total_train_tokens": ("trl.trainer.sft_trainer",),
     "_use_triton": ("trl.trainer.utils", "trl<1.16"),
     # the standard library
+    "_FIELD": ("dataclasses",),
+    "_FIELD_CLASSVAR": ("dataclasses",),
+    "_FIELD_INITVAR": ("dataclasses",),
+    "_HAS_DEFAULT_FACTORY": ("dataclasses",),
+    "_abc_impl": ("abc.ABC",),
     "_exit": ("os",),
     "_getframe": ("sys",),
+    "_member_map_": ("enum.IntEnum",),
     "_option_string_actions": ("argparse",),
 }
 """By name: the modules or classes of which one at least has it. `torch<2.13` stands for a version without it."""

@@ -65,8 +65,8 @@ def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=Traini
     )
 
 
-class OwnBatchNorm(nn.Module):
-    """Subtracts the mean of the micro-batch while it trains, and a running one in evaluations."""
+class Recentred(nn.Module):
+    """Subtracts the mean of the micro-batch while it trains, else a running one. Nothing in its name says so."""
 
     mean: torch.Tensor
 
@@ -161,7 +161,7 @@ class Run:
 
     @property
     def logged(self) -> list[dict[str, float]]:
-        untold = ["runtime", "per_second", "out_of_memory", "_time"]
+        untold = ["runtime", "per_second", "out_of_memory", "_time", "memory/"]
         if find_spec("trl") and int(version("trl").partition(".")[0]) < 1:
             untold.append("logits/")  # it exchanges a mean over tokens, and they are put together by pairs
         return [

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import OwnBatchNorm, Run, gradients_off_by, small_trainer, survive
+from tests.survival.failing import Recentred, Run, gradients_off_by, small_trainer, survive
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
 
@@ -28,7 +28,7 @@ MODES = {
 
 def with_own_batch_norm(dropout: float = 0.1):
     model = tiny_llama(attention_dropout=dropout).double()
-    model.model.norm = nn.Sequential(model.model.norm, OwnBatchNorm(32).double())
+    model.model.norm = nn.Sequential(model.model.norm, Recentred(32).double())
     return model
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama
-from tests.survival.failing import Allocations, OwnBatchNorm, off_by, padded, ragged_rows, small_trainer
+from tests.survival.failing import Allocations, Recentred, off_by, padded, ragged_rows, small_trainer
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
@@ -32,6 +32,7 @@ from trainer_plugins.agreement import Agreement
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+from trainer_plugins.survival.run import memo_of
 
 RANK = int(os.environ["RANK"])
 initialise = PartialState.__init__
@@ -133,7 +134,7 @@ def make(folder: Path, case: dict):
         settings["data_collator"] = lambda rows: padded(rows[: case["rows"][RANK]])
     model = tiny_llama(**case.get("config", {})).double()
     if case.get("own_norm"):
-        model.model.norm = torch.nn.Sequential(model.model.norm, OwnBatchNorm(32).double())
+        model.model.norm = torch.nn.Sequential(model.model.norm, Recentred(32).double())
     if "lora" in case:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     if "eval_steps" in settings:
@@ -214,6 +215,8 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
                 at = first + int(step * (num - first) * case["sweep"].get("until", 1) / (num_steps - 1))
                 fail_at[step * accumulated + case["sweep"]["micro_batch"]] = [*case["sweep"].get("and", ()), at]
     resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")} if "resume" in case else {}
+    if "limit" in case:  # as a checkpoint has it of a limit that grew to between two numbers
+        memo_of(trainer).limit = case["limit"][RANK]
     card = Card(case["card"][RANK]) if "card" in case else None
     if card:
         trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
@@ -278,7 +281,7 @@ def main(folder: Path) -> None:
     for name, case in cases.items():
         began = perf_counter()
         like = json.dumps(
-            {k: v for k, v in case.items() if k not in ("fail", "naive", "sweep", "options", "resume", "card")}
+            {k: v for k, v in case.items() if k not in ("fail", "naive", "sweep", "options", "resume", "card", "limit")}
         )
         if "refused_as" in case:
             facts[name] = run_refusal(folder / "run", case)

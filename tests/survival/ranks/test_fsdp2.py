@@ -57,6 +57,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "in mixed precision": {"fail": LATE_AND_EARLY, "settings": WINDOW, "mixed": True},
     "rehearsed": {"card": [100, 70], "settings": {"per_device_train_batch_size": 8}},
     "rehearsed, with no room to measure": {"card": [100, 20], "settings": {"per_device_train_batch_size": 8}},
+    "a limit between two numbers": {"limit": [63.5, 61.5], "settings": WINDOW},
     "as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW, "naive": True},
     "not as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW},
     "coupled in training": {
@@ -166,6 +167,15 @@ def test_what_is_rehearsed_together_does_not_fail(two_ranks) -> None:
         assert facts["num_forwards"][0] > 2 * facts["num_forwards"][1]
         assert facts["gradients"] <= 1e-12
         assert facts["weights"] <= 1e-12
+
+
+def test_an_agreed_limit_is_rounded_down(two_ranks) -> None:
+    """62 tokens were never seen to fit."""
+    for seen in two_ranks:
+        facts = seen["a limit between two numbers"]
+        assert (facts["ended"], facts["limit"]) == ("", 61)
+        assert facts["num_forwards"][0] > facts["num_forwards"][1], "64 tokens are divided"
+        assert facts["gradients"] <= 1e-12
 
 
 def test_a_limit_by_which_nothing_can_be_divided_is_given_up_together(two_ranks) -> None:
