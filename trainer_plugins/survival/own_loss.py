@@ -6,6 +6,7 @@ to be of one class. What libraries put there (accelerate for mixed precision, PE
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,9 +38,19 @@ def what_replaces_the_loss(model: nn.Module) -> str:
         return ""
     if loss_type in LOSS_MAPPING and is_foreign(LOSS_MAPPING[loss_type]):
         return f"the entry {loss_type!r} of transformers' LOSS_MAPPING is {_name(LOSS_MAPPING[loss_type])}"
-    if not any(str(loss_type) in c.__name__ for c in type(module).__mro__):
+    if not any(str(loss_type) in c.__name__ or _sets(c, loss_type) for c in type(module).__mro__):
         return f"the loss_type {loss_type!r} of {type(module).__name__} is not the one of its class, and was set"
     return ""
+
+
+def _sets(owner: type, loss_type: Any) -> bool:
+    """Whether a class of transformers sets that `loss_type` itself, as T5Gemma does."""
+    if not owner.__module__.startswith("transformers.models."):
+        return False
+    try:
+        return f'loss_type = "{loss_type}"' in inspect.getsource(owner)
+    except OSError:  # its source is not installed
+        return False
 
 
 def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:

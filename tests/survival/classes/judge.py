@@ -17,6 +17,7 @@ from tests.survival.classes.tiny import tiny_model
 from tests.survival.failing import Allocations, Gradients
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.attach import Survival
+from trainer_plugins.survival.losses import VOUCH
 
 TOLERANCE = 1e-5
 """Some models take a softmax or their loss in float32 whatever they are in; a wrong weight is off by percents."""
@@ -25,6 +26,7 @@ _LEAST = 1e-3
 """Of a parameter that gets a thousandth of the largest gradient, rounding is all there may be."""
 
 _LARGEST = 30_000_000
+_REFUSED = "survive_oom cannot help this run: "
 _TAKES_A_LOSS = re.compile(r"label|start_positions|return_loss|future_values")
 _NAMED_SO = re.compile(r"For[A-Z]|LMHeadModel$|DoubleHeadsModel$")
 
@@ -51,11 +53,12 @@ def outcome_of(name: str, folder: Path) -> Outcome | None:
     None for what is no model that takes a loss.
     """
     try:
-        model_class = getattr(transformers, name)
+        kind = getattr(transformers, name)
     except ImportError as error:
         return Outcome("not tried", _missing(error))
-    if not (inspect.isclass(model_class) and issubclass(model_class, PreTrainedModel)):
+    if not (inspect.isclass(kind) and issubclass(kind, PreTrainedModel)):
         return None
+    model_class: Any = kind
     if not any(_TAKES_A_LOSS.search(parameter) for parameter in inspect.signature(model_class.forward).parameters):
         return None
     gc.collect()
@@ -70,7 +73,7 @@ def outcome_of(name: str, folder: Path) -> Outcome | None:
     try:
         survive_oom(trainer.trainer, plan_first=False).detach()
     except ValueError as error:
-        return Outcome("refused", _nameless(str(error).removeprefix("survive_oom cannot help this run: "), name))
+        return Outcome("refused", _nameless(str(error).removeprefix(_REFUSED), name))
     try:
         trainer.feed()
         whole, nums = trainer.run()
@@ -85,7 +88,7 @@ class _Training:
     """Two micro-batches, each a step that moves nothing, by the real Trainer."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        self.model, self.num_collated = model, 0
+        self.model, self.name, self.num_collated = model, type(model).__name__, 0
         self.batches: list[dict[str, Any]] = []
         args = TrainingArguments(
             output_dir=str(folder),
@@ -139,9 +142,9 @@ class _Training:
                 gradients, _ = self.run(max(1, int(0.8 * nums[0])), max(1, int(0.3 * nums[1])))
             except torch.OutOfMemoryError as error:
                 why = re.search(r"survive_oom could not help: (.*)", str(error))
-                return Outcome("refused when measured", re.sub(r" \(.*", "", why.group(1)) if why else str(error))
+                return Outcome("refused when measured", _nameless(why.group(1) if why else str(error), self.name))
             except ValueError as error:
-                return Outcome("refused when measured", re.sub(r" \(.*", "", str(error)))
+                return Outcome("refused when measured", _nameless(str(error).removeprefix(_REFUSED), self.name))
             weight = _weight(survival)
         worst = max(_off_by(ours, theirs) for ours, theirs in zip(gradients, whole, strict=True))
         return Outcome("exact", weight) if worst <= TOLERANCE else Outcome("wrong", f"by {worst:.1e}, as {weight}")
@@ -167,14 +170,11 @@ def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) 
 
 
 def _nameless(reason: str, name: str) -> str:
-    """Without what each class has of its own."""
-    reason = re.sub(rf"\b{name}\b", "its class", reason)
-    return (
-        re.sub(r"\(`[\w.]+`(, \w+)?\)|`[\w.]+` \(\w+\)|\(\w+Norm\w*\)|`[\w.]+`", "", reason)
-        .replace("  ", " ")
-        .replace(" ;", ";")
-        .strip()
-    )
+    """Without what each class has of its own, numbers that rounding decides, and what could be done instead."""
+    reason = re.sub(rf"\b{name}\b", "its class", reason.replace(VOUCH, ""))
+    reason = re.sub(r": measured on .*| for number \d+\.", "", reason)
+    reason = re.sub(r"\(`[\w.]+`(, \w+)?\)|`[\w.]+` \(\w+\)|\(\w+Norm\w*\)|`[\w.]+`,?", "", reason)
+    return reason.replace("  ", " ").replace(" ;", ";").strip()
 
 
 def _missing(error: Exception) -> str:

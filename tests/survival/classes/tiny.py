@@ -139,7 +139,8 @@ def tiny_config(config_class: type, **also: Any) -> Any:
         half = int(8 * rope.get("partial_rotary_factor", 1.0)) // 2
         sizes["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     wanted = {**sizes, **inner, **also, **_OF_A_FAMILY.get(config_class.__name__, {})}
-    known = set(inspect.signature(config_class.__init__).parameters) | set(vars(default)) | {"num_labels"}
+    known = set(inspect.signature(config_class.__init__).parameters)  # type: ignore[misc]
+    known |= set(vars(default)) | {"num_labels"}
     return config_class(**{name: value for name, value in wanted.items() if name in known})
 
 
