@@ -66,19 +66,17 @@ def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=Traini
 
 
 class Recentred(nn.Module):
-    """Subtracts the mean of the micro-batch while it trains, else a running one. Nothing in its name says so."""
-
-    mean: torch.Tensor
+    """Subtracts the mean of the micro-batch while it trains, else a running one, which is no buffer of any name."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(size), persistent=False)  # of others accelerate makes DTensors
+        self.mean = torch.zeros(size)
 
     def forward(self, hidden):
         if not self.training:
             return hidden - self.mean
         mean = hidden.mean((0, 1))
-        self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
         return hidden - mean
 
 

@@ -209,7 +209,7 @@ def facts_of(survived: Run, whole: Run, planned: int) -> dict:
         },
         "logged": numbers_off_by(survived.logged, whole.logged),
         "num_logged": max(map(len, survived.logged)),
-        "allocations": sum(survived.num_allocations) - sum(whole.num_allocations),
+        "more allocations": sum(survived.num_allocations) - sum(whole.num_allocations),
         "digest": float(sum(weight.double().sum() for weight in survived.weights)).hex(),
     }
 

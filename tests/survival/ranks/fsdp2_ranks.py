@@ -78,6 +78,16 @@ class AnewEachStep(TrainerCallback):
         self.survival = survive_oom(self.trainer)
 
 
+class KnownLimit(TrainerCallback):
+    """A limit that is known when training begins, as from a checkpoint: it grows to between two numbers."""
+
+    def __init__(self, trainer, limit: float) -> None:
+        self.trainer, self.limit = trainer, limit
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        memo_of(self.trainer).limit = self.limit
+
+
 class Run:
     """One training. `fail_at`: for the n-th micro-batch of this rank, the allocations that fail in it.
 
@@ -215,8 +225,8 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
                 at = first + int(step * (num - first) * case["sweep"].get("until", 1) / (num_steps - 1))
                 fail_at[step * accumulated + case["sweep"]["micro_batch"]] = [*case["sweep"].get("and", ()), at]
     resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")} if "resume" in case else {}
-    if "limit" in case:  # as a checkpoint has it of a limit that grew to between two numbers
-        memo_of(trainer).limit = case["limit"][RANK]
+    if "limit" in case:
+        trainer.add_callback(KnownLimit(trainer, case["limit"][RANK]))
     card = Card(case["card"][RANK]) if "card" in case else None
     if card:
         trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
