@@ -57,4 +57,4 @@ def test_an_unknown_benchmark_is_refused_before_anything_is_installed() -> None:
     done = subprocess.run([ROOT / "scripts" / "bench", "config"], check=False, capture_output=True, text=True)
 
     assert done.returncode == 2
-    assert "there are reading, callbacks, start, configs, survival, prediction and sharding" in done.stderr
+    assert "there are reading, callbacks, start, configs, survival, prediction, sharding and house" in done.stderr

@@ -145,7 +145,7 @@ def test_the_limit_of_a_card_of_another_size_is_not_taken_up(tmp_path, simgpu) -
 def test_a_limit_that_was_learned_without_checkpointing_is_open_again_with_it(tmp_path) -> None:
     trainer = small_trainer(tmp_path, per_device_train_batch_size=2)
     survive_oom(trainer)
-    Run(trainer, {0: [60, 850]})  # two rows; between them it is measured whether they add up; and one of them
+    Run(trainer, {0: [60, 3550]})  # two rows; between them it is measured whether they add up; and one of them
 
     memo = memo_of(trainer)
     assert memo.rungs == ["checkpointing"]

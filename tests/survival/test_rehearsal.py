@@ -116,7 +116,7 @@ DROPOUT = {"model": {"attention_dropout": 0.2}, "data_collator": drawing}
 
 class CountsPasses(Trainer):
     def __init__(self, model, **kwargs) -> None:
-        model.register_buffer("num_passes", torch.zeros(()))
+        model.register_buffer("num_passes", torch.zeros((), dtype=torch.long))
         model.register_forward_pre_hook(lambda module, _: module.num_passes.add_(1) and None)
         super().__init__(model, **kwargs)
 

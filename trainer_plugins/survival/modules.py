@@ -68,7 +68,8 @@ class Buffers:
 
     def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self._model.named_buffers():
-            if buffer.numel() <= _LARGEST and not name.endswith("inv_freq"):
+            # A number that counts passes is moved by more of them, and no row is computed otherwise for it.
+            if buffer.is_floating_point() and buffer.numel() <= _LARGEST and not name.endswith("inv_freq"):
                 yield name, buffer
 
 
