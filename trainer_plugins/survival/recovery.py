@@ -275,8 +275,11 @@ class Recovery:
     def _weight(self, layout: Layout, num_fit: int) -> Weight:
         """By which pieces add up; measured where that is not known, or has to be looked at again."""
         certificate = self._run.certificate
-        if certificate.wants(self._kind):
-            self._measure(layout, num_fit)
+        try:
+            if certificate.wants(self._kind):
+                self._measure(layout, num_fit)
+        except IndivisibleError as error:  # what moves is why it does not add up
+            raise IndivisibleError(self._run.what_moved or str(error)) from error
         if self._run.what_moved:
             raise IndivisibleError(self._run.what_moved)
         return certificate.weight(layout, self._kind)
