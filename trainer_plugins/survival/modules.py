@@ -46,7 +46,7 @@ def rope_boundary(model: nn.Module) -> int | None:
     return min(lengths, default=None)
 
 
-class Buffers:
+class WatchedBuffers:
     """The buffers of a model at a moment, but for the frequencies of rotary embeddings, which are judged by name."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from trainer_plugins.survival.losses import Family
 from trainer_plugins.survival.marks import GradientMark
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
-from trainer_plugins.survival.modules import Buffers
+from trainer_plugins.survival.modules import WatchedBuffers
 from trainer_plugins.survival.own_loss import is_foreign
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
@@ -99,7 +99,7 @@ class Run:
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""
-        buffers = Buffers(self.model) if self.what_moved is None and model.training else None
+        buffers = WatchedBuffers(self.model) if self.what_moved is None and model.training else None
         with self.gathers.held():
             loss: torch.Tensor = self.attached.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
         if buffers is not None:
