@@ -16,10 +16,10 @@ import torch
 from torch.nn import functional
 
 from benchmarks.published import Row, published
-from trainer_plugins.planner import fake_cuda
-from trainer_plugins.planner.environment import World, in_world
-from trainer_plugins.planner.replay import replay
-from trainer_plugins.planner.trace import Trace, Tracker
+from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.tracing.replay import replay
+from trainer_plugins.planner.tracing.trace import Trace, Tracker
 
 CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (8, 9)}
 

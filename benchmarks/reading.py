@@ -13,7 +13,7 @@ import torch
 from benchmarks.card import card_here
 from trainer_plugins.devices import open_device
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Sample, Timeline
+from trainer_plugins.record.timeline import Sample, Timeline
 
 
 def microseconds(function: object, times: int = 2000) -> float:

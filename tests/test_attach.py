@@ -14,8 +14,8 @@ from transformers import DefaultFlowCallback, Seq2SeqTrainer, Seq2SeqTrainingArg
 from tests.offers import install, install_transformers
 from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
 from trainer_plugins import MemoryWatchdog, StrategyInForce, attach, attached, detach, protect
-from trainer_plugins.attachment import OLDEST_TRANSFORMERS
-from trainer_plugins.timeline import Sample, read_timeline, timeline_of_run
+from trainer_plugins.plug_in.attachment import OLDEST_TRANSFORMERS
+from trainer_plugins.record.timeline import Sample, read_timeline, timeline_of_run
 
 INIT, ADD = Trainer.__init__, Trainer.add_callback
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
-from trainer_plugins.timeline import Timeline
+from trainer_plugins.record.timeline import Timeline
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:

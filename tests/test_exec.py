@@ -12,7 +12,7 @@ import pytest
 
 from tests import processes
 from tests.offers import install_transformers
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
@@ -110,7 +110,7 @@ def test_the_users_own_sitecustomize_is_read(tmp_path: Path) -> None:
 
     done = execute("--", sys.executable, "-c", code, cwd=tmp_path, path=str(tmp_path))
 
-    assert done.stdout == f"{ROOT / 'trainer_plugins' / '_site'} theirs {tmp_path / 'sitecustomize.py'}\n"
+    assert done.stdout == f"{ROOT / 'trainer_plugins' / 'plug_in' / '_site'} theirs {tmp_path / 'sitecustomize.py'}\n"
 
 
 def test_what_the_users_own_sitecustomize_raises_python_reports(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Pat
 
 
 def test_what_every_python_reads_is_written_for_every_python() -> None:
-    tree = ast.parse((ROOT / "trainer_plugins" / "_site" / "sitecustomize.py").read_text())
+    tree = ast.parse((ROOT / "trainer_plugins" / "plug_in" / "_site" / "sitecustomize.py").read_text())
 
     newer = (ast.JoinedStr, ast.AnnAssign, ast.AsyncFunctionDef, ast.NamedExpr, ast.Nonlocal, ast.YieldFrom)
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, newer)]

@@ -8,7 +8,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from trainer_plugins import CudaCacheCallback, MemoryArguments, MemoryWatchdog, callbacks_from_args
-from trainer_plugins.options import _PARAMETERS
+from trainer_plugins.plug_in.options import _PARAMETERS
 
 
 def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:

@@ -30,14 +30,14 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
     "name",
     [
         "trainer_plugins/py.typed",
-        "trainer_plugins/_site/sitecustomize.py",
+        "trainer_plugins/plug_in/_site/sitecustomize.py",
         "trainer_plugins/configs/accelerate/single_device.yaml",
         "trainer_plugins/configs/accelerate/zero3_offload_all.yaml",
         "trainer_plugins/configs/hydra/trainer_plugins/memory_safe.yaml",
         "hydra_plugins/trainer_plugins_searchpath/__init__.py",
         "trainer_plugins/testing/nvml/nvml.c",
         "trainer_plugins/testing/simgpu/backend.cpp",
-        "trainer_plugins/planner/fake_cuda.cpp",
+        "trainer_plugins/planner/pretend/fake_cuda.cpp",
         "trainer_plugins/report/plan.html.jinja",
     ],
 )

@@ -13,7 +13,7 @@ from trainer_plugins import (
     protect,
 )
 from trainer_plugins.presets import PRESETS, Preset, preset
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample, read_timeline
 
 ALL = [StrategyInForce, CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog]
 

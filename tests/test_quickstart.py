@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
 

@@ -21,7 +21,7 @@ from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchd
 from trainer_plugins.cli import app
 from trainer_plugins.devices import GpuProcess
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Entry, Remark, Sample, to_line
+from trainer_plugins.record.timeline import Entry, Remark, Sample, to_line
 from trainer_plugins.units import GIB
 
 # Sets a title, clears the screen, forges a line and a style, turns the direction of writing, ends a C1 string.

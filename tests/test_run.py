@@ -9,7 +9,7 @@ import pytest
 
 from tests import processes
 from tests.offers import install_transformers
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
 NOTHING = "trainer_plugins: nothing was attached: this process built no transformers.Trainer"

@@ -14,11 +14,9 @@ import pytest
 from rich.console import Console
 
 from tests.test_timeline import ENTRIES, READING
-from trainer_plugins.history import read_history
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.report.text import memory_report
-from trainer_plugins.strategy import Strategy
-from trainer_plugins.timeline import (
+from trainer_plugins.record.history import read_history
+from trainer_plugins.record.timeline import (
     MAX_FILE_BYTES,
     Beginning,
     Entry,
@@ -29,6 +27,8 @@ from trainer_plugins.timeline import (
     from_line,
     read_timeline,
 )
+from trainer_plugins.report.text import memory_report
+from trainer_plugins.strategy import Strategy
 from trainer_plugins.units import GIB, MIB
 
 NUM_STEPS = 26_000
@@ -197,7 +197,7 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
 from tests.test_timeline import ENTRIES
-from trainer_plugins.timeline import Timeline
+from trainer_plugins.record.timeline import Timeline
 sys.addaudithook(lambda event, args: event == "os.rename" and os.kill(os.getpid(), signal.SIGKILL))
 Timeline(Path({str(path)!r})).add(ENTRIES[0])
 """

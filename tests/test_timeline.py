@@ -9,7 +9,7 @@ import pytest
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Entry, Flush, Remark, Sample, Timeline, read_timeline, timeline_of_run
+from trainer_plugins.record.timeline import Entry, Flush, Remark, Sample, Timeline, read_timeline, timeline_of_run
 
 READING = MemoryReading(
     device="cuda:0",
@@ -105,7 +105,7 @@ import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
 from tests.test_timeline import ENTRIES
-from trainer_plugins.timeline import Timeline
+from trainer_plugins.record.timeline import Timeline
 timeline = Timeline(Path({str(path)!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
 for entry in ENTRIES: timeline.add(entry)
@@ -148,7 +148,7 @@ import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
 from tests.test_timeline import ENTRIES
-from trainer_plugins.timeline import Timeline
+from trainer_plugins.record.timeline import Timeline
 timeline = Timeline(Path({str(path)!r}), capacity=2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 for entry in ENTRIES * 2: timeline.add(entry)

@@ -14,18 +14,18 @@ _HOMES = {
     "CudaCacheCallback": "callbacks",
     "EvalGenerateCleanup": "callbacks",
     "KVCacheGuard": "callbacks",
-    "MemoryArguments": "options",
+    "MemoryArguments": "plug_in.options",
     "MemoryPlan": "planner",
     "MemoryWatchdog": "callbacks",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
-    "attach": "attachment",
-    "attached": "attachment",
-    "callbacks_from_args": "options",
-    "detach": "attachment",
-    "generation_memory": "generation",
+    "attach": "plug_in.attachment",
+    "attached": "plug_in.attachment",
+    "callbacks_from_args": "plug_in.options",
+    "detach": "plug_in.attachment",
+    "generation_memory": "upkeep.generation",
     "plan_run": "planner",
-    "protect": "protection",
+    "protect": "plug_in.protection",
     "survive_oom": "survival",
 }
 
@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from trainer_plugins.attachment import attach, attached, detach
     from trainer_plugins.callbacks import (
         CudaCacheCallback,
         EvalGenerateCleanup,
@@ -57,11 +56,12 @@ if TYPE_CHECKING:
         MemoryWatchdog,
         StrategyInForce,
     )
-    from trainer_plugins.generation import generation_memory
-    from trainer_plugins.options import MemoryArguments, callbacks_from_args
     from trainer_plugins.planner import MemoryPlan, plan_run
-    from trainer_plugins.protection import protect
+    from trainer_plugins.plug_in.attachment import attach, attached, detach
+    from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
+    from trainer_plugins.plug_in.protection import protect
     from trainer_plugins.survival import SurviveOOM, survive_oom
+    from trainer_plugins.upkeep.generation import generation_memory
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,9 @@ The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, an
 
 import sys
 
-from trainer_plugins.as_main import NoSuchProgramError, program
-from trainer_plugins.attachment import attach, say_at_exit
-from trainer_plugins.flags import Flags
+from trainer_plugins.plug_in.as_main import NoSuchProgramError, program
+from trainer_plugins.plug_in.attachment import attach, say_at_exit
+from trainer_plugins.plug_in.flags import Flags
 
 
 def main(arguments: list[str]) -> None:

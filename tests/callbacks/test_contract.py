@@ -10,7 +10,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 import trainer_plugins
 from tests.models import token_rows
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog, SurviveOOM
-from trainer_plugins.timeline import Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Sample, Timeline, read_timeline
 
 PUBLIC = [getattr(trainer_plugins, name) for name in trainer_plugins.__all__]
 CLASSES = [thing for thing in PUBLIC if isinstance(thing, type) and issubclass(thing, TrainerCallback)]

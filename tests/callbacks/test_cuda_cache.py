@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 from tests.said_device import SaidDevice
 from trainer_plugins import CudaCacheCallback
 from trainer_plugins.devices import open_device
-from trainer_plugins.timeline import Flush, Timeline
+from trainer_plugins.record.timeline import Flush, Timeline
 from trainer_plugins.units import GIB, MIB
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from trainer_plugins import MemoryWatchdog
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample, read_timeline
 
 NO_FILES = ("fifo", "fifo with a reader", "device", "socket", "folder", "symlink loop")
 

@@ -6,7 +6,7 @@ from transformers.generation import CompileConfig
 
 from tests.models import tiny_llama
 from trainer_plugins import EvalGenerateCleanup
-from trainer_plugins.timeline import Flush, Remark, Timeline
+from trainer_plugins.record.timeline import Flush, Remark, Timeline
 from trainer_plugins.units import MIB
 
 

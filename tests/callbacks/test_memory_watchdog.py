@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.finding import Severity
-from trainer_plugins.timeline import Remark, Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
 from trainer_plugins.units import MIB
 
 

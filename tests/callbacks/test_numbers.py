@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from tests.callbacks.test_memory_watchdog import Takes
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.devices import HostDevice
-from trainer_plugins.timeline import Flush, Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Flush, Sample, Timeline, read_timeline
 from trainer_plugins.units import GIB, MIB
 
 NAMES = {

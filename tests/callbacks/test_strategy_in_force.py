@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from trainer_plugins import StrategyInForce
+from trainer_plugins.record.timeline import Beginning, Remark, timeline_of_run
 from trainer_plugins.report.text import memory_report
-from trainer_plugins.timeline import Beginning, Remark, timeline_of_run
 
 
 def test_as_what_a_training_runs_is_in_its_timeline(anywhere, make_trainer) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
-from trainer_plugins.timeline import Sample, Timeline
+from trainer_plugins.record.timeline import Sample, Timeline
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")

@@ -18,7 +18,7 @@ from tests import processes
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.integrations.hydra import AttachToJob
 from trainer_plugins.presets import PRESETS
-from trainer_plugins.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent.parent
 APP = Path(__file__).parent / "hydra_app" / "app.py"

@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer
 
 from tests import processes
 from tests.models import tiny_llama
-from trainer_plugins.timeline import Beginning, Sample, read_timeline
+from trainer_plugins.record.timeline import Beginning, Sample, read_timeline
 
 pytest.importorskip("trl")
 

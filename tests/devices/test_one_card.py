@@ -57,7 +57,7 @@ def test_a_neighbour_is_named_when_the_driver_names_it(tmp_path):
 
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import MemoryWatchdog
-    from trainer_plugins.timeline import Remark, Timeline
+    from trainer_plugins.record.timeline import Remark, Timeline
 
     card, _ = one_card(tmp_path)
 
@@ -97,7 +97,7 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
 
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
-    from trainer_plugins.timeline import Remark, Sample, Timeline
+    from trainer_plugins.record.timeline import Remark, Sample, Timeline
 
     card, driver = one_card(tmp_path)
     said: list[str] = []
@@ -185,7 +185,7 @@ def train_while(broken: ScriptedNvml, tmp_path) -> tuple[list[str], list]:
 
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
-    from trainer_plugins.timeline import Sample, Timeline
+    from trainer_plugins.record.timeline import Sample, Timeline
 
     said: list[str] = []
     handler = logging.Handler()

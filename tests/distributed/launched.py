@@ -13,8 +13,8 @@ from tests import processes
 from tests.distributed import extensions
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.configs import path
+from trainer_plugins.record.timeline import Beginning, Remark, read_timeline
 from trainer_plugins.strategy import Strategy
-from trainer_plugins.timeline import Beginning, Remark, read_timeline
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN = ROOT / "examples" / "train.py"

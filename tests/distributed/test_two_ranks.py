@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import processes
+from trainer_plugins.record.timeline import Flush, Sample, read_timeline
 from trainer_plugins.testing import simgpu
-from trainer_plugins.timeline import Flush, Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).with_name("two_ranks.py")

@@ -11,9 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
-from trainer_plugins.agreement import Agreement
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import MIB
+from trainer_plugins.upkeep.agreement import Agreement
 
 RANK = int(os.environ["RANK"])
 FOLDER, STORY = Path(sys.argv[1]), sys.argv[2]

@@ -13,7 +13,7 @@ from tests import processes
 from trainer_plugins import StrategyInForce, protect
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
-from trainer_plugins.timeline import Remark, timeline_of_run
+from trainer_plugins.record.timeline import Remark, timeline_of_run
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = """

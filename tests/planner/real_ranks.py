@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import Trainer, TrainingArguments
 
 from tests.models import tiny_llama, token_rows
-from trainer_plugins.planner.gather import request_of
+from trainer_plugins.planner.rehearse.gather import request_of
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1024}
 initialise = PartialState.__init__

@@ -17,8 +17,8 @@ from trainer_plugins.cli import app
 from trainer_plugins.planner import Calibration, PlanError, calibrate
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.contexts import context_file, remember, with_measured_context
+from trainer_plugins.record.timeline import Sample, read_timeline
 from trainer_plugins.report.calibration import calibration_report
-from trainer_plugins.timeline import Sample, read_timeline
 from trainer_plugins.units import GIB, MIB
 
 CONTEXT = 300 * MIB

@@ -5,7 +5,8 @@ import pytest
 from tests.planner.loop import Loop
 from tests.planner.test_closed_loop import VOCABULARY, llama
 from trainer_plugins import plan_run
-from trainer_plugins.planner import NotPredicted, refusals
+from trainer_plugins.planner import NotPredicted
+from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.units import KIB
 
 trl = pytest.importorskip("trl")

@@ -7,7 +7,7 @@ from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
-from trainer_plugins.planner.eight_bit import OPTIMIZERS, _StandIn
+from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS, _StandIn
 from trainer_plugins.planner.run import predict_all
 
 BLOCK = 512  # what the allocator rounds to

@@ -15,11 +15,11 @@ from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import card_of
-from trainer_plugins.planner.changes import ALL, SWITCHES, changes_of
-from trainer_plugins.planner.layers import Repetition, repetition_of
+from trainer_plugins.planner.compare.changes import ALL, SWITCHES, changes_of
+from trainer_plugins.planner.compare.layers import Repetition, repetition_of
+from trainer_plugins.planner.compare.search import SearchRequest, search
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all
-from trainer_plugins.planner.search import SearchRequest, search
 
 LLAMA = {
     "model_type": "llama",

@@ -13,7 +13,7 @@ from tests.distributed.launched import environment, free_port, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.zero_config import refuse_config
+from trainer_plugins.planner.sharded.zero_config import refuse_config
 
 SCRIPT = Path(__file__).with_name("zero_stream.py")
 if IS_TOO_OLD:
@@ -92,7 +92,7 @@ def test_states_are_those_of_the_paper(both):
 
 
 def test_pinned_blocks_are_kept_and_used_again():
-    from trainer_plugins.planner.zero_engine import PinnedBlocks
+    from trainer_plugins.planner.sharded.zero_engine import PinnedBlocks
 
     pinned = PinnedBlocks()
     first = pinned.empty((300, 3), torch.float32)

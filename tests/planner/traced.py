@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from trainer_plugins.planner import worker
-from trainer_plugins.planner.trace import ALLOC, Trace, Tracker
+from trainer_plugins.planner.tracing.trace import ALLOC, Trace, Tracker
 
 SEEN: list[list[tuple[str, int, int]]] = []
 SUMS: list[list[int]] = []

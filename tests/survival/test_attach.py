@@ -10,9 +10,9 @@ from transformers import Trainer
 from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_trainer, survive
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.finality import is_reentrant
+from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.survival.exact.finality import is_reentrant
 from trainer_plugins.survival.run import memo_of
-from trainer_plugins.timeline import Remark, read_timeline
 from trainer_plugins.units import MIB
 
 

@@ -9,8 +9,8 @@ from tests import rounding
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import Gradients, gradients_by_rounding, off_by, small_trainer, weights_by_rounding
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.attempt import DidNotFit, attempt
-from trainer_plugins.timeline import Remark, read_timeline
+from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.units import MIB
 
 

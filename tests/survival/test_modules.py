@@ -8,8 +8,8 @@ from transformers import DataCollatorWithFlattening, Phi3Config, Phi3ForCausalLM
 from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by, ragged_rows, small_trainer, survive
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.layouts import IndivisibleError, Rows
-from trainer_plugins.timeline import Remark, read_timeline
+from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Rows
 
 
 class Adapted(nn.Module):

@@ -20,7 +20,7 @@ from transformers import (
 from tests.models import tiny_llama
 from tests.survival.failing import Run, padded, small_trainer
 from trainer_plugins import survive_oom
-from trainer_plugins.timeline import Remark, read_timeline
+from trainer_plugins.record.timeline import Remark, read_timeline
 
 
 class OwnLoss(Trainer):

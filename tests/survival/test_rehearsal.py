@@ -24,9 +24,9 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.longest import longest_rows
+from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.survival.limit.longest import longest_rows
 from trainer_plugins.survival.memo import SurvivalMemo
-from trainer_plugins.timeline import Remark, read_timeline
 from trainer_plugins.units import MIB
 
 LARGE = 256

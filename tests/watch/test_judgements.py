@@ -8,7 +8,7 @@ from trainer_plugins.allocator.in_force import has_expandable_segments
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Flush, Timeline
+from trainer_plugins.record.timeline import Flush, Timeline
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch import Budget, MemoryWatch
 from trainer_plugins.watch.foreign import foreign_memory, tolerance_bytes

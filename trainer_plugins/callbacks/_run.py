@@ -12,10 +12,10 @@ from weakref import ref
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from trainer_plugins.agreement import StepEndVote
 from trainer_plugins.callbacks._order import keep_first_place
 from trainer_plugins.devices import Device, open_device
-from trainer_plugins.timeline import Timeline, timeline_of_run
+from trainer_plugins.record.timeline import Timeline, timeline_of_run
+from trainer_plugins.upkeep.agreement import StepEndVote
 
 logger = logging.getLogger(__name__)
 

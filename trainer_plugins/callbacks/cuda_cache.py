@@ -7,9 +7,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.devices import Device
-from trainer_plugins.release import AgreedRelease, checked_fraction
-from trainer_plugins.timeline import Timeline
+from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.units import size
+from trainer_plugins.upkeep.release import AgreedRelease, checked_fraction
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.agreement import has_peers
 from trainer_plugins.callbacks._run import EvaluationCallback
 from trainer_plugins.devices import Device
-from trainer_plugins.generation import drop_leftovers, guard_generate, inside_training
-from trainer_plugins.holders import leftover
-from trainer_plugins.release import AgreedRelease
-from trainer_plugins.timeline import Remark, Timeline
+from trainer_plugins.record.timeline import Remark, Timeline
+from trainer_plugins.upkeep.agreement import has_peers
+from trainer_plugins.upkeep.generation import drop_leftovers, guard_generate, inside_training
+from trainer_plugins.upkeep.holders import leftover
+from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GenerationMixin, TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback
-from trainer_plugins.generation import base_model, forbid_training_cache, guard_generate, inference_mode_of
+from trainer_plugins.upkeep.generation import base_model, forbid_training_cache, guard_generate, inference_mode_of
 
 
 class KVCacheGuard(RunCallback):

@@ -6,14 +6,14 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.agreement import StepEndVote
 from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import EvaluationCallback
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
-from trainer_plugins.metrics import MemoryMetrics, as_logs
-from trainer_plugins.prometheus import PrometheusFile
-from trainer_plugins.timeline import Timeline, timeline_of_run
+from trainer_plugins.record.metrics import MemoryMetrics, as_logs
+from trainer_plugins.record.prometheus import PrometheusFile
+from trainer_plugins.record.timeline import Timeline, timeline_of_run
+from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.watch import Budget, MemoryWatch
 
 logger = logging.getLogger(__name__)

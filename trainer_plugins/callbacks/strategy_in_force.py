@@ -14,7 +14,7 @@ from trainer_plugins.launch.asked import read_asked
 from trainer_plugins.launch.extensions import lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.verify import verify
-from trainer_plugins.timeline import Beginning, Remark
+from trainer_plugins.record.timeline import Beginning, Remark
 
 logger = logging.getLogger(__name__)
 

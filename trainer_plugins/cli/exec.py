@@ -21,10 +21,10 @@ def exec_(
     import json
     import sys
 
-    from trainer_plugins import _site
-    from trainer_plugins.flags import Flags
     from trainer_plugins.launch.environment import gather, launch_environment
     from trainer_plugins.launch.extensions import lock_findings
+    from trainer_plugins.plug_in import _site
+    from trainer_plugins.plug_in.flags import Flags
 
     flags = Flags(
         "trainer-plugins exec",

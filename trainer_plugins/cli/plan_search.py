@@ -7,11 +7,11 @@ from functools import partial
 
 from rich.console import Group
 
-from trainer_plugins.planner.changes import changes_of, explain
+from trainer_plugins.planner.compare.changes import changes_of, explain
+from trainer_plugins.planner.compare.search import SearchRequest
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all, search_run
-from trainer_plugins.planner.search import SearchRequest
 from trainer_plugins.report.page import show
 
 

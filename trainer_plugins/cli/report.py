@@ -13,7 +13,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run
 
     Exit codes: 0 printed; 2 there is nothing to read.
     """
-    from trainer_plugins.history import read_history
+    from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show
     from trainer_plugins.report.text import history_report
 

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer_plugins.attachment import attached_callbacks, say_at_exit
+from trainer_plugins.plug_in.attachment import attached_callbacks, say_at_exit
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_plugins.history import read_history
 from trainer_plugins.planner.contexts import remember
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Beginning, Entry, Flush, Remark, Sample
+from trainer_plugins.record.history import read_history
+from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
 from trainer_plugins.units import size
 
 _MOMENTS = {

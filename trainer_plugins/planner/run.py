@@ -19,11 +19,11 @@ from typing import Any
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.compare.search import SearchRequest, SearchResult
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
 from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, ConfigSource, PlanRequest
-from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 DEFAULT_TIMEOUT_SECONDS = 600
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -101,7 +101,7 @@ def plan_run(
         }.items():
             if value is not None:
                 raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {_OF_A_TRAINER[name]}")
-        from trainer_plugins.planner.gather import request_of
+        from trainer_plugins.planner.rehearse.gather import request_of
 
         request = request_of(trainer_or_config, card, text, num_gpus, has_padding)
     else:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugins.planner import progress
+from trainer_plugins.planner.compare.search import SearchRequest, SearchResult
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.search import SearchRequest, SearchResult
 
 
 def main(requests_path: str, results_path: str) -> None:
@@ -46,7 +46,7 @@ def main(requests_path: str, results_path: str) -> None:
         except PlanError as error:
             results.append({"error": str(error)})
         except Exception as error:  # noqa: BLE001 - one run that nobody foresaw; the others have their answers
-            from trainer_plugins.planner.build import first_line
+            from trainer_plugins.planner.rehearse.build import first_line
 
             traceback.print_exc()
             results.append({"error": f"the prediction failed: {type(error).__name__}: {first_line(error)}"})
@@ -67,11 +67,11 @@ def _environment_as_it_was() -> Iterator[None]:
 
 
 def _searched(request: SearchRequest) -> SearchResult:
-    from trainer_plugins.planner import build
-    from trainer_plugins.planner.environment import World, in_world
-    from trainer_plugins.planner.foresight import Foresight
-    from trainer_plugins.planner.launched import resolved
-    from trainer_plugins.planner.search import search
+    from trainer_plugins.planner.compare.foresight import Foresight
+    from trainer_plugins.planner.compare.search import search
+    from trainer_plugins.planner.pretend.environment import World, in_world
+    from trainer_plugins.planner.rehearse import build
+    from trainer_plugins.planner.sharded.launched import resolved
 
     rules_of(request.run)
     request = replace(request, run=resolved(request.run))
@@ -130,12 +130,13 @@ def watch(request: Any) -> Watched:
     Raises:
         PlanError: the input is wrong, or nothing here can say what it will need.
     """
-    from trainer_plugins.planner import build, eight_bit, refusals
-    from trainer_plugins.planner.environment import World, in_world
-    from trainer_plugins.planner.launched import resolved
-    from trainer_plugins.planner.ranks import forget_accelerate
-    from trainer_plugins.planner.rehearsal import rehearse
-    from trainer_plugins.planner.strategies import strategy_of
+    from trainer_plugins.planner.pretend import eight_bit
+    from trainer_plugins.planner.pretend.environment import World, in_world
+    from trainer_plugins.planner.rehearse import build, refusals
+    from trainer_plugins.planner.rehearse.rehearsal import rehearse
+    from trainer_plugins.planner.sharded.launched import resolved
+    from trainer_plugins.planner.sharded.ranks import forget_accelerate
+    from trainer_plugins.planner.sharded.strategies import strategy_of
 
     card = request.card
     request = resolved(request)
@@ -200,7 +201,7 @@ def judge(request: Any, watched: Watched) -> Any:
 
     from trainer_plugins.planner.cards import about_context
     from trainer_plugins.planner.plan import MemoryPlan, TensorAtPeak
-    from trainer_plugins.planner.replay import live_at_peak, replay
+    from trainer_plugins.planner.tracing.replay import live_at_peak, replay
     from trainer_plugins.planner.tried import known_error, untried
 
     versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")}
@@ -266,7 +267,7 @@ _installed: dict[str, str] = {}
 def _make_ready(device: str) -> None:
     """Make the device one that can be pretended, once for the process."""
     if device == "cuda" and device not in _installed:
-        from trainer_plugins.planner import fake_cuda
+        from trainer_plugins.planner.pretend import fake_cuda
 
         progress.step("compiling a card that is not there")
         try:
@@ -292,7 +293,7 @@ def _told_in_one_line(work: Any, *args: Any) -> Any:
     """
     from torch._subclasses import fake_tensor
 
-    from trainer_plugins.planner.build import first_line
+    from trainer_plugins.planner.rehearse.build import first_line
 
     try:
         return work(*args)

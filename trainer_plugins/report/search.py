@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.planner.changes import Saved
+from trainer_plugins.planner.compare.changes import Saved
+from trainer_plugins.planner.compare.search import AS_GIVEN, SearchLine, SearchResult
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.search import AS_GIVEN, SearchLine, SearchResult
 from trainer_plugins.units import GIB, size
 
 

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.finding import Severity
-from trainer_plugins.history import History, Run
 from trainer_plugins.printable import printable
-from trainer_plugins.timeline import Beginning, Entry, Flush, Remark, Sample
+from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
 from trainer_plugins.units import percent, size
 
 _STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}

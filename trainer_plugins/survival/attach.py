@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from transformers import Trainer
 
+from trainer_plugins.survival.attempt.marks import holds_here
 from trainer_plugins.survival.engine import Engine
-from trainer_plugins.survival.ladder import RUNGS, descend
-from trainer_plugins.survival.losses import VOUCH, Family, Unknown, family_of
-from trainer_plugins.survival.marks import holds_here
+from trainer_plugins.survival.exact.losses import VOUCH, Family, Unknown, family_of
+from trainer_plugins.survival.limit.ladder import RUNGS, descend
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.run import Attached, memo_of

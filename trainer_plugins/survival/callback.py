@@ -8,7 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.survival.attach import check_options, survive_oom
-from trainer_plugins.survival.ladder import RUNGS
+from trainer_plugins.survival.limit.ladder import RUNGS
 from trainer_plugins.survival.memo import SurvivalMemo
 
 logger = logging.getLogger(__name__)

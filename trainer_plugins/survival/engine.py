@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt import DidNotFit, attempt
-from trainer_plugins.survival.evaluation import Evaluation
-from trainer_plugins.survival.handed import Handed
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs
-from trainer_plugins.survival.losses import Family, family_of
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+from trainer_plugins.survival.evaluation.evaluation import Evaluation
+from trainer_plugins.survival.exact.handed import Handed
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
+from trainer_plugins.survival.exact.losses import Family, family_of
+from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
-from trainer_plugins.survival.pace import Pace
-from trainer_plugins.survival.recovery import Recovery
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.rehearsal import rehearse
 from trainer_plugins.survival.replaced import Replaced
-from trainer_plugins.survival.replay import Replay, tiny_pass
 from trainer_plugins.survival.run import Attached, Run, memo_of
+from trainer_plugins.survival.training.recovery import Recovery
+from trainer_plugins.survival.training.rehearsal import rehearse
+from trainer_plugins.survival.training.replay import Replay, tiny_pass
 from trainer_plugins.survival.words import not_attached
 
 

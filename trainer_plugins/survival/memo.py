@@ -12,12 +12,12 @@ from transformers.trainer_callback import ExportableState
 from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.finding import Finding
-from trainer_plugins.survival.baseline import Card, card_of
-from trainer_plugins.survival.ladder import climb, is_checkpointing
-from trainer_plugins.survival.optimizer_states import create_states
-from trainer_plugins.survival.pace import Pace
+from trainer_plugins.record.timeline import Remark
+from trainer_plugins.survival.attempt.baseline import Card, card_of
+from trainer_plugins.survival.limit.ladder import climb, is_checkpointing
+from trainer_plugins.survival.limit.optimizer_states import create_states
+from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.words import thrashing
-from trainer_plugins.timeline import Remark
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from trainer_plugins.survival.handed import Handed
-from trainer_plugins.survival.layouts import Inputs, Layout
-from trainer_plugins.survival.limit import cells
-from trainer_plugins.survival.marks import GradientMark
-from trainer_plugins.survival.snapshot import Snapshot
-from trainer_plugins.survival.weights import Weight
+from trainer_plugins.survival.attempt.marks import GradientMark
+from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.exact.handed import Handed
+from trainer_plugins.survival.exact.layouts import Inputs, Layout
+from trainer_plugins.survival.exact.shares import Weight
+from trainer_plugins.survival.limit.limit import cells
 
 
 @dataclass(frozen=True, slots=True)

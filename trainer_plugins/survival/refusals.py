@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from trainer_plugins.survival.losses import bare_model
-from trainer_plugins.survival.modules import coupled_modules
+from trainer_plugins.survival.exact.losses import bare_model
+from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks.ddp import finishes_here
 
 

@@ -9,18 +9,18 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.survival.baseline import card_of
-from trainer_plugins.survival.certificate import Certificate
-from trainer_plugins.survival.layouts import IndivisibleError, Inputs, Layout, Packed, find_layout
-from trainer_plugins.survival.losses import Family
-from trainer_plugins.survival.marks import GradientMark
+from trainer_plugins.survival.attempt.baseline import card_of
+from trainer_plugins.survival.attempt.marks import GradientMark
+from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.certificate.certificate import Certificate
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout, Packed, find_layout
+from trainer_plugins.survival.exact.losses import Family
+from trainer_plugins.survival.exact.modules import WatchedBuffers
+from trainer_plugins.survival.exact.own_loss import is_foreign
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
-from trainer_plugins.survival.modules import WatchedBuffers
-from trainer_plugins.survival.own_loss import is_foreign
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
-from trainer_plugins.survival.snapshot import Snapshot
 from trainer_plugins.survival.words import not_attached
 
 

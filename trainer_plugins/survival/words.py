@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.survival.attempt import DidNotFit
+from trainer_plugins.survival.attempt.attempt import DidNotFit
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Flush
+from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import percent, size
 
 # The cure named by torch's own out-of-memory message. With max_split_size_mb beside it reserved memory grows without

@@ -10,9 +10,9 @@ import psutil
 from trainer_plugins.allocator.in_force import has_expandable_segments
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
-from trainer_plugins.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.timeline import Flush, Remark, Sample, Timeline
+from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
+from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory

@@ -17,7 +17,7 @@ from tests.survival.classes.tiny import tiny_model
 from tests.survival.failing import Allocations, Gradients
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.attach import Survival
-from trainer_plugins.survival.losses import VOUCH
+from trainer_plugins.survival.exact.losses import VOUCH
 
 TOLERANCE = 1e-5
 """Some models take a softmax or their loss in float32 whatever they are in; a wrong weight is off by percents."""

@@ -28,11 +28,11 @@ from tests.survival.failing import Allocations, Recentred, off_by, padded, ragge
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
-from trainer_plugins.agreement import Agreement
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 from trainer_plugins.survival.run import memo_of
+from trainer_plugins.upkeep.agreement import Agreement
 
 RANK = int(os.environ["RANK"])
 initialise = PartialState.__init__

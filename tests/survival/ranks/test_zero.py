@@ -10,7 +10,7 @@ import pytest
 from tests import processes, rounding
 from tests.distributed.launched import free_port, start
 from tests.survival.failing import TERMS
-from trainer_plugins.timeline import Remark, read_timeline
+from trainer_plugins.record.timeline import Remark, read_timeline
 
 SCRIPT = Path(__file__).with_name("zero_plan.py")
 LIMIT = 30

@@ -30,7 +30,7 @@ from tests.survival.failing import (
 from trainer_plugins import survive_oom
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival import run
-from trainer_plugins.survival.certificate import Certificate
+from trainer_plugins.survival.certificate.certificate import Certificate
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks import zero
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.attempt import DidNotFit, attempt
-from trainer_plugins.survival.baseline import card_of
-from trainer_plugins.survival.limit import most
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt.baseline import card_of
+from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
 

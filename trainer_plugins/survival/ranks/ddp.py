@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from trainer_plugins.survival.attempt import DidNotFit
-from trainer_plugins.survival.marks import GradientMark, frozen
+from trainer_plugins.survival.attempt.attempt import DidNotFit
+from trainer_plugins.survival.attempt.marks import GradientMark, frozen
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Alone
 

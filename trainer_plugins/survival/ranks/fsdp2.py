@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
-from trainer_plugins.agreement import Agreement
-from trainer_plugins.survival.attempt import DidNotFit, DidNotFitElsewhere
-from trainer_plugins.survival.layouts import IndivisibleError
-from trainer_plugins.survival.limit import most
+from trainer_plugins.survival.attempt.attempt import DidNotFit, DidNotFitElsewhere
+from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.exact.layouts import IndivisibleError
+from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Alone
-from trainer_plugins.survival.snapshot import Snapshot
+from trainer_plugins.upkeep.agreement import Agreement
 
 T = TypeVar("T")
 

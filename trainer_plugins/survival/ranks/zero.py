@@ -23,12 +23,12 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from trainer_plugins.agreement import Agreement
-from trainer_plugins.survival.attempt import DidNotFit
-from trainer_plugins.survival.baseline import card_of
-from trainer_plugins.survival.limit import most
+from trainer_plugins.survival.attempt.attempt import DidNotFit
+from trainer_plugins.survival.attempt.baseline import card_of
+from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.ranks.alone import SLACK, Alone
 from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
+from trainer_plugins.upkeep.agreement import Agreement
 
 
 class Zero(Alone):

@@ -1,0 +1,157 @@
+"""What a run of many layers allocates, from runs of few: the part of a trace that a layer adds, added again.
+
+The trace of n + p layers is that of n with stretches put in, each of which repeats the stretch before it. Three traces
+are made, of n, n + p and n + 2p layers. What the first two say of the third has to be the third, event by event and
+byte by byte; otherwise there is no extrapolation. The result goes through the allocator's arithmetic like any trace, so
+that what is reserved, which is not linear in anything, is as in a prediction in full.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from trainer_plugins.planner.tracing.trace import ALLOC, FREE, Event, Storage, Trace
+
+_FAR = 100
+"""Events that agree behind a difference: after so many nobody doubts how to read it."""
+
+
+class _Step(NamedTuple):
+    """One event without the numbers of its trace: what is freed is told by its place among those that look like it."""
+
+    kind: int
+    moment: str
+    born: tuple[Any, ...]
+    """Of the storage: stream, moment, operation, category, type."""
+
+    place: int
+    """Of what is freed: 0 is the newest of those that look like it, -1 the oldest."""
+
+    num_bytes: int
+
+
+class _Part(NamedTuple):
+    """A step that both traces have (`before` is that of the shorter one), or a stretch that only the longer one has."""
+
+    before: _Step | None
+    steps: Sequence[_Step]
+
+
+def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
+    """The trace of a run with `num_more` periods of layers more than the first of three traces; None where unproven.
+
+    Args:
+        traces: of n, n + p and n + 2p layers.
+        num_more: how often p layers are added to n.
+    """
+    short, middle, proof = ([*_steps(trace)] for trace in traces)
+    parts = _aligned(short, middle)
+    if parts is None or [*_repeated(parts, 2)] != proof:
+        return None
+    host_peaks: dict[str, int] = {}
+    if len({frozenset(trace.host_peaks) for trace in traces}) > 1:
+        return None
+    for moment, peak in traces[
+        0
+    ].host_peaks.items():  # each for itself: another one may be the highest with more layers
+        second, third = (trace.host_peaks[moment] for trace in traces[1:])
+        if third - second != second - peak:
+            return None
+        host_peaks[moment] = peak + num_more * (second - peak)
+    return _trace_of(_repeated(parts, num_more), host_peaks)
+
+
+def _steps(trace: Trace) -> Iterator[_Step]:
+    alive: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for event in trace.events:
+        if event.kind not in (ALLOC, FREE):
+            yield _Step(event.kind, event.moment, (), 0, 0)
+            continue
+        storage = trace.storages[event.number]
+        born = (storage.stream, storage.moment, storage.operation, storage.category, storage.dtype)
+        others = alive[(*born, storage.num_bytes)]
+        place = 0
+        if event.kind == ALLOC:
+            others.append(event.number)
+        else:
+            oldest = others.index(event.number)
+            newest = len(others) - 1 - oldest
+            place = newest if newest <= oldest else -1 - oldest
+            del others[oldest]
+        yield _Step(event.kind, event.moment, born, place, storage.num_bytes)
+
+
+def _aligned(short: Sequence[_Step], middle: Sequence[_Step]) -> list[_Part] | None:
+    """Find what the longer one has more; None where that is not a repetition of what is before it.
+
+    Where they differ, the reading is taken after which they agree for longest.
+    """
+    parts: list[_Part] = []
+    at, to = 0, 0
+    while to < len(middle):
+        if at < len(short) and short[at] == middle[to]:
+            length = 0
+        else:
+            lengths = _readings(short, at, middle, to)
+            if not lengths:
+                return None
+            length = max(lengths, key=lambda each: _agreement(short, at + (each == 0), middle, to + (each or 1)))
+        if length:
+            parts.append(_Part(None, middle[to : to + length]))
+        else:
+            parts.append(_Part(short[at], middle[to : to + 1]))
+        at, to = at + (length == 0), to + (length or 1)
+    return parts if at == len(short) else None
+
+
+def _readings(short: Sequence[_Step], at: int, middle: Sequence[_Step], to: int) -> list[int]:
+    """What a difference may be: how many events are put in, which are those before them once more.
+
+    0 is one event of another size: an optimizer stacks a norm for each parameter.
+    """
+    other_size = at < len(short) and short[at][:4] == middle[to][:4]
+    spare = len(middle) - to - (len(short) - at)
+    return [0] * other_size + [
+        length for length in range(1, min(spare, to) + 1) if middle[to : to + length] == middle[to - length : to]
+    ]
+
+
+def _agreement(short: Sequence[_Step], at: int, middle: Sequence[_Step], to: int) -> int:
+    if len(short) - at == len(middle) - to and short[at:] == middle[to:]:
+        return _FAR  # to the end
+    pairs = zip(short[at : at + _FAR], middle[to : to + _FAR], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _repeated(parts: Sequence[_Part], times: int) -> Iterator[_Step]:
+    for part in parts:
+        if part.before is None:
+            for _ in range(times):
+                yield from part.steps
+        else:
+            (step,) = part.steps
+            grown = part.before.num_bytes + times * (step.num_bytes - part.before.num_bytes)
+            yield step if grown == step.num_bytes else step._replace(num_bytes=grown)
+
+
+def _trace_of(steps: Iterator[_Step], host_peaks: Mapping[str, int]) -> Trace | None:
+    storages: list[Storage] = []
+    events: list[Event] = []
+    alive: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for step in steps:
+        number = -1
+        if step.kind in (ALLOC, FREE):
+            others = alive[(*step.born, step.num_bytes)]
+            if step.kind == ALLOC:
+                stream, moment, operation, category, dtype = step.born
+                number = len(storages)
+                storages.append(Storage(step.num_bytes, stream, moment, operation, "", category, (), dtype))
+                others.append(number)
+            else:
+                index = len(others) - 1 - step.place if step.place >= 0 else -1 - step.place
+                if not 0 <= index < len(others):
+                    return None
+                number = others.pop(index)
+        events.append(Event(step.kind, number, step.moment))
+    return Trace(tuple(storages), tuple(events), host_peaks)

@@ -1,0 +1,97 @@
+"""Be one rank of many, in one process: the first, which holds the most. Imports torch.
+
+The group of processes is torch's own fake one: each collective returns at once, and its results have their shapes.
+What the ranks are then made of (DDP, FSDP2, accelerate, the Trainer) is the real code.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.pretend import streams
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tracing.trace import Tracker
+
+OF_NCCL = "memory of NCCL's communicators, outside of torch's allocator"
+
+
+@contextlib.contextmanager
+def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib.ExitStack]:
+    """Let torch, accelerate and transformers find a launched process. Yields where to put what else is needed.
+
+    Raises:
+        NotPredicted: this torch cannot.
+    """
+    from accelerate import Accelerator
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    num_local = request.gpus_per_node
+    os.environ.update(
+        {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(num_local),
+            "WORLD_SIZE": str(request.num_gpus),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+        }
+    )  # the worker gives each prediction an environment of its own
+    forget_accelerate()  # what was told to arguments that were read before it was known that there are ranks
+    tracker.host_ranks = num_local
+    with contextlib.ExitStack() as stack:
+        with _disable_current_modes():
+            dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
+        stack.callback(forget_accelerate)
+        stack.callback(dist.destroy_process_group)
+        for name, answer in streams.answers(tracker).items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream))
+        stack.enter_context(patch.object(torch.cuda, "device_count", lambda: num_local))
+        # Of the two ways to ask which accelerator there is, one looks at how torch was built.
+        stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device)))
+        stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
+        # The first rank has what it sends; and it would send tensors without bytes.
+        stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
+        # All ranks have batches of one size; here their sizes would be asked of tensors that have no values.
+        stack.enter_context(_generation_ends_with_this_rank())
+        stack.enter_context(patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor))
+        _prove()
+        yield stack
+
+
+def _generation_ends_with_this_rank() -> Any:
+    """`generate` asks whether another rank goes on; here their batches end when this one's does."""
+    from transformers import GenerationMixin
+
+    unfinished = GenerationMixin._has_unfinished_sequences
+
+    def alone(model: Any, this_peer_finished: bool, _: bool, device: Any) -> bool:
+        return bool(unfinished(model, this_peer_finished, False, device))
+
+    return patch.object(GenerationMixin, "_has_unfinished_sequences", alone)
+
+
+def _prove() -> None:
+    try:
+        dist.broadcast(torch.empty(1, device="cuda"), 0)
+    except UnsupportedOperatorException as error:
+        raise NotPredicted(
+            f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors"
+        ) from error
+
+
+def forget_accelerate() -> None:
+    """A process has one state of accelerate; each prediction is another run."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()

@@ -1,0 +1,77 @@
+"""DeepSpeed ZeRO-1, 2 and 3: DeepSpeed's own engine, on one rank of many, on tensors without bytes. Imports torch."""
+
+import base64
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.rehearse.rehearsal import OPTIMIZER_STEPS
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
+from trainer_plugins.planner.sharded.zero_config import refuse_batches, refuse_config
+from trainer_plugins.planner.tracing.trace import Tracker
+
+
+class Zero:
+    """Optimizer states, gradients and weights in parts, each of them on one rank."""
+
+    not_predicted: tuple[str, ...] = (OF_NCCL, "resuming under ZeRO")
+    not_reliable: tuple[str, ...] = (
+        "ZeRO: the figures are those of DeepSpeed's own engine run on tensors without bytes; it has been held against "
+        "the same engine with bytes on CPU, and against nobody's GPU figure yet",
+        "ZeRO, reserved: a block that another stream still reads is taken to be free at once",
+    )
+
+    def __init__(self, config: dict[str, Any], request: PlanRequest) -> None:
+        from trainer_plugins.planner.sharded.zero_engine import PinnedBlocks
+
+        self._request = request
+        self._pinned = PinnedBlocks()
+        if config["zero_optimization"]["stage"] == 3:
+            self.not_reliable += ("ZeRO-3, host: reading a checkpoint at load is not counted",)
+
+    @contextlib.contextmanager
+    def around(self, tracker: Tracker) -> Iterator[None]:
+        from trainer_plugins.planner.sharded.zero_engine import engine_without_bytes
+
+        os.environ.update(_exported(self._request))
+        with as_first_rank(self._request, tracker), engine_without_bytes(tracker, self._pinned) as engines:
+            yield
+            if not engines or engines[-1].global_steps < OPTIMIZER_STEPS:
+                raise NotPredicted("DeepSpeed: in this run no engine takes the steps of the Trainer")
+
+    def prepare(self, trainer: Any) -> None:
+        pass
+
+    def host_pinned_bytes_per_node(self) -> int:
+        return self._pinned.num_bytes * self._request.gpus_per_node
+
+
+def _exported(request: PlanRequest) -> dict[str, str]:
+    """What `accelerate launch` tells its processes: accelerate/utils/launch.py, prepare_deepspeed_cmd_env."""
+    if request.deepspeed is None:
+        return {}
+    config = base64.urlsafe_b64encode(json.dumps(request.deepspeed).encode()).decode()
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}
+
+
+def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Any) -> Zero:
+    """Plan for an engine of this DeepSpeed config; "auto" is resolved by the Trainer itself, in the rehearsal.
+
+    Raises:
+        PlanError: DeepSpeed does not know a key of it, or is not installed.
+        NotPredicted: it asks for what nothing here can say anything about.
+    """
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise PlanError("planning for DeepSpeed needs the package deepspeed, whose engine runs here") from error
+    if request.device != "cuda":
+        raise NotPredicted("DeepSpeed on the simulated card, which it does not know")
+    refuse_config(config)
+    if request.deepspeed is None:  # accelerate completes its own
+        refuse_batches(config, args)
+    return Zero(config, request)

@@ -1,0 +1,247 @@
+"""Let DeepSpeed's own engine run on tensors without bytes. Imports torch and DeepSpeed.
+
+What is replaced is what a machine without a card, or a rank without peers, cannot do; each has a function, and the
+place in DeepSpeed 0.19.8 that asks for it. Which parameters are gathered, when they are released, how large each buffer
+is: that is the engine's own code.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.sharded import zero_views
+from trainer_plugins.planner.tracing.trace import Tracker
+
+_HELD_HERE = 2  # by the tensor, and by the Python object of the storage
+
+
+class PinnedBlocks:
+    """torch's allocator of pinned memory: blocks of powers of two, which are kept when a tensor dies.
+
+    ATen/core/CachingHostAllocator.h: `size_t roundSize = c10::llvm::PowerOf2Ceil(size)`, and free lists by that size.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What this process has pinned."""
+        return sum(block.numel() for block in self._blocks)
+
+    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A pinned tensor."""
+        length = torch.Size(shape).numel() * dtype.itemsize
+        return self._block(1 << max(0, length - 1).bit_length())[:length].view(dtype).view(shape)
+
+    def _block(self, size: int) -> torch.Tensor:
+        use_count: Any = torch._C._storage_Use_Count
+        for block in self._blocks:
+            if block.numel() == size and use_count(block.untyped_storage()._cdata) == _HELD_HERE:
+                return block
+        self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        return self._blocks[-1]
+
+
+@contextlib.contextmanager
+def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[list[Any]]:
+    """Be in force while an engine is made and runs. Yields the engines that are made."""
+    engines: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        _state_ends(stack)
+        _ranks_agree(stack)
+        _gradients_are_finite(stack)
+        _streams(stack)
+        _ops_are_not_built(stack)
+        _memory_is_pinned(stack, pinned)
+        _buffers_are_known(stack, tracker)
+        _engines_are_watched(stack, tracker, engines)
+        yield engines
+
+
+def _state_ends(stack: contextlib.ExitStack) -> None:
+    """DeepSpeed keeps groups, counters and a replaced `linear` for the process; the next prediction is another run.
+
+    And transformers keeps the config, by which it finds out whether there is DeepSpeed at all.
+    """
+    import deepspeed.comm.comm as comm
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from deepspeed.utils import groups
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    for owner in (comm, groups, partition_parameters, partition_parameters.Init, torch.nn.functional):
+        stack.callback(_restore, owner, {name: value for name, value in vars(owner).items() if _is_state(name, value)})
+    stack.callback(parameter_offload.FWD_MODULE_STACK.clear)
+    stack.callback(unset_hf_deepspeed_config)
+
+
+def _is_state(name: str, value: Any) -> bool:
+    return name == "linear" or (not name.startswith("__") and not callable(value)) or value is None
+
+
+def _restore(owner: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if getattr(owner, name, None) is not value:
+            setattr(owner, name, value)
+
+
+def _ranks_agree(stack: contextlib.ExitStack) -> None:
+    """Stage 3 compares the order of modules with rank 0, by values: partitioned_param_coordinator.py, reset_step."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+
+    for module in (partition_parameters, partitioned_param_coordinator, stage3):
+        stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda ints: None))
+
+
+def _gradients_are_finite(stack: contextlib.ExitStack) -> None:
+    """has_overflow of both stages looks, which takes memory, and then asks for what it has seen."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    for module, kind in (
+        (stage3, stage3.DeepSpeedZeroOptimizer_Stage3),
+        (stage_1_and_2, stage_1_and_2.DeepSpeedZeroOptimizer),
+    ):
+        stack.enter_context(patch.object(kind, "has_overflow", _and_says_no(kind.has_overflow)))
+        stack.enter_context(patch.object(module, "is_invalid_grad_norm", lambda norm: False))
+
+
+def _and_says_no(has_overflow: Any) -> Any:
+    def looked(*args: Any, **kwargs: Any) -> bool:
+        has_overflow(*args, **kwargs)
+        return False
+
+    return looked
+
+
+def _streams(stack: contextlib.ExitStack) -> None:
+    """The engine gathers on a stream of its own. A block that another stream still reads is free at once here."""
+    first: Any = torch.cuda.current_stream()
+    stack.enter_context(patch.object(torch.cuda, "default_stream", lambda device=None: first))
+    stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
+    for name in ("range_push", "range_pop"):
+        stack.enter_context(patch.object(torch.cuda.nvtx, name, lambda *_: 0))
+
+
+class _Op:
+    """An operation of DeepSpeed in C++ or CUDA; those of Adam change numbers in place, and take no memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
+    """csrc/adam: cpu_adam_impl.cpp and multi_tensor_adam.cu. Their states are made in Python, by the optimizers."""
+    from deepspeed.ops.adam import cpu_adam, fused_adam
+
+    for builder in (cpu_adam.CPUAdamBuilder, fused_adam.FusedAdamBuilder):
+        stack.enter_context(patch.object(builder, "load", lambda *_, **__: _Op()))
+
+
+def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedBlocks) -> None:
+    """accelerator/abstract_accelerator.py: everything that the engine pins goes through these two."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    answers = {
+        "_torch_pin_memory": lambda _, tensor: pinned.empty(tensor.shape, tensor.dtype),
+        "_torch_empty_pinned": lambda _, tensor, shape: pinned.empty(shape, tensor.dtype),
+    }
+    for name, answer in answers.items():
+        stack.enter_context(patch.object(kind, name, answer))
+
+
+def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
+    """What is gathered is a buffer, and so is what gradients are reduced in."""
+    from deepspeed.runtime.zero import stage3
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    makers: tuple[tuple[Any, str, Any], ...] = (
+        (PartitionedParameterCoordinator, "fetch_sub_module", zero_views.while_gathering),
+        (stage3, "reduce_scatter_coalesced", zero_views.while_reducing),
+    )
+    for owner, name, views in makers:
+        stack.enter_context(patch.object(owner, name, _making_buffers(getattr(owner, name), tracker, views)))
+    set_up = DeepSpeedZeroOptimizer.setup_buckets
+
+    def buckets_set_up(optimizer: Any) -> None:
+        set_up(optimizer)
+        buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
+        optimizer.storages_of_buckets = [tracker.storage_of(buffer) for buffer in buffers]
+
+    stack.enter_context(patch.object(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up))
+
+
+def _making_buffers(original: Any, tracker: Tracker, views: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with tracker.as_category("sharding buffers"), views():
+            return original(*args, **kwargs)
+
+    return made
+
+
+def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines: list[Any]) -> None:
+    """What an engine makes at its start belongs to the load; and a step that it skips would be a number too low."""
+    from deepspeed import DeepSpeedEngine
+
+    make, step = DeepSpeedEngine.__init__, DeepSpeedEngine.step
+    consolidate = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
+
+    def made(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with tracker.during("load"):
+            make(engine, *args, **kwargs)
+        engines.append(engine)
+
+    def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        _name_parts(engine, tracker)
+        done = step(engine, *args, **kwargs)
+        if engine.skipped_steps:
+            raise NotPredicted("this DeepSpeed: its engine skips steps where nothing has a value")
+        return done
+
+    def consolidated(*args: Any, **kwargs: Any) -> Any:
+        ranks, tracker.host_ranks = tracker.host_ranks, 1  # only rank 0 keeps what is gathered
+        try:
+            return consolidate(*args, **kwargs)
+        finally:
+            tracker.host_ranks = ranks
+
+    stack.enter_context(patch.object(DeepSpeedEngine, "__init__", made))
+    stack.enter_context(patch.object(DeepSpeedEngine, "step", stepped))
+    stack.enter_context(patch.object(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated))
+
+
+def _name_parts(engine: Any, tracker: Tracker) -> None:
+    """Say what the flat buffers of the engine's optimizer are: stage3.py and stage_1_and_2.py, `__init__`.
+
+    And what the parts of weights are, of which those that are not trained have no buffer: partition_parameters.py.
+    """
+    optimizer = engine.optimizer
+    for weight in engine.module.parameters():
+        tracker.tag([getattr(weight, "ds_tensor", None)], "weights" if weight.requires_grad else "frozen weights")
+
+    def of(name: str) -> list[Any]:
+        value = getattr(optimizer, name, None)
+        values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        return [each for one in values for each in (one if isinstance(one, (list, tuple)) else [one])]
+
+    for name, category in _PARTS.items():
+        tracker.tag(of(name), category)
+    tracker.tag((getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers")
+    for storage in of("storages_of_buckets"):  # of stages 1 and 2; gradients were views into them
+        if storage is not None:
+            storage.category = "sharding buffers"
+
+
+_PARTS = {
+    "fp16_partitioned_groups_flat": "weights",
+    "bit16_groups_flat": "weights",
+    "fp32_partitioned_groups_flat": "optimizer states",
+    "single_partition_of_fp32_groups": "optimizer states",
+    "grad_partitions_flat_buffer": "gradients",
+    "averaged_gradients": "gradients",
+}

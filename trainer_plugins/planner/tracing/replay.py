@@ -1,0 +1,102 @@
+"""Replay a trace through the allocator's arithmetic: what each moment holds, what lives at the peak, what fails."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.planner.plan import MOMENTS, MomentPeak
+from trainer_plugins.planner.tracing.trace import ALLOC, EMPTY_CACHE, FREE, Storage, Trace
+
+_TIMELINE_POINTS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What one allocator would have made of a trace. Sizes in bytes."""
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    peak_moment: str
+    peak_event: int
+    """The index of the event at the allocated peak, -1 where nothing was allocated."""
+
+    moments: Mapping[str, MomentPeak]
+    num_flushes: int
+    failed: Storage | None = None
+    """The allocation that the card refused. The replay ends there."""
+
+    failed_request_bytes: int | None = None
+    block_bytes: Mapping[int, int] = field(repr=False)
+    """What each storage got, by its index."""
+
+    timeline: tuple[tuple[str, int, int], ...] = field(repr=False)
+
+
+def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRules | None = None) -> Replay:
+    """Replay. `capacity_bytes` is what the process can reserve; None is a card without an end."""
+    model = AllocatorModel(capacity_bytes, rules)
+    blocks: dict[int, Block] = {}
+    block_bytes: dict[int, int] = {}
+    peaks: dict[str, MomentPeak] = {}
+    timeline: list[tuple[str, int, int]] = []
+    highest, peak_event, peak_moment = 0, -1, MOMENTS[0]
+    moment, failed, failed_bytes = "", None, None
+    interval = max(1, len(trace.events) // _TIMELINE_POINTS)
+    for position, event in enumerate(trace.events):
+        if event.moment != moment:
+            _note(peaks, moment, model)
+            model.reset_peaks()
+            moment = event.moment
+        if event.kind == ALLOC:
+            storage = trace.storages[event.number]
+            try:
+                block = blocks[event.number] = model.malloc(storage.num_bytes, storage.stream)
+            except AllocatorFull as full:
+                failed, failed_bytes = storage, full.requested_bytes
+                break
+            block_bytes[event.number] = block.size_bytes
+            if model.allocated_bytes > highest:
+                highest, peak_event, peak_moment = model.allocated_bytes, position, event.moment
+        elif event.kind == FREE:
+            model.free(blocks.pop(event.number))
+        elif event.kind == EMPTY_CACHE:
+            model.empty_cache()
+        point = (event.moment, model.allocated_bytes, model.reserved_bytes)
+        if position % interval == 0 or event.moment != timeline[-1][0]:
+            timeline.append(point)
+        else:  # the most of each stretch, so that no peak is lost
+            timeline[-1] = (event.moment, max(point[1], timeline[-1][1]), max(point[2], timeline[-1][2]))
+    _note(peaks, moment, model)
+    return Replay(
+        allocated_peak_bytes=highest,
+        reserved_peak_bytes=max((peak.reserved_bytes for peak in peaks.values()), default=0),
+        peak_moment=peak_moment,
+        peak_event=peak_event,
+        moments={name: peaks[name] for name in MOMENTS if name in peaks},
+        num_flushes=model.num_retries,
+        failed=failed,
+        failed_request_bytes=failed_bytes,
+        block_bytes=block_bytes,
+        timeline=tuple(timeline),
+    )
+
+
+def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
+    """The storages that live at the peak, each with what it got, the largest first. The sum is the allocated peak."""
+    live: dict[int, Storage] = {}
+    for event in trace.events[: replayed.peak_event + 1]:
+        if event.kind == ALLOC:
+            live[event.number] = trace.storages[event.number]
+        elif event.kind == FREE:
+            live.pop(event.number, None)
+    found = [(storage, replayed.block_bytes[index]) for index, storage in live.items()]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def _note(peaks: dict[str, MomentPeak], moment: str, model: AllocatorModel) -> None:
+    if moment:
+        before = peaks.get(moment, MomentPeak(allocated_bytes=0, reserved_bytes=0))
+        peaks[moment] = MomentPeak(
+            allocated_bytes=max(before.allocated_bytes, model.peak_allocated_bytes),
+            reserved_bytes=max(before.reserved_bytes, model.peak_reserved_bytes),
+        )

@@ -1,0 +1,54 @@
+"""Read by Python itself at its start, under `trainer-plugins exec`: attaches when `transformers.trainer` is imported.
+
+Imports nothing that Python has not imported already. Whatever goes wrong is one line on stderr: the program goes on.
+Any Python may be started there, so this is written for all from 2.7 on: no annotations, no f-strings.
+"""
+
+import os
+import sys
+
+
+def _attach():  # type: () -> None
+    try:
+        import json
+
+        from trainer_plugins.plug_in.attachment import attach, is_attached, say_at_exit
+
+        if not is_attached():  # what the program has attached itself is nearer to its user
+            attach(**json.loads(os.environ["TRAINER_PLUGINS_ATTACH"]))
+        say_at_exit(with_children=True)
+    except Exception as error:  # noqa: BLE001 # the program is not ours to break
+        _say(error)
+
+
+def _say(error):  # type: (Exception) -> None
+    reason = " ".join(str(error).split())
+    sys.stderr.write("trainer_plugins: nothing was attached in this Python (%s): %s\n" % (sys.executable, reason))  # noqa: UP031
+
+
+def _go_on_to_the_users_own():  # type: () -> None
+    """Import the sitecustomize that this one hides, if there is one. What it raises, Python reports as it would."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    ours, place = sys.modules.pop("sitecustomize"), sys.path.index(here) if here in sys.path else 0
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        missing = getattr(error, "name", None) or str(error).split()[-1]  # Python 2 has the name in its words alone
+        if missing != "sitecustomize":
+            raise
+    finally:
+        sys.modules.setdefault("sitecustomize", ours)
+        sys.path.insert(place, here)
+
+
+# No transformers with a Trainer runs on an older Python.
+if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
+    try:
+        from trainer_plugins_on_import import when_imported  # type: ignore[import-not-found]
+
+        when_imported("transformers.trainer", _attach)
+    except Exception as error:  # noqa: BLE001
+        _say(error)
+if __name__ == "sitecustomize":
+    _go_on_to_the_users_own()

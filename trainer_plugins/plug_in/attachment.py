@@ -1,0 +1,223 @@
+"""Give every Trainer that is built in this process the callbacks of a preset."""
+
+import atexit
+import functools
+import gc
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from trainer_plugins.plug_in._site.trainer_plugins_on_import import passed_over_by_warnings, when_imported
+from trainer_plugins.plug_in.options import DEFAULT_PRESET, callbacks_from_args, memory_arguments
+from trainer_plugins.plug_in.protection import give_way, insert, was_inserted
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+OLDEST_TRANSFORMERS = "4.57.1"
+_TRAINER_MODULE = "transformers.trainer"
+
+
+class _State:
+    """What is in force in this process."""
+
+    make: "Callable[[], list[TrainerCallback]] | None" = None
+    waits_for_import = False
+    says_at_exit = False
+    has_failed = False
+    num_built = 0
+
+
+_state = _State()
+_wrappers: dict[str, Callable[..., Any]] = {}  # name of a method of Trainer -> our wrapper around it
+
+
+def attach(preset: str = DEFAULT_PRESET, **options: Any) -> None:
+    """Give every Trainer that is built from now on fresh callbacks of a preset, as `protect` does to one.
+
+    A callback of the same class that the user gives is kept, and ours is not added. Attaching again replaces the
+    preset and the options; Trainers that are built already stay as they are. Neither torch nor transformers is
+    imported: where `transformers.trainer` is not there yet, this waits for it.
+
+    Args:
+        preset: which callbacks, see `trainer_plugins.presets`.
+        **options: the fields of `MemoryArguments` without `memory_`, as in `warn_fraction=0.8`.
+
+    Raises:
+        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing was changed.
+    """
+    _attach(functools.partial(callbacks_from_args, memory_arguments(preset, **options)))
+
+
+def is_attached() -> bool:
+    """Whether something is attached."""
+    return _state.make is not None
+
+
+def detach() -> None:
+    """Leave the Trainers that are built from now on alone, and put `Trainer.__init__` back as it was.
+
+    Where somebody else has wrapped it since, our part of it stays, and does nothing.
+    """
+    _state.make = None
+    if (trainer := _trainer_class()) is not None:
+        for name, ours in list(_wrappers.items()):
+            if vars(trainer)[name] is ours:
+                setattr(trainer, name, _wrappers.pop(name).__wrapped__)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def attached(preset: str = DEFAULT_PRESET, **options: Any) -> Iterator[None]:
+    """`attach` for the length of a `with`, and then whatever was attached before.
+
+    Raises:
+        ValueError: as `attach` does.
+    """
+    with attached_callbacks(functools.partial(callbacks_from_args, memory_arguments(preset, **options))):
+        yield
+
+
+@contextmanager
+def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[None]:
+    """As `attached`, with callbacks of the caller's making: each Trainer gets what `make` returns then.
+
+    Raises:
+        ValueError: transformers is too old.
+    """
+    before = _state.make
+    _attach(make)
+    try:
+        yield
+    finally:
+        if before is None:
+            detach()
+        else:
+            _attach(before)
+
+
+def say_at_exit(with_children: bool = False) -> None:
+    """Have this process say at its end, on stderr, if it built no Trainer while attached.
+
+    Args:
+        with_children: its children attach too, so a launcher, which lets them do the work, has nothing to say.
+    """
+    if _state.says_at_exit:
+        return
+    _state.says_at_exit = True
+    pid = os.getpid()
+
+    def say() -> None:
+        if _state.num_built or os.getpid() != pid:  # a fork inherits this, and is not the one that was asked
+            return
+        processes = sys.modules.get("multiprocessing.process")
+        if processes is not None and processes.parent_process() is not None:  # a worker of the one that was asked
+            return
+        spent = os.times()
+        if with_children and spent.children_user + spent.children_system > spent.user + spent.system:
+            return
+        sys.stderr.write(
+            "trainer_plugins: nothing was attached: this process built no transformers.Trainer, "
+            "and a training loop of one's own takes no callbacks\n"
+        )
+
+    atexit.register(say)
+
+
+def _attach(make: "Callable[[], list[TrainerCallback]]") -> None:
+    _check_transformers()
+    _state.make = make
+    if _trainer_class() is not None:
+        _wrap()
+    elif not _state.waits_for_import:
+        _state.waits_for_import = True
+        when_imported(_TRAINER_MODULE, _wrap)
+
+
+def _wrap() -> None:
+    trainer = _trainer_class()
+    if trainer is None or _state.make is None:
+        return
+    for name, around in (("__init__", _around_init), ("add_callback", _around_add_callback)):
+        method = getattr(trainer, name)
+        if name not in _wrappers or _wrappers[name] not in _layers(method):
+            if name == "__init__":
+                _warn_of_those_built(trainer)
+            _wrappers[name] = passed_over_by_warnings(around(method))
+            setattr(trainer, name, _wrappers[name])
+
+
+def _around_init(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: "Trainer", *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        init(self, *args, **kwargs)
+        if _state.make is not None:
+            _reach(self, _state.make)
+
+    return __init__
+
+
+def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add)
+    def add_callback(self: "Trainer", callback: "type[TrainerCallback] | TrainerCallback") -> None:
+        if _state.make is not None and not getattr(self, "is_in_train", False):
+            give_way(self, callback if isinstance(callback, type) else type(callback))
+        add(self, callback)
+
+    return add_callback
+
+
+def _reach(trainer: "Trainer", make: "Callable[[], list[TrainerCallback]]") -> None:
+    _state.num_built += 1
+    try:
+        insert(trainer, make())
+    except Exception:  # of somebody's preset, or of a Trainer that is unlike all others; theirs is to train
+        if not _state.has_failed:
+            _state.has_failed = True
+            logger.exception("%s trains without callbacks of ours; this is said once", type(trainer).__name__)
+
+
+def _trainer_class() -> "type[Trainer] | None":
+    return getattr(sys.modules.get(_TRAINER_MODULE), "Trainer", None)
+
+
+def _layers(method: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
+    """A method, and what it wraps, as far as its layers tell."""
+    while method is not None:
+        yield method
+        method = getattr(method, "__wrapped__", None)
+
+
+def _warn_of_those_built(trainer: "type[Trainer]") -> None:
+    trainers = [thing for thing in gc.get_objects() if issubclass(type(thing), trainer)]
+    handlers = [each.callback_handler for each in trainers if hasattr(each, "callback_handler")]
+    built = sum(not any(map(was_inserted, handler.callbacks)) for handler in handlers)
+    if built:
+        logger.warning(
+            "%d Trainer%s built before attach(), which reaches only those built later. For one of them, call "
+            "trainer_plugins.protect(trainer)",
+            built,
+            " was" if built == 1 else "s were",
+        )
+
+
+def _check_transformers() -> None:
+    try:
+        here = version("transformers")
+    except PackageNotFoundError:  # none, or one without metadata, of which nothing is known
+        return
+    if _numbers(here) < _numbers(OLDEST_TRANSFORMERS):
+        raise ValueError(
+            f"trainer_plugins works with transformers {OLDEST_TRANSFORMERS} or newer, and this is {here}. "
+            f"Update it: pip install 'transformers>={OLDEST_TRANSFORMERS}'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

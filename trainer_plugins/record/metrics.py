@@ -1,0 +1,65 @@
+"""MemoryMetrics: what memory did between two lines of a run's log, in the few numbers that belong on a chart."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.timeline import Flush
+from trainer_plugins.units import gib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMetrics:
+    """One device of one rank, since the line before. Sizes in bytes."""
+
+    peak_bytes: int
+    """The most that tensors took at once, in training, an evaluation or a save."""
+
+    reserved_bytes: int
+    """Held by this process's caching allocator at the last look."""
+
+    foreign_bytes: int
+    """Held at the last look by others: memory outside torch less what this run took there while it warmed up."""
+
+    pressure_fraction: float
+    """The highest pressure (see `MemoryReading`), 0 to 1."""
+
+    num_alloc_retries: int
+    """Allocations that succeeded only after the allocator had flushed its cache."""
+
+    flush_seconds: float
+    """How long training waited for releases of cached memory."""
+
+
+def metrics_of(
+    before: MemoryReading, readings: Sequence[MemoryReading], flushes: Iterable[Flush], own_non_torch_bytes: int
+) -> MemoryMetrics:
+    """Sum up what was seen.
+
+    Args:
+        before: the last reading of the line before.
+        readings: those since, at least one, oldest first.
+        flushes: the releases since.
+        own_non_torch_bytes: what this run is granted outside torch.
+    """
+    last = readings[-1]
+    return MemoryMetrics(
+        peak_bytes=max(reading.peak_allocated_bytes for reading in readings),
+        reserved_bytes=last.reserved_bytes,
+        foreign_bytes=max(0, last.non_torch_bytes - own_non_torch_bytes),
+        pressure_fraction=max(reading.pressure for reading in readings),
+        num_alloc_retries=last.num_alloc_retries - before.num_alloc_retries,
+        flush_seconds=sum(flush.seconds for flush in flushes),
+    )
+
+
+def as_logs(metrics: MemoryMetrics) -> dict[str, float]:
+    """The names and units under which people find them in TensorBoard and its like; all floats."""
+    return {
+        "memory/peak_gib": gib(metrics.peak_bytes),
+        "memory/reserved_gib": gib(metrics.reserved_bytes),
+        "memory/foreign_gib": gib(metrics.foreign_bytes),
+        "memory/pressure_fraction": metrics.pressure_fraction,
+        "memory/alloc_retries": float(metrics.num_alloc_retries),
+        "memory/flush_seconds": float(metrics.flush_seconds),
+    }

@@ -1,0 +1,123 @@
+"""Thinning: a timeline file that has grown long keeps its newest quarter, and half of the readings before it."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer_plugins.record.regular_file import open_regular, replacing
+
+_TOGETHER = 8
+_AT_ONCE_BYTES = 1 << 20
+
+# A reading as `timeline.to_line` writes it, and as versions before this one did. What is written otherwise stays.
+_READING = re.compile(
+    rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, "step": (?P<step>\d{1,18}), '
+    rb'(?P<alike>"moment": "(?!begin"|end")\w+", "device": "[\w:.-]*", "total_bytes": (?P<total>\d{1,18})), '
+    rb'"free_bytes": (?P<free>\d{1,18}), "reserved_bytes": (?P<reserved>\d{1,18}), "allocated_bytes": \d{1,18}, '
+    rb'"peak_allocated_bytes": (?P<peak>\d{1,18}), "num_alloc_retries": \d{1,18})'
+    rb'(?:, "num_readings": (?P<num>\d{1,18}))?\}\n'
+)
+_BEGINNING = re.compile(rb'\{"kind": (?:"beginning"|"sample",.*"moment": "begin")')
+_RELEASE = b'{"kind": "flush"'
+
+
+def thin(path: Path) -> int:
+    """Rewrite a timeline file with fewer lines, and return its size in bytes.
+
+    Of eight readings in a row of one moment four stay, among them those with the highest peak, reserved memory, use
+    of the device and pressure. They stay as they were read, and count how many they stand for. Releases are added up
+    in pairs. Findings, beginnings, ends and what is no entry stay as they are. The newest quarter is copied.
+
+    Whoever has the file open keeps the old one, whole; a kill at any moment leaves the old one or the new one.
+
+    Raises:
+        OSError: it cannot be read, or nothing can be written beside it. The file is then as it was.
+    """
+    with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
+        num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
+        while lines := _lines(file, min(num_old_bytes, _AT_ONCE_BYTES)):
+            num_old_bytes -= sum(map(len, lines))
+            thinned.writelines(_thinned(lines))
+        shutil.copyfileobj(file, thinned)
+        shutil.copymode(path, thinned.name)
+        thinned.flush()
+        os.fsync(thinned.fileno())
+        return thinned.tell()
+
+
+def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
+    """The next lines, so many that they have `num_bytes` or just more; what has no end for 1 MiB comes in pieces."""
+    lines: list[bytes] = []
+    while num_bytes > 0 and (line := file.readline(_AT_ONCE_BYTES)):
+        lines.append(line)
+        num_bytes -= len(line)
+    return lines
+
+
+def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
+    """The lines that stay, in their order."""
+    stay: list[bytes | None] = [*lines]
+    groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
+    pending: int | None = None
+    for number, line in enumerate(lines):
+        if match := _READING.fullmatch(line):
+            group = groups.setdefault(match.group("run", "alike"), [])
+            if group and int(match["step"]) < int(group[-1][1]["step"]):
+                group.clear()
+            group.append((number, match))
+            if len(group) == _TOGETHER:
+                _halve(stay, group)
+                group.clear()
+        elif line.startswith(_RELEASE):
+            if pending is not None and (total := _added(lines[pending], line)):
+                stay[pending], stay[number], pending = None, total, None
+            else:
+                pending = number
+        elif _BEGINNING.match(line):
+            groups.clear()  # readings of two runs are never held against each other
+            pending = None
+    return (line for line in stay if line is not None)
+
+
+def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
+    """Let half of a group stay: whatever has a maximum, and of the others every second."""
+    columns = zip(*(_compared(match) for _, match in group), strict=True)
+    chosen = {max(range(_TOGETHER), key=column.__getitem__) for column in columns}
+    for at in (7, 5, 3, 1, 6, 4, 2, 0):
+        if len(chosen) < _TOGETHER // 2:
+            chosen.add(at)
+    heir = max(chosen)
+    counts = dict.fromkeys(chosen, 0)
+    for at, (number, match) in reversed([*enumerate(group)]):
+        heir = at if at in chosen else heir
+        counts[heir] += int(match["num"] or 1)
+        if at not in chosen:
+            stay[number] = None
+    for at, num in counts.items():
+        number, match = group[at]
+        stay[number] = match["told"] + b', "num_readings": %d}\n' % num
+
+
+def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
+    """Peak, reserved, used and pressure, this as `MemoryReading` has it; the total is the same in a group."""
+    total, free, reserved, peak = map(int, match.group("total", "free", "reserved", "peak"))
+    return peak, reserved, total - free, peak + max(0, total - free - reserved)
+
+
+def _added(first: bytes, second: bytes) -> bytes | None:
+    """Two releases as one, at the time of the second; None where they are of two runs or kinds, or no releases."""
+    try:
+        one, other = json.loads(first), json.loads(second)
+        alike = all(one.get(name) == other.get(name) for name in ("run", "reason")) and one["step"] <= other["step"]
+        for name in ("released_bytes", "seconds"):
+            other[name] += one[name]
+        other["num_releases"] = one.get("num_releases", 1) + other.get("num_releases", 1)
+        other["stuck_bytes"] = max(one["stuck_bytes"], other["stuck_bytes"])
+        return json.dumps(other).encode() + b"\n" if alike else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,359 @@
+"""Timeline: what was seen and done during a run, in order; one JSON line an entry, read back the same."""
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from io import BufferedReader, FileIO
+from itertools import islice
+from json.encoder import encode_basestring_ascii as _quoted
+from operator import attrgetter
+from pathlib import Path
+from secrets import token_hex
+from time import time
+from typing import Any, get_args, get_origin
+from weakref import WeakValueDictionary
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.printable import printable
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.regular_file import open_regular
+from trainer_plugins.record.thinning import thin
+from trainer_plugins.strategy import Strategy
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 8 << 20
+"""A file that has grown longer is thinned, to about two thirds. Findings and beginnings are never dropped."""
+
+_LONGEST_LINE_BYTES = 1 << 20
+_YEAR_10000_SECONDS = 253_402_300_800
+
+# Two launches into one folder write to one file, perhaps at the same time: each line says which process it is of.
+_PROCESS = token_hex(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A reading, and when in the run it was taken."""
+
+    step: int
+    """Optimizer steps completed, as in `TrainerState.global_step`."""
+
+    moment: str
+    """What the run was doing since the reading before: `train`, `eval`, `predict`, `save`, `begin`, `end`."""
+
+    reading: MemoryReading
+    time_seconds: float = field(default_factory=time)
+    """Since the epoch of Unix."""
+
+    num_readings: int = 1
+    """How many it stands for: itself, and those beside it that were thinned out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """One release of cached memory: what it gave and what it cost."""
+
+    step: int
+    reason: str
+    released_bytes: int
+    stuck_bytes: int
+    """Still cached afterwards: free parts of segments in which a tensor lives, which no release can give back."""
+
+    seconds: float
+    """How long training waited for it."""
+
+    time_seconds: float = field(default_factory=time)
+    num_releases: int = 1
+    """How many are added up in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A finding, and the step at which it was made."""
+
+    step: int
+    finding: Finding
+    time_seconds: float = field(default_factory=time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Training began here, or went on from a checkpoint, and as what."""
+
+    step: int
+    strategy: Strategy
+    time_seconds: float = field(default_factory=time)
+
+
+Entry = Sample | Flush | Remark | Beginning
+
+
+def to_line(entry: Entry) -> str:
+    """Render an entry as one line of JSON, without the line feed. Sizes stay in bytes; `run` tells processes apart."""
+    if isinstance(entry, Sample) and entry.num_readings == 1:
+        # By hand and not by `dataclasses.asdict` and json: this is on the training path, at each step.
+        reading = entry.reading
+        names = (_PROCESS, entry.time_seconds, entry.step, _quoted(entry.moment), _quoted(reading.device))
+        return _SAMPLE_LINE % (*names, *_sizes_of(reading))
+    record: dict[str, Any] = {
+        "kind": type(entry).__name__.lower(),
+        "run": _PROCESS,
+        "time_seconds": round(entry.time_seconds, 3),
+        "step": entry.step,
+    }
+    if isinstance(entry, Sample):
+        record |= {"moment": entry.moment, **asdict(entry.reading), "num_readings": entry.num_readings}
+    elif isinstance(entry, Flush):
+        record |= {
+            "reason": entry.reason,
+            "released_bytes": entry.released_bytes,
+            "stuck_bytes": entry.stuck_bytes,
+            "seconds": round(entry.seconds, 6),
+            "num_releases": entry.num_releases,
+        }
+    else:
+        record |= asdict(entry.finding if isinstance(entry, Remark) else entry.strategy)
+    return json.dumps(record)
+
+
+def from_line(line: bytes) -> tuple[str, Entry] | None:
+    """Read one line back: of which process it is ("" in old files), and the entry.
+
+    None for what is no entry: a kind of a later version, half a line of a killed run, values that no run has.
+    """
+    try:
+        record = json.loads(line.decode())
+        common = {"time_seconds": record["time_seconds"], "step": record["step"]}
+        entry: Entry
+        match record["kind"]:
+            case "sample":
+                reading = _made(MemoryReading, record)
+                num_readings = record.get("num_readings", 1)
+                entry = Sample(moment=record["moment"], reading=reading, num_readings=num_readings, **common)
+                if reading.total_bytes <= 0 or min(_sizes_of(reading)) < 0:
+                    return None
+            case "flush":
+                entry = _made(Flush, record)
+            case "remark":
+                severity = Severity(record["severity"])
+                entry = Remark(finding=_made(Finding, record | {"severity": severity}), **common)
+            case "beginning":
+                entry = Beginning(strategy=_made(Strategy, record), **common)
+            case _:
+                return None
+        is_sound = _has_types(entry) and entry.step >= 0 and 0 <= entry.time_seconds < _YEAR_10000_SECONDS
+        return (str(record.get("run", "")), entry) if is_sound else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+_SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
+_sizes_of = attrgetter(*_SIZES)
+_SAMPLE_LINE = (
+    '{"kind": "sample", "run": "%s", "time_seconds": %.3f, "step": %d, "moment": %s, "device": %s, '
+    + ", ".join(f'"{name}": %d' for name in _SIZES)
+    + "}"
+)
+
+
+def _made(kind: Any, record: Mapping[str, Any]) -> Any:
+    """One of `kind` from its fields in a record; those that a version before did not write are left at their default.
+
+    Raises:
+        TypeError: one that has no default is missing, or one has another type than the class says.
+    """
+    made = kind(**{name: record[name] for name, _ in _types_of(kind) if name in record})
+    if not _has_types(made):
+        raise TypeError
+    return made
+
+
+def _has_types(value: Any) -> bool:
+    return all(_is_of(getattr(value, name), kind) for name, kind in _types_of(value.__class__))
+
+
+@cache
+def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((f.name, f.type) for f in fields(kind))
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value from a file is what the annotation of a field says; a number is finite and has 64 bits."""
+    if kind is int:
+        return type(value) is int and abs(value) < 1 << 63
+    if kind is float:
+        return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1 << 63
+    if kind is str:
+        return isinstance(value, str)
+    if get_origin(kind) is Mapping:
+        keys, values = get_args(kind)
+        return isinstance(value, dict) and all(_is_of(k, keys) and _is_of(v, values) for k, v in value.items())
+    if alternatives := get_args(kind):
+        return any(_is_of(value, each) for each in alternatives)
+    return isinstance(value, kind)
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
+    """What `from_line` makes of each line of a file; a line of more than 1 MiB is none of ours.
+
+    Raises:
+        OSError: the file cannot be read, or is none.
+    """
+    with BufferedReader(open_regular(path, "r")) as file:
+        while line := file.readline(_LONGEST_LINE_BYTES):
+            if len(line) == _LONGEST_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_LONGEST_LINE_BYTES)
+                yield None
+            elif line.strip():
+                yield from_line(line)
+
+
+def read_timeline(path: Path) -> list[Entry]:
+    """Read a file that a `Timeline` wrote, also one with lines that were cut off by a kill or a full disk.
+
+    Raises:
+        OSError: the file cannot be read, or is none.
+    """
+    return [read[1] for read in read_lines(path) if read is not None]
+
+
+class Timeline:
+    """A history of entries, oldest first, of which the last `capacity` are kept in memory.
+
+    With a `path` each entry is also appended to that file, one line in one write, so that it survives the death of
+    the process. Costs about 20 microseconds an entry. A file that cannot be written is said once and never raised:
+    training goes on, and the entries in memory are written when there is room again. One that is taken away is said
+    once and made again. One of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
+    """
+
+    def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
+        self._file: FileIO | None = None
+        if capacity < 1:
+            raise ValueError(f"a timeline keeps at least one entry, got capacity={capacity}")
+        self.path = path
+        self.last_flush: Flush | None = None
+        self.num_added = 0
+        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._unwritten: deque[bytes] = deque(maxlen=capacity)
+        self._num_taken = 0
+        """How much of the first unwritten line the file has: a full disk may take half of it."""
+        self._home = (0, 0)
+        """Device and number of the file that is open."""
+        self._thin_from_bytes = MAX_FILE_BYTES
+        self._said: set[str] = set()
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry."""
+        self._entries.append(entry)
+        self.num_added += 1
+        if isinstance(entry, Flush):
+            self.last_flush = entry
+        if self.path is not None:
+            if self._num_taken and len(self._unwritten) == self._unwritten.maxlen:
+                self.close()  # the rest of that line is given up
+            self._unwritten.append(to_line(entry).encode() + b"\n")
+            self._write(self.path)
+
+    def since(self, num_added: int) -> list[Entry]:
+        """What was added after `num_added` was that many, oldest first, as far as it is still in memory."""
+        return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
+
+    def close(self) -> None:
+        """Close the file. A later entry opens it again and goes on behind the last line."""
+        self._num_taken = 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy opens the file for itself, if it has something to add."""
+        return {**self.__dict__, "_file": None, "_num_taken": 0, "_unwritten": deque(maxlen=self._unwritten.maxlen)}
+
+    def _write(self, path: Path) -> None:
+        try:
+            file = self._file_now(path)
+            while self._unwritten:
+                line = self._unwritten[0]
+                self._num_taken += file.write(line[self._num_taken :])
+                if self._num_taken == len(line):
+                    self._unwritten.popleft()
+                    self._num_taken = 0
+        except OSError as error:
+            self._say_once(
+                "the memory timeline cannot be written to %s (%s): training goes on, and the entries stay in "
+                "memory until they can be. Free some space, or set output_dir to a folder that can be written",
+                printable(path),
+                error.strerror,
+            )
+
+    def _file_now(self, path: Path) -> FileIO:
+        """The file that the path names at this moment: it may have been removed, or replaced, since the last entry."""
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            found = None
+        if self._file is not None and (found is None or (found.st_dev, found.st_ino) != self._home):
+            self.close()
+            if found is None:
+                self._say_once(
+                    "the memory timeline %s was taken away while the run was writing it: it is made again, without "
+                    "what it had. Keep output_dir in its place until the run has ended",
+                    printable(path),
+                )
+        if found is not None and found.st_size > self._thin_from_bytes:
+            self._thin(path, found.st_size)
+        if self._file is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open_regular(path, "a+")
+            opened = os.fstat(file.fileno())
+            if opened.st_size:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # half a line of a run that was killed, or of a disk that was full
+                    file.write(b"\n")
+            self._file = file  # closes itself when it goes, also at the end of Python
+            self._home = (opened.st_dev, opened.st_ino)
+        return self._file
+
+    def _thin(self, path: Path, num_bytes: int) -> None:
+        self.close()
+        try:
+            num_bytes = thin(Path(os.path.realpath(path)))
+        except OSError as error:
+            self._say_once(
+                "the memory timeline %s has %d bytes and cannot be thinned (%s): it goes on growing. Free some space",
+                printable(path),
+                num_bytes,
+                error.strerror,
+            )
+        # Where little could be dropped, or nothing, it is worth trying again when much has been added.
+        self._thin_from_bytes = max(MAX_FILE_BYTES, num_bytes * 3 // 2)
+
+    def _say_once(self, message: str, *values: object) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning(message, *values)
+
+
+# One file has one Timeline in a process, however many callbacks write to it: two would each keep half the history.
+_open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
+
+
+def timeline_of_run(output_dir: str, rank: int) -> Timeline:
+    """The timeline of one rank of a run: `<output_dir>/memory/rank-<rank>.jsonl`. The same object for every caller."""
+    path = Path(output_dir).absolute() / "memory" / f"rank-{rank}.jsonl"
+    timeline = _open_timelines.get(path)
+    if timeline is None:
+        timeline = _open_timelines[path] = Timeline(path)
+    return timeline

@@ -1,0 +1,1 @@
+"""A run's own rows are measured in pieces here, before a micro-batch of it is divided."""

@@ -1,0 +1,1 @@
+"""A batch of evaluation, or of generation, is divided here."""

@@ -1,0 +1,1 @@
+"""These files say which batches, losses and models add up over pieces."""

@@ -1,0 +1,91 @@
+"""Weights: by what the loss of a piece is multiplied, so that the pieces add up to the loss of the whole.
+
+A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it is. A mean adds up
+when each piece counts as much as it has of what the mean is over: predicted tokens, or rows. The measure of a whole is
+the sum of its pieces' measures, so it does not matter how often a piece is divided again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """How much of the whole a piece is."""
+
+    name: str
+    """What the loss is, as in "a mean over tokens"."""
+
+    measure: Callable[[Inputs, int], float] | None
+    """How much there is in inputs of so many examples; None where every piece counts in full."""
+
+    is_finite: bool = False
+    """Whether the loss of inputs without any of it is 0, and not 0 / 0."""
+
+    def share(self, piece: float, whole: float) -> float:
+        """The factor for the loss of a piece, from the measures of both."""
+        return 1.0 if self.measure is None or whole == 0 else piece / whole
+
+    def of(self, inputs: Inputs, num: int) -> float:
+        """The measure of inputs. Reads a device: for micro-batches that are divided."""
+        return 1.0 if self.measure is None else self.measure(inputs, num)
+
+
+def _tokens(inputs: Inputs, _: int) -> float:
+    return float(_is_counted(_labels(inputs)).sum())
+
+
+def _next_tokens(inputs: Inputs, _: int) -> float:
+    return float(_is_counted(_labels(inputs)[..., 1:]).sum())
+
+
+def _tokens_in_sight(inputs: Inputs, _: int) -> float:
+    """Some models leave out by themselves what their attention mask hides, whatever its label is."""
+    labels, mask = _labels(inputs), inputs.get("attention_mask")
+    is_counted = _is_counted(labels)
+    if torch.is_tensor(mask) and mask.shape == labels.shape:
+        is_counted &= (mask == 1).to(is_counted.device)
+    return float(is_counted.sum())
+
+
+def _attended_tokens(inputs: Inputs, _: int) -> float:
+    """All but padding, of which packed sequences have none."""
+    mask = inputs.get("attention_mask")
+    return float(mask.sum() if torch.is_tensor(mask) else inputs["input_ids"].numel())
+
+
+def _completion_tokens(inputs: Inputs, _: int) -> float:
+    mask = inputs["completion_mask"]
+    return float((mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum())
+
+
+def _labels(inputs: Inputs) -> torch.Tensor:
+    labels = inputs.get("labels")
+    if not torch.is_tensor(labels):
+        raise IndivisibleError("it has no `labels` by which to weigh its parts")
+    return labels
+
+
+def _is_counted(labels: torch.Tensor) -> torch.Tensor:
+    """Where a loss counts a label. A target of a regression is a number like any other, -100.0 too."""
+    return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels != IGNORED
+
+
+def _labelled_rows(inputs: Inputs, _: int) -> float:
+    """Of classes, a number a row, cross-entropy leaves out those that are ignored."""
+    labels = _labels(inputs)
+    return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
+
+
+SUM = Weight("a sum over the window", None)
+LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
+ROWS = Weight("a mean over rows", lambda _, num: float(num))
+NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
+TOKENS = Weight("a mean over tokens", _tokens)
+TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
+ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
+COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)

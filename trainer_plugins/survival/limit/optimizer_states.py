@@ -1,0 +1,71 @@
+"""Optimizer states before step 1, without touching a weight: the usual first-step OOM then meets a run that can answer.
+
+Left to themselves Adam's two copies of the weights appear in the first `optimizer.step()`, where activations just
+fitted; and a step that fails half way cannot be repeated, since some weights have moved.
+"""
+
+from typing import Any
+
+import torch
+
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+
+
+def create_states(optimizer: Any) -> str | None:
+    """Create the states of torch's AdamW, Adam or SGD by a step of learning rate 0 with gradients of 0.
+
+    The first real step is bit-equal to what it would have been: weights, moments and step counters are untouched. A
+    parameter at a time, so that it takes no more memory than the states and one gradient.
+
+    Returns:
+        Why there was nothing done, to be said; None where the states are there.
+    """
+    inner = optimizer
+    while hasattr(inner, "optimizer"):  # inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share
+        inner = inner.optimizer
+    if inner.state:
+        return None  # of a checkpoint
+    if type(inner) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        return f"the states of {type(inner).__name__} appear in the first optimizer step: an OOM there ends the run"
+    if any(group.get("dampening") for group in inner.param_groups):
+        return "SGD with dampening makes its momentum of the first gradient: an OOM in the first step ends the run"
+    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+        return "the optimizer has step hooks, so its states appear in the first step: an OOM there ends the run"
+    try:
+        failed = attempt(lambda: _step_of_nothing(inner))
+    except Exception:
+        inner.state.clear()
+        raise
+    if isinstance(failed, DidNotFit):
+        inner.state.clear()
+        return f"weights, gradients and the states of {type(inner).__name__} may not fit together: {failed.first_line}"
+    return None
+
+
+def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
+    groups = optimizer.param_groups
+    saved = [dict(group) for group in groups]
+    try:
+        for group in groups:
+            # Decay of 0 too: Adam's and SGD's is no part of the rate, and would flow into the moments.
+            group["params"], group["lr"], group["weight_decay"] = [], 0.0, 0.0
+        for group, whole in zip(groups, saved, strict=True):
+            for parameter in whole["params"]:
+                if parameter.requires_grad:
+                    _step_one(optimizer, group, parameter)
+            group["params"] = []
+    finally:
+        for group, whole in zip(groups, saved, strict=True):
+            group.update(whole)
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].zero_()
+
+
+def _step_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+    before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
+    group["params"] = [parameter]
+    try:
+        type(optimizer).step(optimizer)  # a wrapper around this one's counts, or schedules
+    finally:
+        parameter.grad = before

@@ -1,0 +1,1 @@
+"""A micro-batch of training is divided, replayed or rehearsed here."""

@@ -1,0 +1,167 @@
+"""Replay: recovery where ranks compute together. The window is computed again by all of them, in equally many pieces.
+
+A window is the micro-batches of one optimizer step. Gradients of those before the failure are thrown away with those of
+the failure: a sum to which one rank brought nothing cannot be told from a good one. So no parameter is frozen, and all
+of them see the same dropout masks.
+
+Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the same order, whatever it holds.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from trainer_plugins.survival.attempt.attempt import DidNotFit, DidNotFitElsewhere
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, find_layout
+from trainer_plugins.survival.limit.limit import even, lower, sizes
+from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
+from trainer_plugins.survival.run import Run
+from trainer_plugins.survival.training.recovery import Recovery
+
+if TYPE_CHECKING:
+    from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+
+
+def tiny_pass(run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+    """Forward and backward of the first tokens of one example.
+
+    Raises:
+        IndivisibleError: one example cannot be taken out.
+    """
+    tiny = find_layout(run.attached.family.layouts, inputs).probe(inputs, 1)
+    with run.attached.trainer.compute_loss_context_manager():
+        loss = run.attached.compute_loss(run.model, tiny, num_items_in_batch=num_items)
+    run.attached.backward(loss)
+
+
+class Replay(Recovery):
+    """Of one micro-batch, and of those before it in its window."""
+
+    def __init__(self, run: Run, micro: MicroBatch, **options: Any) -> None:
+        super().__init__(run, micro, **options)
+        self._ranks = cast("FSDP2", run.ranks)
+        self._total: torch.Tensor | None = None
+
+    def failed(
+        self,
+        piece: Piece,
+        start: Start,
+        failure: DidNotFit,
+        phase: str,
+        *,
+        is_last: bool = True,
+        why_not: str = "",
+    ) -> None:
+        """As of one process, on every rank; `piece` is what this one tried meanwhile."""
+        is_here = not isinstance(failure, DidNotFitElsewhere)
+        self._story.failures.append(failure)
+        self._tried += [piece.num] if is_here else []
+        what = f"{self._what(piece)} did not fit in the {phase} pass"
+        self._story.tried = self._story.tried or (what if is_here else "what another rank computed did not fit")
+        if self._run.has_exchanged_parameters():
+            why_not = why_not or "the model has other parameters than when training began"
+        self._agree_to_go_on(why_not or self._why_whole)
+        self._ranks.clear()
+        self._look_for_leftover(self._ranks.window[0].start)
+        self._make_room_for(piece if is_here else None)
+
+    def plan(self) -> int:
+        """Into how many pieces the micro-batch is divided: as many as the rank makes that has to make most."""
+        whole = self._micro.whole
+        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
+        return self._ranks.highest(len(cuts))
+
+    def measure(self) -> None:
+        """Put off until it is needed (`finish`): a rank may have no two examples now."""
+
+    def finish(self) -> torch.Tensor:
+        """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
+        window = [*(type(self)(self._run, micro, **self._options) for micro in self._ranks.window[:-1]), self]
+        is_clear = bool(self._story.failures)
+        if not is_clear and self._ranks.highest(any(micro._lacks_weight() for micro in window)):
+            self._ranks.clear()  # to measure takes the place that gradients have
+            is_clear = True
+        todo = window if is_clear else [self]
+        while not self._compute_all(todo, may_measure=is_clear):
+            is_clear, todo = True, window
+        self._tell()
+        assert self._total is not None
+        return self._total
+
+    def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
+        """From the first on, as if nothing had been computed yet. False where it has to be begun again, with less."""
+        nums = [replay.plan() for replay in todo]
+        if may_measure:
+            try:
+                self._weigh([replay for replay, num in zip(todo, nums, strict=True) if num > 1])
+            except IndivisibleError as error:  # on every rank
+                if self._story.failures:
+                    self._give_up(str(error))
+                self._run.memo.limit = math.inf  # it was known from before: try whether it fits as it is
+                return False
+        for replay, num in zip(todo, nums, strict=True):
+            replay._micro.start.snapshot.restore()
+            replay._total, replay._story.pieces = None, []
+            for piece in replay._pieces(num):
+                loss = self._ranks.attempt(partial(replay._compute, piece, True))
+                if isinstance(loss, DidNotFit):
+                    self.failed(piece, replay._micro.start, loss, replay._phase)
+                    return False
+                replay._total = loss if replay._total is None else replay._total + loss
+                replay._story.pieces.append(piece.num)
+                replay._count_computed(piece)
+        return True
+
+    def _pieces(self, num: int) -> list[Piece]:
+        """So many pieces. A rank that cannot make so many adds some that weigh nothing."""
+        whole, smallest = self._micro.whole, self._attached.min_micro_batch
+        cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
+        parts = [whole]
+        if len(cuts) > 1 and self._layout is not None:
+            parts = whole.parts(self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share)
+        idle = replace(min(parts, key=lambda piece: piece.num_cells), factor=0.0, share=0.0)
+        return parts + [idle] * (num - len(parts))
+
+    def _make_room_for(self, piece: Piece | None) -> None:
+        """Lower the limit, or switch something on. `piece` is what did not fit; None where that was elsewhere."""
+        memo, limit, why = self._run.memo, None, ""
+        if piece is None:
+            limit = memo.limit
+        elif (limit := lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)) is None:
+            why = self._nothing_left(piece)
+        if not self._ranks.highest(limit is None):
+            assert limit is not None
+            try:
+                self._weigh([self], limit)
+            except IndivisibleError as error:  # on every rank
+                why = str(error)
+            else:
+                memo.limit = self._ranks.agreed(limit)
+                return
+        if rung := memo.climb(self._attached.ladder, self._run.model):
+            self._story.switched_on.append(rung)
+            return
+        self._give_up(why or "another rank has nothing smaller to try, and there is nothing left to switch on")
+
+    def _lacks_weight(self) -> bool:
+        """Whether this rank wants a measurement. Because it is time, only where a window begins: none is lost then."""
+        certificate = self._run.certificate
+        if self._layout is None or self._micro.whole.num < 2:
+            return False
+        is_first = self._micro is self._ranks.window[0]
+        return certificate.is_new(self._kind) or (is_first and certificate.wants(self._kind))
+
+    def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
+        """Measure by which pieces add up, where one rank does not know it. Only where there is no gradient to lose."""
+        if self._run.certificate.why_broken:  # on every rank
+            raise IndivisibleError(self._run.certificate.why_broken)
+        for replay in replays:
+            if replay._layout is not None and self._ranks.highest(replay._lacks_weight()):
+                replay._measure(replay._layout, replay._num_fit(limit))
+
+    def _agree_to_go_on(self, why_not: str) -> None:
+        if self._ranks.highest(bool(why_not)):
+            self._give_up(why_not or "another rank cannot go on, and says why")
