@@ -1,12 +1,12 @@
 """How the house is built, counted from its own source: rooms, floors, imports between rooms, long files and functions.
 
-A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python. A room stands one
-floor above the highest that is imported when it is imported. An arrow is a pair of rooms of which one imports the
-other, anywhere in it. It points upward if it does not end on a lower floor. A circle is one of files, at import.
+A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python. An arrow is a pair of
+rooms of which one imports the other, anywhere in its code. A room stands one floor above the highest that it imports.
+Rooms in a circle have no floor, and an arrow between two such rooms points upward for one of them. A circle of files
+is one of imports that run at import.
 """
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -38,11 +38,33 @@ def room_of(path: Path) -> str:
 def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
     """What is imported of the package, as the parts of its dotted name after `trainer_plugins`."""
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer_plugins"):
-            for alias in node.names:
-                yield [*(node.module or "").split(".")[1:], alias.name]
-        elif isinstance(node, ast.Import):
-            yield from (name.split(".")[1:] for name in (a.name for a in node.names) if name.startswith("trainer_plug"))
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for home, *name in (name.split(".") for name in names):
+            if home == PACKAGE.name:
+                yield name
+
+
+def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[str]]:
+    """For each room of the package, or of a folder of it that has rooms, those that it imports anywhere in its code.
+
+    Args:
+        files: see `trees`.
+        tower: the folder, "" for the whole package.
+    """
+    depth = 1 if tower else 0
+    inside = {path: tree for path, tree in files.items() if not tower or path.parts[0] == tower}
+    rooms = {path.parts[depth].removesuffix(".py") for path in inside}
+    arrows: dict[str, set[str]] = {room: set() for room in rooms}
+    for path, tree in inside.items():
+        here = path.parts[depth].removesuffix(".py")
+        for name in imported(ast.walk(tree)):
+            if name[:depth] == [tower][:depth]:
+                there = name[depth] if len(name) > depth and name[depth] in rooms else "__init__"
+                arrows[here] |= {there} - {here}
+    return arrows
 
 
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
@@ -55,14 +77,10 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, counted from 1.
-
-    Raises:
-        graphlib.CycleError: rooms import each other in a circle.
-    """
+    """The floor of each room, counted from 1; rooms that import each other in a circle get none."""
     found: dict[str, int] = {}
-    for room in TopologicalSorter(below).static_order():
-        found[room] = 1 + max((found[other] for other in below[room]), default=0)
+    while ready := [r for r in below if r not in found and all(other in found for other in below[r])]:
+        found.update({room: 1 + max((found[other] for other in below[room]), default=0) for room in ready})
     return found
 
 
@@ -90,17 +108,9 @@ def _module(parts: list[str], names: dict[str, Path]) -> str:
 def measure() -> dict[str, float]:
     """The figures, each a count unless its name says otherwise."""
     files = trees()
-    rooms = {room_of(path) for path in files}
-    below: dict[str, set[str]] = {room: set() for room in rooms}
-    arrows: dict[str, set[str]] = defaultdict(set)
-    for path, tree in files.items():
-        here = room_of(path)
-        for name in imported(at_import(tree)):
-            below[here] |= {name[0] if name and name[0] in rooms else "__init__"} - {here}
-        for name in imported(ast.walk(tree)):
-            arrows[here] |= {name[0] if name and name[0] in rooms else "__init__"} - {here}
-    floor = floors(below)
-    upward = [(a, b) for a, others in arrows.items() for b in others if floor[b] >= floor[a]]
+    arrows = arrows_between(files, "")
+    floor = floors(arrows)
+    upward = [(a, b) for a, others in arrows.items() for b in others if a not in floor and b not in floor]
 
     lines = [line for path in files for line in (PACKAGE / path).read_text().splitlines()]
     lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in files}
@@ -110,10 +120,10 @@ def measure() -> dict[str, float]:
     docstrings = [text for text in map(ast.get_docstring, documented) if text]
     anys = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
     return {
-        "rooms at the top": len(rooms) + len(OTHERS),
+        "rooms at the top": len(arrows) + len(OTHERS),
         "floors": max(floor.values()),
         "arrows": sum(map(len, arrows.values())),
-        "upward arrows": len(upward),
+        "arrows in a circle of rooms": len(upward),
         "files in a circle": files_in_a_circle(files),
         "files": len(files),
         "lines": len(lines),

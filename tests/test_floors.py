@@ -1,112 +1,68 @@
-"""The house stands: each floor imports only from the floors beneath it, and the light rooms stay light."""
+"""The house stands as docs/architecture.md draws it: imports point down, and the light rooms stay light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import trainer_plugins
+from benchmarks.house import arrows_between, trees
 
-ROOT = Path(trainer_plugins.__file__).parent
-FLOORS = [
-    {
-        *("units", "printable", "regular_file", "finding", "reading", "strategy", "thinning", "timeline", "history"),
-        *("metrics", "prometheus", "as_main"),
-    },
-    {"devices", "agreement", "allocator", "launch"},
-    {"watch", "oom", "generation", "holders", "release", "planner"},
-    {"callbacks", "report", "survival"},
-    {
-        *("presets", "options", "protection", "attachment", "flags", "run", "integrations", "_site"),
-        *("cli", "testing", "__init__", "__main__"),
-    },
-]
-# Rooms of one floor that may look at a neighbour, each with its reason.
-NEIGHBOURS = {
-    ("finding", "printable"),
-    ("strategy", "printable"),
-    ("thinning", "regular_file"),
-    ("timeline", "printable"),
-    ("timeline", "regular_file"),
-    ("timeline", "thinning"),
-    ("history", "printable"),
-    ("history", "timeline"),
-    ("prometheus", "printable"),
-    ("prometheus", "regular_file"),
-    ("timeline", "finding"),
-    ("timeline", "reading"),
-    ("timeline", "strategy"),
-    ("strategy", "units"),
-    ("metrics", "reading"),
-    ("metrics", "timeline"),
-    ("metrics", "units"),
-    ("prometheus", "metrics"),
-    ("release", "watch"),  # a release holds by the same tolerance by which the watch tells foreign memory
-    ("cli", "__init__"),  # the version
-    ("launch", "allocator"),  # its settings are part of the environment of a launch
-    ("launch", "__init__"),  # where the package is, for the files it carries
-    ("__main__", "cli"),
-    ("__init__", "callbacks"),
-    ("__init__", "generation"),
-    ("__init__", "planner"),
-    # How the pack gets into a Trainer, a stair of its own: each step stands on those before it.
-    ("options", "presets"),
-    ("protection", "options"),
-    ("attachment", "options"),
-    ("attachment", "protection"),
-    ("attachment", "_site"),  # what calls back on an import is read at every start of Python, and imports nothing
-    ("_site", "attachment"),  # only when the Trainer has been imported
-    ("flags", "presets"),  # the nearest name
-    ("flags", "options"),
-    ("run", "flags"),
-    ("run", "attachment"),
-    ("cli", "flags"),
-    ("cli", "_site"),  # where it is
-    ("integrations", "options"),
-    ("integrations", "protection"),
-    ("integrations", "attachment"),
-    ("integrations", "__init__"),  # where the package is
-    ("__init__", "options"),
-    ("__init__", "protection"),
-    ("__init__", "attachment"),
-    ("__init__", "survival"),
-    ("survival", "callbacks"),  # its memo is a callback of the run like the others
-}
+ROOT = Path(__file__).parent.parent
+PICTURE = re.compile(r"^(trainer_plugins|planner|survival): ?.*\n\n((?: {4}.*\n)+)", re.MULTILINE)
 
 
-def floor_of(part: str) -> int:
-    (floor,) = (number for number, floor in enumerate(FLOORS) if part in floor)
-    return floor
+def pictures() -> dict[str, dict[str, int]]:
+    """For the whole and for each tower in it: the floor of each room."""
+    drawn: dict[str, dict[str, int]] = {}
+    for name, lines in PICTURE.findall((ROOT / "docs" / "architecture.md").read_text()):
+        floor, floors = 0, {}
+        for line in lines.splitlines():
+            number, rooms = line[:8].strip(), line[8:]
+            floor = int(number) if number else floor
+            alone, _, words = rooms.partition("   ")
+            floors.update(dict.fromkeys([alone.strip()] if words else rooms.split(), floor))
+        drawn["" if name == "trainer_plugins" else name] = floors
+    return drawn
 
 
-def imports_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    parts = [name.split(".") for name in names if name.split(".")[0] == "trainer_plugins"]
-    return {part[1] if len(part) > 1 else "__init__" for part in parts}
+@pytest.mark.parametrize("tower", ["", "planner", "survival"])
+def test_the_picture_shows_every_room_and_no_other(tower: str) -> None:
+    folder = ROOT / "trainer_plugins" / tower
+    there = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert set(pictures()[tower]) == there - {"configs"}
 
 
-def test_no_import_climbs_or_goes_sideways() -> None:
-    seen, wrong = 0, []
-    for path in ROOT.rglob("*.py"):
-        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        for other in imports_of(path) - {part}:
-            seen += 1
-            if floor_of(other) >= floor_of(part) and (part, other) not in NEIGHBOURS:
-                wrong.append(f"{path.relative_to(ROOT)} imports {other}")
-    assert seen > 40
-    assert not wrong
+@pytest.mark.parametrize(("tower", "num_arrows"), [("", 70), ("planner", 35), ("survival", 55)])
+def test_every_import_points_down(tower: str, num_arrows: int) -> None:
+    floor = pictures()[tower]
+    arrows = arrows_between(trees(), tower)
+    climbing = [f"{a} imports {b}" for a, others in arrows.items() for b in others if floor[b] >= floor[a]]
+    assert not climbing
+    assert sum(map(len, arrows.values())) >= num_arrows
+
+
+def test_an_import_is_seen_wherever_it_stands() -> None:
+    code = """
+import trainer_plugins.units as u
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from trainer_plugins.oom import classify
+def late():
+    from trainer_plugins import cli
+"""
+    files = {**trees(), Path("devices/probe.py"): ast.parse(code)}
+    assert arrows_between(files, "")["devices"] >= {"units", "oom", "cli"}
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "timeline",
-        "history",
-        "prometheus",
+        "record.timeline",
+        "record.history",
+        "record.prometheus",
         "report.text",
         "cli",
         "oom",
@@ -116,9 +72,9 @@ def test_no_import_climbs_or_goes_sideways() -> None:
         "launch.environment",
         "launch.configs",
         "launch.lint",
-        "attachment",
+        "plug_in.attachment",
         "run",
-        "options",
+        "plug_in.options",
         "testing.simgpu",
         "testing.nvml",
         "testing.card",

@@ -11,11 +11,10 @@ from typing import Any
 
 import yaml
 
-import trainer_plugins
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.lint import ConfigError, judge, keys, read_document
 
-_HOME = Path(trainer_plugins.__file__).parent / "configs" / "accelerate"
+_HOME = Path(__file__).parent.parent / "configs" / "accelerate"
 _SECTIONS = {"deepspeed_config": keys.ACCELERATE_DEEPSPEED, "fsdp_config": keys.ACCELERATE_FSDP}
 
 

@@ -13,6 +13,10 @@ LONGEST_SEQUENCE = 1 << 24
 """Tokens of a row: some more than the 10 million of any model's context; what is longer is a slip of the hand."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
+OPTIMIZER_STEPS = 3
+"""So many are rehearsed. In the first the optimizer makes its states. The second has them, and the third is the first
+whose blocks lie where one like it has left them: what is reserved grows until then."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:

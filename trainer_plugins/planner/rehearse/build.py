@@ -14,8 +14,8 @@ import torch
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head
 from trainer_plugins.planner.rehearse import refusals, ship
-from trainer_plugins.planner.rehearse.rehearsal import OPTIMIZER_STEPS, Batch, other_models
-from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
+from trainer_plugins.planner.rehearse.rehearsal import Batch, other_models
+from trainer_plugins.planner.request import MOST_ROWS, OPTIMIZER_STEPS, ConfigSource, TrainerSource
 from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.

@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.planner.request import OPTIMIZER_STEPS
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
 
 Batch = dict[str, Any]
-
-OPTIMIZER_STEPS = 3
-"""In the first the optimizer makes its states. The second has them, and the third is the first whose blocks lie where
-one like it has left them: what is reserved grows until then."""
 
 _MICRO_STEPS_RUN = 2
 """The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which

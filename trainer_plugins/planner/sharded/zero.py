@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse.rehearsal import OPTIMIZER_STEPS
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import OPTIMIZER_STEPS, PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.sharded.zero_config import refuse_batches, refuse_config
 from trainer_plugins.planner.tracing.trace import Tracker
