@@ -1,1 +1,4 @@
-"""What the performance claims rest on. `scripts/bench` runs each benchmark alone and prints its figures."""
+"""What the performance claims rest on.
+
+`scripts/bench` runs each benchmark alone and prints its figures.
+"""

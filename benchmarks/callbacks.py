@@ -1,7 +1,8 @@
 """What the callbacks cost a step, and `CudaCacheCallback` beside `TrainingArguments.torch_empty_cache_steps`.
 
-Each variant trains the same tiny Llama on batches of changing length, interleaved in one process, several rounds;
-figures are medians over rounds. On a simulated card the cost of a flush is that of returning main memory.
+Each variant trains the same tiny Llama on batches of changing length, interleaved in one process,
+several rounds; figures are medians over rounds. On a simulated card the cost of a flush is that of
+returning main memory.
 """
 
 import gc
@@ -42,14 +43,20 @@ def rows() -> list[dict[str, torch.Tensor]]:
     """Token rows of 64 to 256 tokens, four of one length in a row."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 257, (STEPS,), generator=generator).tolist()
-    data = [torch.randint(1, 255, (length,), generator=generator) for length in lengths for _ in range(4)]
+    data = [
+        torch.randint(1, 255, (length,), generator=generator)
+        for length in lengths
+        for _ in range(4)
+    ]
     return [{"input_ids": row, "labels": row} for row in data]
 
 
 def train(callbacks: list[Any], folder: str, **settings: Any) -> tuple[float, int]:
     """Seconds a step, and the most that was reserved."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2
+    )
     config.num_attention_heads = config.num_key_value_heads = 4
     args = TrainingArguments(
         folder,
@@ -63,7 +70,9 @@ def train(callbacks: list[Any], folder: str, **settings: Any) -> tuple[float, in
         **settings,
     )
     clock = Clock()
-    trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows(), callbacks=[*callbacks, clock])
+    trainer = Trainer(
+        LlamaForCausalLM(config), args, train_dataset=rows(), callbacks=[*callbacks, clock]
+    )
     trainer._get_train_sampler = lambda *_: None  # rows of one length stay together
     gc.collect()
     torch.accelerator.empty_cache()
@@ -91,8 +100,12 @@ def microseconds_a_step(callbacks: list[Any], folder: str) -> float:
 
     A difference of two noisy trainings cannot show a ten-thousandth of a step; this can.
     """
-    args = TrainingArguments(folder, max_steps=3, report_to="none", save_strategy="no", disable_tqdm=True)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2))
+    args = TrainingArguments(
+        folder, max_steps=3, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    )
     trainer = Trainer(model, args, train_dataset=rows(), callbacks=callbacks)
     handler, state, control = trainer.callback_handler, trainer.state, trainer.control
     state.compute_steps(args, 3)
@@ -126,7 +139,9 @@ def measure() -> dict[str, float]:
     bare = seconds["bare Trainer"]
     results: dict[str, float] = {f"bare step_ms[{place}]": median(bare) * 1000}
     for name, values in seconds.items():
-        results[f"{name}: step ratio"] = median(ours / other for ours, other in zip(values, bare, strict=True))
+        results[f"{name}: step ratio"] = median(
+            ours / other for ours, other in zip(values, bare, strict=True)
+        )
         results[f"{name}: peak reserved ratio"] = reserved[name] / reserved["bare Trainer"]
         results[f"{name}: events_us a step"] = median(alone[name]) - median(alone["bare Trainer"])
     results["all four: share of a 100 ms step"] = results["all four: events_us a step"] / 100_000

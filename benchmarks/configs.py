@@ -1,25 +1,30 @@
 """The shipped ZeRO-3 offload files beside those of LLaMA-Factory, axolotl and accelerate: one training, side by side.
 
-The model is Llama-2 7B in miniature: its 32 layers, every matrix an 8th as wide and as high, so a 64th of its elements.
-A file's numbers that count elements are divided by 64 too: buckets, thresholds and distances stand to the layers as
-they do at 7B. What is "auto" follows the model by itself.
+The model is Llama-2 7B in miniature: its 32 layers, every matrix an 8th as wide and as high, so a
+64th of its elements. A file's numbers that count elements are divided by 64 too: buckets,
+thresholds and distances stand to the layers as they do at 7B. What is "auto" follows the model by
+itself.
 
-Each row is launched by `accelerate launch` on two CPU ranks, interleaved, in rounds; nothing is printed unless the
-training that was meant is the one that ran, and all rows trained alike. What a figure can show on the CPU:
+Each row is launched by `accelerate launch` on two CPU ranks, interleaved, in rounds; nothing is
+printed unless the training that was meant is the one that ran, and all rows trained alike. What a
+figure can show on the CPU:
 
-    tokens/s     how much is gathered, reduced and stepped; neither PCIe nor overlap, and `pin_memory` does nothing
-    card         a census (see `benchmarks/configs_train.py`) of what would be on a card, without activations; given as
+    tokens/s     how much is gathered, reduced and stepped; neither PCIe nor overlap, and
+    `pin_memory` does nothing card         a census (see `benchmarks/configs_train.py`) of what
+    would be on a card, without activations; given as
                  it is at 7B: every term counts elements, so it is 64 times what was counted
-    fetched      weights gathered in a step, over those of the model; on a card with offload, what crosses PCIe
-    waited for   the part of them that nobody had asked for when their layer began: not overlapped on any device
-    main memory  of a rank, with Python's own and with the card's share, which is main memory here
+    fetched      weights gathered in a step, over those of the model; on a card with offload, what
+    crosses PCIe waited for   the part of them that nobody had asked for when their layer began: not
+    overlapped on any device main memory  of a rank, with Python's own and with the card's share,
+    which is main memory here
 
-With a CUDA card the same program trains on it in bf16, capped to 24 GiB at 7B and to the same share of a smaller model
-where main memory holds no 7B. NOT YET RUN ON A GPU.
+With a CUDA card the same program trains on it in bf16, capped to 24 GiB at 7B and to the same share
+of a smaller model where main memory holds no 7B. NOT YET RUN ON A GPU.
 
     python -m benchmarks.configs [KEY=VALUE[,KEY=VALUE]] ...
 
-Each argument is one more row: zero3_offload_all with these values, as `trainer-plugins configs copy --set` takes them.
+Each argument is one more row: zero3_offload_all with these values, as `trainer-plugins configs copy
+--set` takes them.
 """
 
 import json
@@ -55,10 +60,16 @@ ELEMENTS = {
     "sub_group_size": 1_000_000_000,
 }
 AUTO = dict.fromkeys(
-    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "auto",
 )
 # axolotl writes max_live_parameters and max_reuse_distance: DeepSpeed reads these names too.
-AXOLOTL = {**AUTO, "sub_group_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+AXOLOTL = {
+    **AUTO,
+    "sub_group_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
 TORCH_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
 
@@ -95,14 +106,21 @@ ROWS = {
     OURS: Row(),
     "zero3_offload_optimizer": Row("zero3_offload_optimizer"),
     # hiyouga/LLaMA-Factory ff6d4d12, examples/deepspeed/ds_z3_offload_config.json
-    "LLaMA-Factory": Row(zero={**AUTO, "overlap_comm": False}, rest={"zero_allow_untested_optimizer": True}),
-    # axolotl-ai-cloud/axolotl 067b021c, deepspeed_configs/zero3_bf16_cpuoffload_all.json: torch's AdamW on the CPU
+    "LLaMA-Factory": Row(
+        zero={**AUTO, "overlap_comm": False}, rest={"zero_allow_untested_optimizer": True}
+    ),
+    # axolotl-ai-cloud/axolotl 067b021c, deepspeed_configs/zero3_bf16_cpuoffload_all.json: torch's
+    # AdamW on the CPU
     "axolotl _all": Row(zero=AXOLOTL, rest=TORCH_OPTIMIZER, optimizer="AdamW"),
     # the same, deepspeed_configs/zero3_bf16_cpuoffload_params.json
-    "axolotl _params": Row(zero={**AXOLOTL, "offload_optimizer": None}, rest=TORCH_OPTIMIZER, optimizer="AdamW"),
-    # huggingface/accelerate 16cb6eb8, examples/deepspeed_config_templates/zero_stage3_offload_config.json. Its fp16 and
-    # its accumulation of 1 would stop a training in bf16, or with any other, so they are "auto" here; and its schedule
-    # of the learning rate is left out, so that all train alike. Its AdamW is what the others get from the Trainer.
+    "axolotl _params": Row(
+        zero={**AXOLOTL, "offload_optimizer": None}, rest=TORCH_OPTIMIZER, optimizer="AdamW"
+    ),
+    # huggingface/accelerate 16cb6eb8,
+    # examples/deepspeed_config_templates/zero_stage3_offload_config.json. Its fp16 and its
+    # accumulation of 1 would stop a training in bf16, or with any other, so they are "auto" here;
+    # and its schedule of the learning rate is left out, so that all train alike. Its AdamW is what
+    # the others get from the Trainer.
     "accelerate": Row(zero=AUTO),
 }
 
@@ -127,7 +145,9 @@ def bench_here() -> Bench:
         return Bench(8, 2, ("--rows", "1", "--length", "32", "--use_cpu"))
     room = 0.9 * psutil.virtual_memory().available / 20.1
     divisor = next((divisor for divisor in (1, 2, 4) if 6.74e9 / divisor**2 < room), 8)
-    return Bench(divisor, 1, ("--rows", "4", "--length", "1024", "--card_bytes", str(24 * GIB // divisor**2)))
+    return Bench(
+        divisor, 1, ("--rows", "4", "--length", "1024", "--card_bytes", str(24 * GIB // divisor**2))
+    )
 
 
 def launch(row: Row, bench: Bench) -> list[dict[str, Any]]:
@@ -139,32 +159,49 @@ def launch(row: Row, bench: Bench) -> list[dict[str, Any]]:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "launch.yaml").write_text(row.launch_file(bench.divisor))
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "launch.yaml")]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(folder / "launch.yaml"),
+        ]
         command += ["--num_processes", str(bench.num_ranks), "--main_process_port", "0"]
         command += ["-m", "benchmarks.configs_train"]
         command += ["--result", temporary, "--divisor", str(bench.divisor), *bench.words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+        environment["PATH"] = (
+            f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+        )
         if bench.num_ranks > 1:
             environment["DS_ACCELERATOR"] = "cpu"
         # A rank may die at exit, its work done: the results tell, not the exit code.
-        done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, check=False, capture_output=True, text=True
+        )
         results = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     if "OutOfMemoryError" in done.stderr:
         return []
     if len(results) != bench.num_ranks:
-        raise RuntimeError(f"{len(results)} of {bench.num_ranks} ranks finished:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{len(results)} of {bench.num_ranks} ranks finished:\n{done.stderr[-3000:]}"
+        )
     zero = row.deepspeed(bench.divisor)["zero_optimization"]
     meant = {
         "world_size": bench.num_ranks,
         "stage": 3,
         "optimizer": row.optimizer,
-        "offload": {name: zero.get(f"offload_{name}", {}).get("device", "none") for name in ("optimizer", "param")},
+        "offload": {
+            name: zero.get(f"offload_{name}", {}).get("device", "none")
+            for name in ("optimizer", "param")
+        },
     }
     for result in results:
         ran = {key: result[key] for key in meant}
         if ran != meant or result["partitioned_share"] < 0.9:
-            raise RuntimeError(f"what ran is not what was meant: {ran}, {result['partitioned_share']}, not {meant}")
+            raise RuntimeError(
+                f"what ran is not what was meant: {ran}, {result['partitioned_share']}, not {meant}"
+            )
     return results
 
 
@@ -177,7 +214,9 @@ def rows_with(words: list[str]) -> dict[str, Row]:
     more = {}
     for word in words:
         with TemporaryDirectory() as temporary:
-            changed: Any = read_document(configs.copy(OURS, Path(temporary), word.split(","))).deepspeed
+            changed: Any = read_document(
+                configs.copy(OURS, Path(temporary), word.split(","))
+            ).deepspeed
         more[f"{OURS}, {word}"] = Row(zero=changed["zero_optimization"])
     return {**ROWS, **more}
 
@@ -195,7 +234,9 @@ def measure(rows: dict[str, Row], bench: Bench) -> dict[str, list[list[dict[str,
             if ranks and results[OURS]:
                 loss, ours = ranks[0]["losses"][-1], results[OURS][0][0]["losses"][-1]
                 if abs(loss - ours) > 0.001 * ours:
-                    raise SystemExit(f"{name} ends at a loss of {loss}, {OURS} at {ours}: not the same training")
+                    raise SystemExit(
+                        f"{name} ends at a loss of {loss}, {OURS} at {ours}: not the same training"
+                    )
     return results
 
 
@@ -214,7 +255,10 @@ def main(words: list[str]) -> None:
         name: [median(second for rank in ranks for second in rank["seconds"]) for ranks in rounds]
         for name, rounds in results.items()
     }
-    print(f"{results[OURS][0][0]['parameters'] / 1e6:.0f}M parameters, {bench.num_ranks} ranks,", end=" ")
+    print(
+        f"{results[OURS][0][0]['parameters'] / 1e6:.0f}M parameters, {bench.num_ranks} ranks,",
+        end=" ",
+    )
     print(f"{bench.tokens} tokens a step; {OURS} takes {median(seconds[OURS]):.2f} s a step")
     print("tokens/s  card at 7B  of it weights  fetched  waited for  main memory  on the card")
     print("   ratio         GiB            GiB  x model     x model          MiB          MiB")
@@ -222,7 +266,9 @@ def main(words: list[str]) -> None:
         if not rounds:
             print(f"out of memory on this card: {name}")
             continue
-        ratio = median(ours / other for ours, other in zip(seconds[OURS], seconds[name], strict=True))
+        ratio = median(
+            ours / other for ours, other in zip(seconds[OURS], seconds[name], strict=True)
+        )
         most = {key: max(rank[key] for ranks in rounds for rank in ranks) for key in FIGURES}
         at_7b = bench.divisor**2 / GIB
         print(

@@ -1,7 +1,8 @@
 """The training that `benchmarks/configs.py` launches: 7B in miniature, and what it leaves on each rank.
 
-Each rank writes `rank-<rank>.json` into `--result`: what really ran, seconds of the timed steps, peak main memory, and
-a census of what DeepSpeed keeps on the card. The census is taken in steps of its own, after the timed ones.
+Each rank writes `rank-<rank>.json` into `--result`: what really ran, seconds of the timed steps,
+peak main memory, and a census of what DeepSpeed keeps on the card. The census is taken in steps of
+its own, after the timed ones.
 """
 
 import argparse
@@ -13,7 +14,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 WARM_UP_STEPS = 3  # DeepSpeed records the order of the modules in them, and prefetches from then on
 TIMED_STEPS = 4
@@ -37,9 +45,10 @@ def shape(divisor: int) -> LlamaConfig:
 class Census:
     """What DeepSpeed keeps on the card and carries to it, in elements and bytes: counted, not read from a device.
 
-    The sum grows where weights are fetched and where gradients are reduced, so it is taken there. Counted are whole
-    weights (gathered, or on their way), gradients, the reduce bucket and what reduce-scatter copies of it. Not counted
-    are activations, the loss, and copies that a gather makes while it is waited for.
+    The sum grows where weights are fetched and where gradients are reduced, so it is taken there.
+    Counted are whole weights (gathered, or on their way), gradients, the reduce bucket and what
+    reduce-scatter copies of it. Not counted are activations, the loss, and copies that a gather
+    makes while it is waited for.
     """
 
     def __init__(self, optimizer: Any, parameters: Iterable[Any]) -> None:
@@ -59,17 +68,28 @@ class Census:
     def absent(self, parameters: Iterable[Any]) -> int:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        return sum(each.ds_numel for each in parameters if each.ds_status == ZeroParamStatus.NOT_AVAILABLE)
+        return sum(
+            each.ds_numel for each in parameters if each.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        )
 
     def look(self, copied_bytes: int = 0) -> None:
-        buckets = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values() if bucket.buffer is not None]
+        buckets = [
+            bucket.buffer
+            for bucket in self.optimizer.ipg_buckets.values()
+            if bucket.buffer is not None
+        ]
         # A gradient lies in the bucket, or alone where it is larger.
         held = [*buckets, *(each.grad for each in self.parameters if each.grad is not None)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in held
+        }
         num_gathered = sum(each.ds_numel for each in self.parameters) - self.absent(self.parameters)
         gathered_bytes = num_gathered * self.parameters[0].element_size()
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, gathered_bytes)
-        self.peak_bytes = max(self.peak_bytes, gathered_bytes + sum(storages.values()) + copied_bytes)
+        self.peak_bytes = max(
+            self.peak_bytes, gathered_bytes + sum(storages.values()) + copied_bytes
+        )
 
     def _counting(self, fetch: Callable[..., None]) -> Callable[..., None]:
         def counted(module: Any, forward: bool) -> None:
@@ -97,7 +117,11 @@ def resident_bytes(optimizer: Any, parameters: Iterable[Any]) -> int:
         held += sum(parameter.ds_tensor.nbytes for parameter in parameters)
     if not optimizer.offload_optimizer:
         states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
-        tensors = [*optimizer.fp32_partitioned_groups_flat, *states, optimizer.grad_partitions_flat_buffer]
+        tensors = [
+            *optimizer.fp32_partitioned_groups_flat,
+            *states,
+            optimizer.grad_partitions_flat_buffer,
+        ]
         held += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
     return held
 
@@ -137,7 +161,9 @@ def main() -> None:
     parser.add_argument("--divisor", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--length", type=int, required=True)
-    parser.add_argument("--card_bytes", type=int, default=0, help="what the card may hold; 0: all of it")
+    parser.add_argument(
+        "--card_bytes", type=int, default=0, help="what the card may hold; 0: all of it"
+    )
     parser.add_argument("--use_cpu", action="store_true")
     words = parser.parse_args()
     if words.card_bytes:
@@ -164,8 +190,12 @@ def main() -> None:
     config = shape(words.divisor)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     num_rows = words.rows * num_steps * args.world_size
-    tokens = torch.randint(0, config.vocab_size, (num_rows, words.length), generator=torch.Generator().manual_seed(0))
-    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
+    tokens = torch.randint(
+        0, config.vocab_size, (num_rows, words.length), generator=torch.Generator().manual_seed(0)
+    )
+    trainer = Trainer(
+        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens]
+    )
     watch = Stopwatch(trainer)
     trainer.add_callback(watch)
     trainer.train()

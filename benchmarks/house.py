@@ -1,9 +1,9 @@
 """How the house is built, counted from its own source: rooms, floors, imports between rooms, long files and functions.
 
-A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python. An arrow is a pair of
-rooms of which one imports the other, anywhere in its code. A room stands one floor above the highest that it imports.
-Rooms in a circle have no floor, and an arrow between two such rooms points upward for one of them. A circle of files
-is one of imports that run at import.
+A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python.
+An arrow is a pair of rooms of which one imports the other, anywhere in its code. A room stands one
+floor above the highest that it imports. Rooms in a circle have no floor, and an arrow between two
+such rooms points upward for one of them. A circle of files is one of imports that run at import.
 """
 
 import ast
@@ -17,17 +17,52 @@ OTHERS = ("benchmarks", "hydra_plugins", "scripts")
 
 FRAGMENTS = frozenset(
     (
-        *("about", "among", "and", "as", "at", "behind", "beside", "between", "but", "by", "for", "from", "how", "in"),
-        *("inside", "like", "of", "on", "or", "that", "those", "to", "under", "what", "when", "where", "whether"),
+        *(
+            "about",
+            "among",
+            "and",
+            "as",
+            "at",
+            "behind",
+            "beside",
+            "between",
+            "but",
+            "by",
+            "for",
+            "from",
+            "how",
+            "in",
+        ),
+        *(
+            "inside",
+            "like",
+            "of",
+            "on",
+            "or",
+            "that",
+            "those",
+            "to",
+            "under",
+            "what",
+            "when",
+            "where",
+            "whether",
+        ),
         *("which", "who", "whom", "whose", "why", "with", "within", "without"),
     )
 )
-"""A first word after which a docstring's first sentence has no subject. What begins with a noun is not noticed."""
+"""A first word after which a docstring's first sentence has no subject.
+
+What begins with a noun is not noticed.
+"""
 
 
 def trees() -> dict[Path, ast.Module]:
     """The syntax of each file of the package, by its path there."""
-    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        path.relative_to(PACKAGE): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def room_of(path: Path) -> str:
@@ -71,7 +106,9 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes that run when a module is imported: no bodies of functions, nothing for type checkers alone."""
     for child in ast.iter_child_nodes(tree):
         is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if not is_for_types and not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
             yield child
             yield from at_import(child)
 
@@ -79,17 +116,26 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
     """The floor of each room, counted from 1; rooms that import each other in a circle get none."""
     found: dict[str, int] = {}
-    while ready := [r for r in below if r not in found and all(other in found for other in below[r])]:
-        found.update({room: 1 + max((found[other] for other in below[room]), default=0) for room in ready})
+    while ready := [
+        r for r in below if r not in found and all(other in found for other in below[r])
+    ]:
+        found.update(
+            {room: 1 + max((found[other] for other in below[room]), default=0) for room in ready}
+        )
     return found
 
 
 def files_in_a_circle(files: dict[Path, ast.Module]) -> int:
-    """How many files import each other in a circle; 0 if none do. Of several circles it counts one."""
+    """How many files import each other in a circle; 0 if none do.
+
+    Of several circles it counts one.
+    """
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in files}
     below = {
         name: {
-            found for parts in imported(at_import(files[path])) if (found := _module(parts, names)) not in ("", name)
+            found
+            for parts in imported(at_import(files[path]))
+            if (found := _module(parts, names)) not in ("", name)
         }
         for name, path in names.items()
     }
@@ -110,13 +156,19 @@ def measure() -> dict[str, float]:
     files = trees()
     arrows = arrows_between(files, "")
     floor = floors(arrows)
-    upward = [(a, b) for a, others in arrows.items() for b in others if a not in floor and b not in floor]
+    upward = [
+        (a, b) for a, others in arrows.items() for b in others if a not in floor and b not in floor
+    ]
 
     lines = [line for path in files for line in (PACKAGE / path).read_text().splitlines()]
     lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in files}
     nodes = [node for tree in files.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    documented = [n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    documented = [
+        n
+        for n in nodes
+        if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     docstrings = [text for text in map(ast.get_docstring, documented) if text]
     anys = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
     return {

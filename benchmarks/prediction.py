@@ -1,8 +1,8 @@
 """Predicted against published: the rows of `tests/planner/published.toml`, and what other estimators say about them.
 
-Each row is replayed with the versions of transformers and peft that it was measured with, on this environment's torch.
-They and the other estimators are installed beside this environment, into a cache. Prints Markdown; all rows take a
-quarter of an hour, those whose names contain a word less:
+Each row is replayed with the versions of transformers and peft that it was measured with, on this
+environment's torch. They and the other estimators are installed beside this environment, into a
+cache. Prints Markdown; all rows take a quarter of an hour, those whose names contain a word less:
 
     python -m benchmarks.prediction [WORD] ...
 """
@@ -22,17 +22,21 @@ from benchmarks.prediction_peers import PEERS
 from benchmarks.published import Row, published
 
 ROOT = Path(__file__).parents[1]
-CACHE = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins") / "prediction"
+CACHE = (
+    Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
+    / "prediction"
+)
 COUNTERS = {"allocated": "allocated", "reserved": "reserved", "step_end": "at step end"}
 
 FITTED_ROW = "PEFT method comparison: lora-rank32"
 LONGEST_BATCH = 657
-"""Tokens in the longest batch of PEFT's comparison, which nobody has written down. Fitted on the reserved memory of
-`FITTED_ROW`, which therefore proves nothing about reserved memory; the other rows saw the same batches."""
+"""Tokens in the longest batch of PEFT's comparison, which nobody has written down. Fitted on the
+reserved memory of `FITTED_ROW`, which therefore proves nothing about reserved memory; the other
+rows saw the same batches."""
 
 LEARNED_FROM = "fitcheck 2026-09-15"
-"""The source whose reserved memory taught where new segments lie (`AllocatorRules.rising_segment_bytes`), and which
-therefore proves nothing about it."""
+"""The source whose reserved memory taught where new segments lie
+(`AllocatorRules.rising_segment_bytes`), and which therefore proves nothing about it."""
 
 RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
 """The first release after a development version that nobody can install."""
@@ -56,7 +60,17 @@ def installed(*steps: Sequence[str]) -> str:
     if not (folder / ".installed").exists():
         print(f"installing {steps[0][-1]} into {folder} ...", file=sys.stderr)
         for step in steps:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "--upgrade", *step]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--target",
+                str(folder),
+                "--upgrade",
+                *step,
+            ]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             if done.returncode:
                 raise NotInstalledError(last_line(done.stderr))
@@ -79,12 +93,21 @@ def why(done: "subprocess.CompletedProcess[str]") -> str:
     return last_line(done.stderr)
 
 
-def run(module: str, words: Iterable[str], folders: Iterable[str]) -> "subprocess.CompletedProcess[str]":
+def run(
+    module: str, words: Iterable[str], folders: Iterable[str]
+) -> "subprocess.CompletedProcess[str]":
     """A program of this folder, with packages that come before this environment's."""
     path = os.pathsep.join([*folders, str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
     command = [sys.executable, "-m", module, *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
 
 
 def why_not(row: Row) -> str:
@@ -93,7 +116,11 @@ def why_not(row: Row) -> str:
         return "; ".join(row.missing)
     if "quantization" in row.settings:
         return "bitsandbytes"
-    return "" if row.settings["optimizer"] == "adamw_torch" else f"optimizer {row.settings['optimizer']}"
+    return (
+        ""
+        if row.settings["optimizer"] == "adamw_torch"
+        else f"optimizer {row.settings['optimizer']}"
+    )
 
 
 @dataclass
@@ -114,10 +141,17 @@ def asked_for(row: Row) -> list[str]:
 def replays(rows: Sequence[Row]) -> Predicted:
     """Replay these rows, those of the same versions in one process; a row that ends it is named, and left out."""
     found = Predicted()
-    for versions in dict.fromkeys((row.versions["transformers"], row.versions["peft"]) for row in rows):
-        same = [row for row in rows if (row.versions["transformers"], row.versions["peft"]) == versions]
+    for versions in dict.fromkeys(
+        (row.versions["transformers"], row.versions["peft"]) for row in rows
+    ):
+        same = [
+            row for row in rows if (row.versions["transformers"], row.versions["peft"]) == versions
+        ]
         left = [asked for row in same for asked in asked_for(row)]
-        steps = [[f"transformers=={versions[0]}"], ["--no-deps", f"peft=={RELEASED.get(versions[1], versions[1])}"]]
+        steps = [
+            [f"transformers=={versions[0]}"],
+            ["--no-deps", f"peft=={RELEASED.get(versions[1], versions[1])}"],
+        ]
         if versions[0] in BESIDE:
             steps += [["httpx"], list(BESIDE[versions[0]])]
         try:
@@ -128,7 +162,9 @@ def replays(rows: Sequence[Row]) -> Predicted:
         while left:
             print(f"replaying {len(left)} with transformers {versions[0]} ...", file=sys.stderr)
             done = run("benchmarks.prediction_replay", left, [folder])
-            answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            answers = [
+                json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
+            ]
             for answer in answers:
                 note(found, answer)
             left = left[len(answers) :]
@@ -198,14 +234,21 @@ def summary(errors: Sequence[float]) -> list[str]:
     if not errors:
         return ["0", "", "", ""]
     sizes = [abs(each) for each in errors]
-    return [str(len(errors)), f"{mean(sizes):.3f}", f"{median(sizes):.3f}", f"{max(errors, key=abs):+.2f}"]
+    return [
+        str(len(errors)),
+        f"{mean(sizes):.3f}",
+        f"{median(sizes):.3f}",
+        f"{max(errors, key=abs):+.2f}",
+    ]
 
 
 def no_evidence(row: Row, counter: str) -> str:
     """What this figure decided of the prediction, which it then is no evidence for; empty where it decided nothing."""
     if counter != "reserved":
         return ""
-    return "fitted" if row.key == FITTED_ROW else "learned from" if row.source == LEARNED_FROM else ""
+    return (
+        "fitted" if row.key == FITTED_ROW else "learned from" if row.source == LEARNED_FROM else ""
+    )
 
 
 def print_rows(rows: Sequence[Row], found: Predicted) -> None:
@@ -217,7 +260,10 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
         counters = [counter for counter in COUNTERS if counter in of[0].measured]
         versions = ", ".join(f"{name} {version}" for name, version in of[0].versions.items())
         print(f"\n### {source}\n\n{of[0].gpu}, measured with {versions}. GiB; errors in percent.")
-        head = ["run", *(word for name in counters for word in (COUNTERS[name], "predicted", "error"))]
+        head = [
+            "run",
+            *(word for name in counters for word in (COUNTERS[name], "predicted", "error")),
+        ]
         lines = []
         for row in of:
             line = [row.name]
@@ -227,18 +273,30 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
                 line += [gib(measured), gib(predicted), told]
             lines.append(line)
         table(head, lines)
-    print("\n### All of them\n\nErrors in percent. What decided something of the prediction is a line of its own.")
+    print(
+        "\n### All of them\n\nErrors in percent. What decided something of the prediction is a line of its own."
+    )
     lines = []
     for source in [*dict.fromkeys(row.source for row in rows), ""]:
         for counter, name in COUNTERS.items():
             errors: dict[str, list[float]] = {"": [], "fitted": [], "learned from": []}
             for row in rows:
-                if (source or row.source) == row.source and row.key in found.sizes and counter in row.measured:
+                if (
+                    (source or row.source) == row.source
+                    and row.key in found.sizes
+                    and counter in row.measured
+                ):
                     size = found.sizes[row.key][counter]
                     errors[no_evidence(row, counter)].append(error(size, row.measured[counter]))
             for decided, sizes in errors.items():
                 if sizes and (source or not decided):
-                    lines.append([source or "all", f"{name}, {decided}" if decided else name, *summary(sizes)])
+                    lines.append(
+                        [
+                            source or "all",
+                            f"{name}, {decided}" if decided else name,
+                            *summary(sizes),
+                        ]
+                    )
     table(["source", "counter", "rows", "mean", "median", "worst"], lines)
     for key, reason in found.refused.items():
         print(f"\nNot predicted, {key}: {reason}")
@@ -261,15 +319,28 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
         own = f"{error(ours[row.key], row.measured['allocated']):+.2f}" if row.key in ours else "-"
         others = [f"{one[0]:+.0f}" if (one := errors(name, [row])) else "-" for name in asked]
         lines.append([row.source.partition(" ")[0], row.name, own, *others])
-    print("\n### Beside other estimators\n\nErrors in percent; - where it cannot be asked, or does not predict it.")
+    print(
+        "\n### Beside other estimators\n\nErrors in percent; - where it cannot be asked, or does not predict it."
+    )
     table(["source", "run", "this planner", *asked], lines)
-    of_cards = [[row for row in rows if row.gpu == gpu] for gpu in dict.fromkeys(row.gpu for row in rows)]
-    own_errors = [[error(ours[row.key], row.measured["allocated"]) for row in of if row.key in ours] for of in of_cards]
+    of_cards = [
+        [row for row in rows if row.gpu == gpu] for gpu in dict.fromkeys(row.gpu for row in rows)
+    ]
+    own_errors = [
+        [error(ours[row.key], row.measured["allocated"]) for row in of if row.key in ours]
+        for of in of_cards
+    ]
     lines = [["this planner", *(word for one in own_errors for word in summary(one))]]
     for name, peer in asked.items():
         words = [word for of in of_cards for word in summary(errors(name, of))]
         lines.append([PEERS[name][0] or name, *([peer.refused] if peer.refused else words)])
-    table(["estimator", *(word for of in of_cards for word in (of[0].gpu, "mean", "median", "worst"))], lines)
+    table(
+        [
+            "estimator",
+            *(word for of in of_cards for word in (of[0].gpu, "mean", "median", "worst")),
+        ],
+        lines,
+    )
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """What other estimators answer for the published rows: `python -m benchmarks.prediction_peers NAME` prints JSON.
 
-Each is called as its own documentation calls it, with the row's architecture from a file and not from the Hub. Rows
-that it cannot be asked about are left out. What a number claims to be differs: the tensors, or all of a process.
+Each is called as its own documentation calls it, with the row's architecture from a file and not
+from the Hub. Rows that it cannot be asked about are left out. What a number claims to be differs:
+the tensors, or all of a process.
 """
 
 import json
@@ -25,7 +26,10 @@ def adapter(row: Row) -> dict[str, Any]:
         UnaskableError: another method of PEFT.
     """
     peft: dict[str, Any] = row.settings.get("peft_config", {})
-    if peft and (peft["type"] != "LORA" or peft.keys() - {"type", "r", "lora_alpha", "lora_dropout", "target_modules"}):
+    if peft and (
+        peft["type"] != "LORA"
+        or peft.keys() - {"type", "r", "lora_alpha", "lora_dropout", "target_modules"}
+    ):
         raise UnaskableError
     return peft
 
@@ -58,7 +62,9 @@ def vramcalc(row: Row) -> int:
         found = estimate(
             row.architecture,
             mode="train",
-            dtype={"bfloat16": "bf16", "float16": "fp16"}[row.settings["dtype"] if pure else row.settings["autocast"]],
+            dtype={"bfloat16": "bf16", "float16": "fp16"}[
+                row.settings["dtype"] if pure else row.settings["autocast"]
+            ],
             batch=row.settings["batch"],
             seq_len=row.settings["seq_length"],
             lora_rank=peft.get("r"),
@@ -83,7 +89,9 @@ def fitcheck(row: Row) -> int:
     raw = row.architecture
     fields = config_parser._parse_fields(raw)
     config = config_parser.ModelConfig(
-        row.name, config_parser._count_params(fields), *(getattr(fields, name) for name in fields.__dataclass_fields__)
+        row.name,
+        config_parser._count_params(fields),
+        *(getattr(fields, name) for name in fields.__dataclass_fields__),
     )
     training = TrainingConfig(
         precision={"bfloat16": "bf16", "float16": "fp16"}[row.settings["dtype"]],
@@ -127,7 +135,12 @@ def kitsune(row: Row) -> int:
 
 def memguard(row: Row) -> int:
     """The process: a formula, 25 % and 400 MB."""
-    from memory_guard.estimator import FinetuneMethod, ModelSpec, TrainSpec, estimate_training_memory
+    from memory_guard.estimator import (
+        FinetuneMethod,
+        ModelSpec,
+        TrainSpec,
+        estimate_training_memory,
+    )
 
     peft, of = adapter(row), row.architecture
     bits = {"float32": 32}.get(row.settings["dtype"], 16)
@@ -185,7 +198,9 @@ def accelerate(row: Row) -> int:
 
     size, _ = calculate_maximum_sizes(empty(row).to(torch.float32))
     dtype = "float16" if "autocast" in row.settings else row.settings["dtype"]
-    return int(max(estimate_training_usage(size, {"bfloat16": "float16"}.get(dtype, dtype)).values()))
+    return int(
+        max(estimate_training_usage(size, {"bfloat16": "float16"}.get(dtype, dtype)).values())
+    )
 
 
 def deepspeed(row: Row) -> int:

@@ -1,8 +1,8 @@
 """Replay published runs on tensors without bytes: `python -m benchmarks.prediction_replay KEY ...`, a JSON line a row.
 
-The planner's world, kernels and allocator; not its Trainer, because these rows were measured in loops of their own. A
-loop differs from the Trainer's in what it keeps alive, which is what `loop` of a row says. Nothing is printed for a row
-that ends the process: who started it sees which one.
+The planner's world, kernels and allocator; not its Trainer, because these rows were measured in
+loops of their own. A loop differs from the Trainer's in what it keeps alive, which is what `loop`
+of a row says. Nothing is printed for a row that ends the process: who started it sees which one.
 """
 
 import contextlib
@@ -34,7 +34,9 @@ AFTERWARDS = "save"
 def memory_efficient_attention() -> Iterator[None]:
     """SDPA restricted to the memory-efficient kernel, which wants a key for each head."""
 
-    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **given: Any) -> Any:
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **given: Any
+    ) -> Any:
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -63,7 +65,9 @@ def model_of(row: Row) -> Any:
     )
     model = model.to("cuda")
     if "peft_config" in settings:
-        model = with_adapter(model, settings["peft_config"], settings.get("autocast_adapter_dtype", True))
+        model = with_adapter(
+            model, settings["peft_config"], settings.get("autocast_adapter_dtype", True)
+        )
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if "peft_config" in settings:
@@ -95,7 +99,9 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
         if loop["gradients"] != "kept":
             optimizer.zero_grad()
         batch = {"input_ids": torch.ones(shape, dtype=torch.long, device="cuda")}
-        batch["labels"] = batch["input_ids"].clone() if settings.get("padded") else batch["input_ids"]
+        batch["labels"] = (
+            batch["input_ids"].clone() if settings.get("padded") else batch["input_ids"]
+        )
         if settings.get("padded"):
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         with autocast if "autocast" in settings else contextlib.nullcontext():
@@ -115,9 +121,15 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
 
 def trace_of(row: Row, gpu: str, seq_length: int) -> Trace:
     """What the card would see."""
-    world = World(device="cuda", capability=CAPABILITIES[gpu], has_padding=row.settings.get("padded", False))
+    world = World(
+        device="cuda", capability=CAPABILITIES[gpu], has_padding=row.settings.get("padded", False)
+    )
     with in_world(world) as tracker:
-        with memory_efficient_attention() if row.settings["attention"] == "efficient" else contextlib.nullcontext():
+        with (
+            memory_efficient_attention()
+            if row.settings["attention"] == "efficient"
+            else contextlib.nullcontext()
+        ):
             train(row, tracker, seq_length)
         return tracker.trace()
 
@@ -132,9 +144,15 @@ def main(keys: list[str]) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS)
         trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
         found = replay(trace)
-        during = [event for event in trace.events if event.moment != AFTERWARDS and event.number >= 0]
+        during = [
+            event for event in trace.events if event.moment != AFTERWARDS and event.number >= 0
+        ]
         step_end = sum(event.kind * found.block_bytes[event.number] for event in during)
-        answer = {"allocated": found.allocated_peak_bytes, "reserved": found.reserved_peak_bytes, "step_end": step_end}
+        answer = {
+            "allocated": found.allocated_peak_bytes,
+            "reserved": found.reserved_peak_bytes,
+            "step_end": step_end,
+        }
         print(json.dumps({"key": asked, **answer}), flush=True)
 
 

@@ -16,7 +16,18 @@ FOLDER = Path(__file__).parents[1] / "tests" / "planner"
 UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 COUNTERS = ("allocated", "reserved", "step_end", "sampled", "nvidia_smi", "host")
 SAID = ("name", "where", "unit", "measured", "missing", "note")
-OF_A_SOURCE = {*SAID, "date", "gpu", "num_gpus", "torch", "transformers", "peft", "loop", "common", "rows"}
+OF_A_SOURCE = {
+    *SAID,
+    "date",
+    "gpu",
+    "num_gpus",
+    "torch",
+    "transformers",
+    "peft",
+    "loop",
+    "common",
+    "rows",
+}
 SETTINGS = {
     "config", "model", "dtype", "autocast", "batch", "seq_length", "mean_seq_length", "accumulation", "checkpointing",
     "optimizer", "attention", "padded", "peft_config", "autocast_adapter_dtype", "quantization", "strategy", "gpu",
@@ -64,8 +75,12 @@ class Row:
             ValueError: of this row only a model's name is known.
         """
         if "config" not in self.settings:
-            raise ValueError(f"{self.key}: no architecture is known of {self.settings.get('model')}")
-        found: dict[str, Any] = json.loads((FOLDER / "configs" / f"{self.settings['config']}.json").read_text())
+            raise ValueError(
+                f"{self.key}: no architecture is known of {self.settings.get('model')}"
+            )
+        found: dict[str, Any] = json.loads(
+            (FOLDER / "configs" / f"{self.settings['config']}.json").read_text()
+        )
         return found
 
 
@@ -102,7 +117,9 @@ def rows_of(source: Mapping[str, Any]) -> list[Row]:
     for written in source.get("rows", ()):
         fields = {**source.get("common", {}), **written}
         missing = (*source["missing"], *fields.pop("missing", ()))
-        measured = {key: round(fields.pop(key) * UNITS[source["unit"]]) for key in COUNTERS if key in fields}
+        measured = {
+            key: round(fields.pop(key) * UNITS[source["unit"]]) for key in COUNTERS if key in fields
+        }
         name = fields.pop("name", None)
         if unknown := fields.keys() - SETTINGS:
             raise ValueError(f"a row of {of} has unknown keys: {', '.join(sorted(unknown))}")
@@ -113,7 +130,9 @@ def rows_of(source: Mapping[str, Any]) -> list[Row]:
         versions = {key: source[key] for key in ("torch", "transformers", "peft") if key in source}
         loop = source.get("loop", {})
         gpu = str(fields.get("gpu", source.get("gpu", "")))
-        rows.append(Row(of, name or name_of(fields), fields, measured, missing, gpu, versions, loop))
+        rows.append(
+            Row(of, name or name_of(fields), fields, measured, missing, gpu, versions, loop)
+        )
     if not rows:
         raise ValueError(f"{of} has no rows")
     return rows

@@ -34,7 +34,9 @@ def entry_microseconds(reading: MemoryReading, num: int) -> float:
         timeline = Timeline(Path(folder) / "rank-0.jsonl")
         start = process_time()
         for step in range(num):
-            peak = replace(reading, peak_allocated_bytes=reading.peak_allocated_bytes + step * 7919 % 1_000_003)
+            peak = replace(
+                reading, peak_allocated_bytes=reading.peak_allocated_bytes + step * 7919 % 1_000_003
+            )
             timeline.add(Sample(step=step, moment="train", reading=peak))
         return (process_time() - start) / num * 1e6
 

@@ -1,7 +1,8 @@
 """Llama-3-8B on eight cards by each shipped launch file: this planner beside DeepSpeed's own estimators.
 
-Neither has been held against a GPU. DeepSpeed's functions (runtime/zero/stage3.py and stage_1_and_2.py,
-`estimate_zero*_model_states_mem_needs`) say what the states of a model take, of which the planner's plan is a part.
+Neither has been held against a GPU. DeepSpeed's functions (runtime/zero/stage3.py and
+stage_1_and_2.py, `estimate_zero*_model_states_mem_needs`) say what the states of a model take, of
+which the planner's plan is a part.
 """
 
 import json
@@ -27,32 +28,53 @@ FILES: dict[str, Any] = {
     "ddp": None,
     "fsdp2": None,
     "fsdp2_offload": None,
-    "zero2": lambda total: estimate_zero2_model_states_mem_needs(total, NUM_GPUS, cpu_offload=False),
+    "zero2": lambda total: estimate_zero2_model_states_mem_needs(
+        total, NUM_GPUS, cpu_offload=False
+    ),
     "zero3": lambda total: zero3(total, cpu_offload=False, cpu_offload_params=False),
-    "zero3_offload_optimizer": lambda total: zero3(total, cpu_offload=True, cpu_offload_params=False),
+    "zero3_offload_optimizer": lambda total: zero3(
+        total, cpu_offload=True, cpu_offload_params=False
+    ),
     "zero3_offload_all": lambda total: zero3(total, cpu_offload=True, cpu_offload_params=True),
 }
 
 
 def zero3(total: int, **offload: bool) -> tuple[int, int]:
     """What DeepSpeed says of stage 3: bytes on the host, and on a card."""
-    on_host, on_card, _ = estimate_zero3_model_states_mem_needs(total, LARGEST_LAYER, NUM_GPUS, **offload)
+    on_host, on_card, _ = estimate_zero3_model_states_mem_needs(
+        total, LARGEST_LAYER, NUM_GPUS, **offload
+    )
     return on_host, on_card
 
 
 def main() -> None:
     """Predict all, and print the table."""
-    source = ConfigSource(config=json.loads(CONFIG.read_text()), arguments=tuple(FLAGS.split()), sequence_length=2048)
-    plans = predict_all([PlanRequest(source=source, num_gpus=NUM_GPUS, launch_file=str(path(name))) for name in FILES])
-    print("Of one GPU in GiB, and of the node's main memory for tensors; 1 row of 2048 tokens, bf16, checkpointing")
-    print("| launch file | peak | of it states and buffers | DeepSpeed says | main memory | DeepSpeed says |")
+    source = ConfigSource(
+        config=json.loads(CONFIG.read_text()), arguments=tuple(FLAGS.split()), sequence_length=2048
+    )
+    plans = predict_all(
+        [
+            PlanRequest(source=source, num_gpus=NUM_GPUS, launch_file=str(path(name)))
+            for name in FILES
+        ]
+    )
+    print(
+        "Of one GPU in GiB, and of the node's main memory for tensors; 1 row of 2048 tokens, bf16, checkpointing"
+    )
+    print(
+        "| launch file | peak | of it states and buffers | DeepSpeed says | main memory | DeepSpeed says |"
+    )
     print("|---|---|---|---|---|---|")
     for (name, estimate), plan in zip(FILES.items(), plans, strict=True):
         assert isinstance(plan, MemoryPlan), plan
         states = sum(plan.breakdown.get(category, 0) for category in STATES)
         host, card = estimate(plan.num_parameters) if estimate is not None else (None, None)
         cells = (plan.allocated_peak_bytes, states, card, plan.host_ram_bytes_per_node, host)
-        print(f"| {name} | " + " | ".join("-" if cell is None else f"{cell / GIB:.1f}" for cell in cells) + " |")
+        print(
+            f"| {name} | "
+            + " | ".join("-" if cell is None else f"{cell / GIB:.1f}" for cell in cells)
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ STARTS: dict[str, tuple[list[str], Mapping[str, str]]] = {
 def milliseconds(arguments: list[str], environ: Mapping[str, str]) -> float:
     """One start and end of a Python."""
     start = perf_counter()
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env={**os.environ, **environ})
+    subprocess.run(
+        [sys.executable, *arguments], check=True, capture_output=True, env={**os.environ, **environ}
+    )
     return (perf_counter() - start) * 1000
 
 

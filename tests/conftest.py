@@ -17,18 +17,23 @@ CAPACITY_BYTES = 256 * MIB
 # Not the user's own, in which somebody's build may be under way, or may have been cut off.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions.ROOT)
 
-# torch has one accelerator in a process. Where that is a CUDA card, the tests marked gpu run on it, and those on the
-# simulated card run with CUDA_VISIBLE_DEVICES= (scripts/gpu_check does both).
+# torch has one accelerator in a process. Where that is a CUDA card, the tests marked gpu run on it,
+# and those on the simulated card run with CUDA_VISIBLE_DEVICES= (scripts/gpu_check does both).
 NO_SIMGPU = simgpu_module.unavailable_reason() or (
     "the accelerator here is CUDA" if torch.cuda.is_available() else None
 )
 
-# Before the first backward pass of the process: autograd counts its devices once, when it starts its threads.
+# Before the first backward pass of the process: autograd counts its devices once, when it starts
+# its threads.
 if NO_SIMGPU is None:
     simgpu_module.enable(CAPACITY_BYTES)
 
 CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
+    ],
 )
 
 
@@ -36,7 +41,8 @@ CUDA = pytest.param(
 def _on_the_cpu_unless_asked(monkeypatch):
     """Once loaded, the simulated card stays; accelerate takes it only when told to.
 
-    TrainingArguments leave their precision in the environment, where the processes of a later test would find it.
+    TrainingArguments leave their precision in the environment, where the processes of a later test
+    would find it.
     """
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
@@ -61,7 +67,10 @@ def simgpu(monkeypatch):
 
 @pytest.fixture(params=["cpu", "simgpu", CUDA])
 def anywhere(request, monkeypatch):
-    """The test runs on the CPU, the simulated card, and a CUDA card where there is one. Gives the device's type."""
+    """The test runs on the CPU, the simulated card, and a CUDA card where there is one.
+
+    Gives the device's type.
+    """
     if request.param == "simgpu":
         request.getfixturevalue("simgpu")
     if request.param == "cpu":

@@ -9,7 +9,9 @@ def tiny_llama(**config) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 127, **config}))
+    return LlamaForCausalLM(
+        LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 127, **config})
+    )
 
 
 def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Tensor]]:

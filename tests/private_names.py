@@ -14,7 +14,10 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_InstanceNorm": ("torch.nn.modules.instancenorm",),
     "_SpectralNorm": ("torch.nn.utils.parametrizations",),
     "_accelerator_getAccelerator": ("torch._C",),
-    "_accelerator_getAllocatorSettings": ("torch._C", "torch._C._cuda_memorySnapshot"),  # or what torch 2.9 has
+    "_accelerator_getAllocatorSettings": (
+        "torch._C",
+        "torch._C._cuda_memorySnapshot",
+    ),  # or what torch 2.9 has
     "_accelerator_getDeviceStats": ("torch._C",),
     "_accelerator_isAllocatorInitialized": ("torch._C",),
     "_accelerator_setAllocatorSettings": ("torch._C",),
@@ -141,4 +144,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_member_map_": ("enum.IntEnum",),
     "_option_string_actions": ("argparse",),
 }
-"""By name: the modules or classes of which one at least has it. `torch<2.13` stands for a version without it."""
+"""By name: the modules or classes of which one at least has it.
+
+`torch<2.13` stands for a version without it.
+"""

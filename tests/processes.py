@@ -22,8 +22,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Begin a command whose processes `end` finds again. Options go to Popen.
 
-    They are found by a variable that each hands on to its children. A process group would not do: torchrun starts each
-    rank in a session of its own, where it outlives a launcher that is killed.
+    They are found by a variable that each hands on to its children. A process group would not do:
+    torchrun starts each rank in a session of its own, where it outlives a launcher that is killed.
     """
     mark = uuid.uuid4().hex
     environ = {**(os.environ if environ is None else environ), _MARK: mark}
@@ -33,14 +33,18 @@ def start(
 
 
 def end(*processes: subprocess.Popen[bytes], timeout: float = ENDS_A_HANG) -> list[int]:
-    """Wait for commands that `start` began, then kill what they left running. Returns their exit codes.
+    """Wait for commands that `start` began, then kill what they left running.
+
+    Returns their exit codes.
 
     Raises:
         TimeoutExpired: one did not end; all were killed, with all that they started.
     """
     deadline = time.monotonic() + timeout
     try:
-        return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+        return [
+            process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes
+        ]
     finally:
         kill(*processes)
 
@@ -67,12 +71,18 @@ def left_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return left
 
 
-def run(call: Sequence[str | Path], *, timeout: float = ENDS_A_HANG, **options) -> subprocess.CompletedProcess[str]:
+def run(
+    call: Sequence[str | Path], *, timeout: float = ENDS_A_HANG, **options
+) -> subprocess.CompletedProcess[str]:
     """Do what `subprocess.run(call, capture_output=True, text=True)` does, and leave no process behind.
 
-    What it prints goes through files: a pipe would stay open as long as anything that was left behind.
+    What it prints goes through files: a pipe would stay open as long as anything that was left
+    behind.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
         process = start(call, stdout=out, stderr=err, **options)
         try:
             end(process, timeout=timeout)

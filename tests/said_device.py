@@ -9,7 +9,9 @@ class SaidDevice:
 
     uuid = None
 
-    def __init__(self, name: str = "cuda:0", non_torch_bytes: int = 0, total_bytes: int = 80 * GIB) -> None:
+    def __init__(
+        self, name: str = "cuda:0", non_torch_bytes: int = 0, total_bytes: int = 80 * GIB
+    ) -> None:
         self.name = name
         self.total_bytes = total_bytes
         self.non_torch_bytes = non_torch_bytes

@@ -9,7 +9,13 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
-from transformers import DefaultFlowCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import (
+    DefaultFlowCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
 
 from tests.offers import install, install_transformers
 from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
@@ -44,12 +50,18 @@ def test_each_trainer_has_its_own(make_trainer) -> None:
 
     assert ours(first) == ours(second) == ours(refuses) == ALL
     assert kinds(first)[0] is DefaultFlowCallback
-    assert not set(map(id, first.callback_handler.callbacks)) & set(map(id, second.callback_handler.callbacks))
+    assert not set(map(id, first.callback_handler.callbacks)) & set(
+        map(id, second.callback_handler.callbacks)
+    )
     assert ours(make_trainer()) == []
 
 
 def test_it_trains_and_trains_on_from_a_checkpoint(make_trainer, tmp_path) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 2, "restore_callback_states_from_checkpoint": True}
+    saves = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "restore_callback_states_from_checkpoint": True,
+    }
     with attached("memory_safe", every_steps=2):
         make_trainer(max_steps=4, **saves).train()
         again = make_trainer(max_steps=6, **saves)
@@ -58,7 +70,9 @@ def test_it_trains_and_trains_on_from_a_checkpoint(make_trainer, tmp_path) -> No
     assert again.state.global_step == 6
     assert ours(again) == ALL
     samples = [
-        entry for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl") if isinstance(entry, Sample)
+        entry
+        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        if isinstance(entry, Sample)
     ]
     assert [sample.step for sample in samples if sample.moment == "train"] == [2, 4, 6]
 
@@ -97,7 +111,11 @@ def test_the_users_own_is_kept(make_trainer, own, how) -> None:
             trainer.add_callback(mine if how == "add_callback" else own)
 
     assert ours(trainer)[:4] == ALL[:4]
-    watchdogs = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, MemoryWatchdog)]
+    watchdogs = [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, MemoryWatchdog)
+    ]
     assert [type(watchdog) for watchdog in watchdogs] == [own]
     assert how == "class" or watchdogs == [mine]
 
@@ -171,7 +189,11 @@ def test_ours_gives_way_to_one_that_is_added_later(make_trainer, caplog) -> None
     with caplog.at_level(logging.WARNING, "trainer_plugins"):
         trainer.train()
 
-    samples = [e for e in timeline_of_run(trainer.args.output_dir, 0) if isinstance(e, Sample) and e.moment == "train"]
+    samples = [
+        e
+        for e in timeline_of_run(trainer.args.output_dir, 0)
+        if isinstance(e, Sample) and e.moment == "train"
+    ]
     assert [sample.step for sample in samples] == [2, 4]
     assert "added twice" not in caplog.text
 
@@ -231,8 +253,14 @@ def test_those_built_before_are_named_once(make_trainer, caplog) -> None:
     protected = make_trainer()
     protect(protected)
     bare = [make_trainer(), make_trainer()]
-    alive = [each for each in gc.get_objects() if issubclass(type(each), Trainer) and hasattr(each, "callback_handler")]
-    named = [each for each in alive if not ours(each)]  # other tests of this process may have left some
+    alive = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), Trainer) and hasattr(each, "callback_handler")
+    ]
+    named = [
+        each for each in alive if not ours(each)
+    ]  # other tests of this process may have left some
     assert protected not in named
     assert all(each in named for each in bare)
 
@@ -255,9 +283,17 @@ class Raises:
 """
 
 
-def test_what_fails_in_a_preset_does_not_stop_training(make_trainer, tmp_path, monkeypatch, caplog) -> None:
+def test_what_fails_in_a_preset_does_not_stop_training(
+    make_trainer, tmp_path, monkeypatch, caplog
+) -> None:
     (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "brokenpack", "1", BROKEN, "[trainer_plugins.presets]\nbroken = brokenpack:ours\n")
+    install(
+        tmp_path / "site",
+        "brokenpack",
+        "1",
+        BROKEN,
+        "[trainer_plugins.presets]\nbroken = brokenpack:ours\n",
+    )
     monkeypatch.syspath_prepend(tmp_path / "site")
 
     with attached("broken"), caplog.at_level(logging.ERROR, "trainer_plugins"):
@@ -271,7 +307,8 @@ def test_what_fails_in_a_preset_does_not_stop_training(make_trainer, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    "bad", [{"preset": "observ"}, {"warn_fracton": 1}, {"warn_fraction": 2.0}, {"on_refusal": "never"}]
+    "bad",
+    [{"preset": "observ"}, {"warn_fracton": 1}, {"warn_fraction": 2.0}, {"on_refusal": "never"}],
 )
 def test_bad_input_changes_nothing(make_trainer, bad) -> None:
     with pytest.raises(ValueError, match=r"no preset|no option|a budget needs|is for SurviveOOM"):
@@ -288,7 +325,8 @@ def test_a_transformers_that_is_too_old(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(install_transformers(tmp_path, "4.45.1"))
 
     with pytest.raises(
-        ValueError, match=rf"works with transformers {OLDEST_TRANSFORMERS} or newer, and this is 4\.45\.1"
+        ValueError,
+        match=rf"works with transformers {OLDEST_TRANSFORMERS} or newer, and this is 4\.45\.1",
     ):
         attach()
 

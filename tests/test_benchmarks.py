@@ -26,12 +26,17 @@ def test_a_row_keeps_its_proportions_to_the_model(name: str, tmp_path: Path) -> 
     zero, mini = ((found.deepspeed or {})["zero_optimization"] for found in (full, small))
     for key in ELEMENTS:
         assert mini[key] == (zero[key] if zero[key] == "auto" else zero[key] // 64)
-    assert {key: mini[key] for key in mini.keys() - ELEMENTS} == {key: zero[key] for key in zero.keys() - ELEMENTS}
+    assert {key: mini[key] for key in mini.keys() - ELEMENTS} == {
+        key: zero[key] for key in zero.keys() - ELEMENTS
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("zero3")])
 def test_our_rows_are_the_shipped_files(name: str, tmp_path: Path) -> None:
-    row, shipped = launched(name, 1, tmp_path), read_document(ROOT / "configs" / "accelerate" / f"{name}.yaml")
+    row, shipped = (
+        launched(name, 1, tmp_path),
+        read_document(ROOT / "configs" / "accelerate" / f"{name}.yaml"),
+    )
     ran, written = ((found.deepspeed or {})["zero_optimization"] for found in (row, shipped))
 
     assert ran == {**ELEMENTS, **written}
@@ -48,13 +53,23 @@ def test_where_a_file_is_silent_the_values_are_those_of_deepspeed() -> None:
 def test_a_value_to_try_is_a_row_and_a_wrong_name_is_refused() -> None:
     word = "zero_optimization.stage3_max_live_parameters=2e8"
 
-    assert rows_with([word])[f"{OURS}, {word}"].deepspeed(1)["zero_optimization"]["stage3_max_live_parameters"] == 2e8
+    assert (
+        rows_with([word])[f"{OURS}, {word}"].deepspeed(1)["zero_optimization"][
+            "stage3_max_live_parameters"
+        ]
+        == 2e8
+    )
     with pytest.raises(ConfigError, match="did you mean"):
         rows_with(["zero_optimization.max_live=2e8"])
 
 
 def test_an_unknown_benchmark_is_refused_before_anything_is_installed() -> None:
-    done = subprocess.run([ROOT / "scripts" / "bench", "config"], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [ROOT / "scripts" / "bench", "config"], check=False, capture_output=True, text=True
+    )
 
     assert done.returncode == 2
-    assert "there are reading, callbacks, start, configs, survival, prediction, sharding and house" in done.stderr
+    assert (
+        "there are reading, callbacks, start, configs, survival, prediction, sharding and house"
+        in done.stderr
+    )

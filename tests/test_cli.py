@@ -11,7 +11,10 @@ from trainer_plugins.record.timeline import Timeline
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "trainer_plugins", *map(str, arguments)], check=False, capture_output=True, text=True
+        [sys.executable, "-m", "trainer_plugins", *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -37,7 +40,9 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
     done = command("report", tmp_path)
 
     assert done.returncode == 2
-    assert "give the output_dir of a run that had" in done.stderr.replace("\n", " ").replace("│", "")
+    assert "give the output_dir of a run that had" in done.stderr.replace("\n", " ").replace(
+        "│", ""
+    )
 
 
 def test_the_version() -> None:

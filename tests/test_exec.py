@@ -41,7 +41,16 @@ def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port, "train.py"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        2,
+        "--master-port",
+        port,
+        "train.py",
+    ]
 
     done = execute("--preset", "observe", "--memory-every-steps", "2", "--", *launch, cwd=tmp_path)
 
@@ -50,9 +59,20 @@ def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
         facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
         assert facts == {"world_size": 2, "model": "DistributedDataParallel"}
         timeline = read_timeline(tmp_path / "out" / "memory" / f"rank-{rank}.jsonl")
-        assert [entry.step for entry in timeline if isinstance(entry, Sample) and entry.moment == "train"] == [2, 4]
-    assert "nothing was attached" not in done.stderr  # nor by the launcher, which never imports the Trainer
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "out", "facts-0.json", "facts-1.json"}
+        assert [
+            entry.step
+            for entry in timeline
+            if isinstance(entry, Sample) and entry.moment == "train"
+        ] == [2, 4]
+    assert (
+        "nothing was attached" not in done.stderr
+    )  # nor by the launcher, which never imports the Trainer
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "train.py",
+        "out",
+        "facts-0.json",
+        "facts-1.json",
+    }
 
 
 WITH_WORKERS = """
@@ -85,7 +105,14 @@ def test_the_environment_of_a_launch(tmp_path: Path) -> None:
     code = "import json, os, sys; print(json.dumps([dict(os.environ), sorted(sys.modules)]))"
 
     done = execute(
-        "--memory-stop", "--", sys.executable, "-c", code, cwd=tmp_path, TOKENIZERS_PARALLELISM="true", path="mine"
+        "--memory-stop",
+        "--",
+        sys.executable,
+        "-c",
+        code,
+        cwd=tmp_path,
+        TOKENIZERS_PARALLELISM="true",
+        path="mine",
     )
 
     environ, modules = json.loads(done.stdout)
@@ -95,7 +122,9 @@ def test_the_environment_of_a_launch(tmp_path: Path) -> None:
     assert json.loads(environ["TRAINER_PLUGINS_ATTACH"]) == {"stop": True}
     assert environ["PYTHONPATH"].split(os.pathsep)[1:] == ["mine", str(ROOT)]
     assert "trainer_plugins_on_import" in modules
-    assert not {"trainer_plugins", "typing", "transformers"} & set(modules)  # a start of Python stays cheap
+    assert not {"trainer_plugins", "typing", "transformers"} & set(
+        modules
+    )  # a start of Python stays cheap
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -110,7 +139,10 @@ def test_the_users_own_sitecustomize_is_read(tmp_path: Path) -> None:
 
     done = execute("--", sys.executable, "-c", code, cwd=tmp_path, path=str(tmp_path))
 
-    assert done.stdout == f"{ROOT / 'trainer_plugins' / 'plug_in' / '_site'} theirs {tmp_path / 'sitecustomize.py'}\n"
+    assert (
+        done.stdout
+        == f"{ROOT / 'trainer_plugins' / 'plug_in' / '_site'} theirs {tmp_path / 'sitecustomize.py'}\n"
+    )
 
 
 def test_what_the_users_own_sitecustomize_raises_python_reports(tmp_path: Path) -> None:
@@ -172,7 +204,9 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
     done = execute("--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
-    assert done.stderr.startswith(f"trainer_plugins: nothing was attached in this Python ({sys.executable}): ")
+    assert done.stderr.startswith(
+        f"trainer_plugins: nothing was attached in this Python ({sys.executable}): "
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -205,14 +239,20 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments, says) -> None:
         (".", 126, "cannot run .: Permission denied"),
     ],
 )
-def test_a_command_that_cannot_be_run_ends_as_in_a_shell(tmp_path: Path, command, exit_code, says) -> None:
+def test_a_command_that_cannot_be_run_ends_as_in_a_shell(
+    tmp_path: Path, command, exit_code, says
+) -> None:
     (tmp_path / "not-executable").write_text("#!/bin/sh\n")
     (tmp_path / "no-program").write_bytes(b"\0\0")
     (tmp_path / "no-program").chmod(0o755)
 
     done = execute("--", command, cwd=tmp_path)
 
-    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", f"trainer-plugins exec: {says}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        exit_code,
+        "",
+        f"trainer-plugins exec: {says}\n",
+    )
 
 
 def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Path) -> None:
@@ -222,17 +262,32 @@ def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Pat
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
     missing = "ModuleNotFoundError: No module named 'no_such_module'\n"
-    assert done.stderr == ("Error in sitecustomize; set PYTHONVERBOSE for traceback:\n" + missing) * 2
+    assert (
+        done.stderr == ("Error in sitecustomize; set PYTHONVERBOSE for traceback:\n" + missing) * 2
+    )
 
 
 def test_what_every_python_reads_is_written_for_every_python() -> None:
-    tree = ast.parse((ROOT / "trainer_plugins" / "plug_in" / "_site" / "sitecustomize.py").read_text())
+    tree = ast.parse(
+        (ROOT / "trainer_plugins" / "plug_in" / "_site" / "sitecustomize.py").read_text()
+    )
 
-    newer = (ast.JoinedStr, ast.AnnAssign, ast.AsyncFunctionDef, ast.NamedExpr, ast.Nonlocal, ast.YieldFrom)
+    newer = (
+        ast.JoinedStr,
+        ast.AnnAssign,
+        ast.AsyncFunctionDef,
+        ast.NamedExpr,
+        ast.Nonlocal,
+        ast.YieldFrom,
+    )
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, newer)]
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         assert function.returns is None
-        assert not [each for each in (*function.args.args, *function.args.kwonlyargs) if each.annotation is not None]
+        assert not [
+            each
+            for each in (*function.args.args, *function.args.kwonlyargs)
+            if each.annotation is not None
+        ]
     assert tree.body
 
 

@@ -11,7 +11,9 @@ ROOT = Path(trainer_plugins.__file__).parent
 
 def test_the_page_and_the_code_agree() -> None:
     code = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
-    said = set(re.findall(r'code="([a-z-]+)"', code)) | {f"leak-{kind.replace('_', '-')}" for kind in _KINDS}
+    said = set(re.findall(r'code="([a-z-]+)"', code)) | {
+        f"leak-{kind.replace('_', '-')}" for kind in _KINDS
+    }
     page = (ROOT.parent / "docs" / "findings.md").read_text()
 
     assert len(said) >= 10

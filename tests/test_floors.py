@@ -31,7 +31,9 @@ def pictures() -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("tower", ["", "planner", "survival"])
 def test_the_picture_shows_every_room_and_no_other(tower: str) -> None:
     folder = ROOT / "trainer_plugins" / tower
-    there = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    there = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
     assert set(pictures()[tower]) == there - {"configs"}
 
 
@@ -39,7 +41,9 @@ def test_the_picture_shows_every_room_and_no_other(tower: str) -> None:
 def test_every_import_points_down(tower: str, num_arrows: int) -> None:
     floor = pictures()[tower]
     arrows = arrows_between(trees(), tower)
-    climbing = [f"{a} imports {b}" for a, others in arrows.items() for b in others if floor[b] >= floor[a]]
+    climbing = [
+        f"{a} imports {b}" for a, others in arrows.items() for b in others if floor[b] >= floor[a]
+    ]
     assert not climbing
     assert sum(map(len, arrows.values())) >= num_arrows
 

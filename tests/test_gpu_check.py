@@ -14,7 +14,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is its form without a card")
 def test_without_a_card_it_says_so_and_runs_its_cpu_form(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--json", str(tmp_path / "check.json")]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "gpu_check"),
+        "--json",
+        str(tmp_path / "check.json"),
+    ]
 
     done = subprocess.run(command, check=False, capture_output=True, text=True)
 

@@ -34,7 +34,9 @@ def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
 def test_in_a_yaml_file_of_trl(tmp_path) -> None:
     trl = pytest.importorskip("trl")
     config = tmp_path / "config.yaml"
-    config.write_text("output_dir: runs\nmemory_preset: observe\nmemory_act_fraction: 1\nmemory_stop: true\n")
+    config.write_text(
+        "output_dir: runs\nmemory_preset: observe\nmemory_act_fraction: 1\nmemory_stop: true\n"
+    )
     parser = trl.TrlParser((TrainingArguments, MemoryArguments))
 
     _, memory = parser.parse_args_and_config(["--config", str(config), "--memory_every_steps", "5"])
@@ -64,9 +66,10 @@ def test_the_defaults_are_those_of_the_callbacks() -> None:
     for option in fields(MemoryArguments):
         if option.name in _PARAMETERS:
             dotted, parameter = _PARAMETERS[option.name]
-            assert inspect.signature(pkgutil.resolve_name(dotted)).parameters[parameter].default == option.default, (
-                option.name
-            )
+            assert (
+                inspect.signature(pkgutil.resolve_name(dotted)).parameters[parameter].default
+                == option.default
+            ), option.name
 
 
 @pytest.mark.parametrize(

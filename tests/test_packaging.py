@@ -19,11 +19,16 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
     """The names inside the wheel and the sdist, built from this checkout."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], check=True, capture_output=True
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
+        check=True,
+        capture_output=True,
     )
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as names, tarfile.open(sdist) as more:
-        return {"wheel": set(names.namelist()), "sdist": {name.split("/", 1)[-1] for name in more.getnames()}}
+        return {
+            "wheel": set(names.namelist()),
+            "sdist": {name.split("/", 1)[-1] for name in more.getnames()},
+        }
 
 
 @pytest.mark.parametrize(
@@ -46,8 +51,15 @@ def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: st
 
 
 def test_the_sdist_can_be_built_again(built: dict[str, set[str]]) -> None:
-    assert {"setup.cfg", "pyproject.toml", "LICENSE", "configs/accelerate/single_device.yaml"} <= built["sdist"]
-    missing = {name for name in built["wheel"] if name.startswith("trainer_plugins/")} - built["sdist"]
+    assert {
+        "setup.cfg",
+        "pyproject.toml",
+        "LICENSE",
+        "configs/accelerate/single_device.yaml",
+    } <= built["sdist"]
+    missing = {name for name in built["wheel"] if name.startswith("trainer_plugins/")} - built[
+        "sdist"
+    ]
     # The sdist carries the configs once, at the top or behind the link.
     assert not {name for name in missing if "/configs/" not in name}
 
@@ -56,7 +68,9 @@ def test_nothing_but_the_package_is_installed(built: dict[str, set[str]]) -> Non
     tops = {name.split("/")[0].split("-")[0] for name in built["wheel"]}
     assert tops == {"trainer_plugins", "hydra_plugins"}
     # A namespace of all plugins of Hydra: who puts an __init__.py there hides everybody else's.
-    assert {name.split("/")[1] for name in built["wheel"] if name.startswith("hydra")} == {"trainer_plugins_searchpath"}
+    assert {name.split("/")[1] for name in built["wheel"] if name.startswith("hydra")} == {
+        "trainer_plugins_searchpath"
+    }
 
 
 def test_the_changelog_knows_this_version() -> None:

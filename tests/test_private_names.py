@@ -18,8 +18,19 @@ from tests.private_names import WHERE
 
 ROOT = Path(trainer_plugins.__file__).parent
 _OURS = {
-    *("_", "_ids", "_device", "_full_eval", "_nvme_path", "_multinode"),  # how names of settings and inputs end
-    *("_activations_on_the_host", "_generate_before_guards", "_memory_callbacks"),  # what we leave on others' objects
+    *(
+        "_",
+        "_ids",
+        "_device",
+        "_full_eval",
+        "_nvme_path",
+        "_multinode",
+    ),  # how names of settings and inputs end
+    *(
+        "_activations_on_the_host",
+        "_generate_before_guards",
+        "_memory_callbacks",
+    ),  # what we leave on others' objects
 }
 
 
@@ -49,10 +60,19 @@ def foreign_names() -> dict[str, set[str]]:
                 case ast.Import() | ast.ImportFrom():
                     module = getattr(node, "module", "") or ""
                     dotted = [f"{module}.{alias.name}" for alias in node.names]
-                    names = [part for name in dotted if "trainer_plugins" not in name for part in name.split(".")]
+                    names = [
+                        part
+                        for name in dotted
+                        if "trainer_plugins" not in name
+                        for part in name.split(".")
+                    ]
             for name in filter(is_private, names):
                 used[name].add(line)
-    return {name: lines for name, lines in used.items() if name not in ours and not name.startswith("_Z")}
+    return {
+        name: lines
+        for name, lines in used.items()
+        if name not in ours and not name.startswith("_Z")
+    }
 
 
 @cache
@@ -91,7 +111,9 @@ def has(path: str, name: str) -> bool:
 def test_the_name_is_known_and_there(name: str) -> None:
     used = ", ".join(sorted(foreign_names()[name]))
     assert name in WHERE, f"{used} uses {name}: say in tests/private_names.py where it is at home"
-    assert any(has(path, name) for path in WHERE[name]), f"{used} relies on {name}, which is gone from {WHERE[name]}"
+    assert any(has(path, name) for path in WHERE[name]), (
+        f"{used} relies on {name}, which is gone from {WHERE[name]}"
+    )
 
 
 def test_what_is_no_longer_used_is_no_longer_listed() -> None:

@@ -32,12 +32,22 @@ def test_no_rank_outlives_a_launcher_that_hangs(tmp_path: Path) -> None:
     os.mkfifo(here)
     os.mkfifo(never)
     (tmp_path / "hangs.py").write_text(HANGS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+    ]
     launcher = processes.start([*torchrun, tmp_path / "hangs.py", here, never])
     ranks: list[int] = []
     while len(ranks) < 2:
         ranks += map(int, here.read_text().split())
-    assert all(os.getpgid(rank) != os.getpgid(launcher.pid) for rank in ranks), "its group is not all of it"
+    assert all(os.getpgid(rank) != os.getpgid(launcher.pid) for rank in ranks), (
+        "its group is not all of it"
+    )
 
     with pytest.raises(subprocess.TimeoutExpired):
         processes.end(launcher, timeout=0)
@@ -61,7 +71,9 @@ def test_a_launch_that_would_wait_on_a_lock_says_so(tmp_path: Path) -> None:
     lock.touch()
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     code = "from tests.distributed.launched import start; start(['true'], None)"
-    done = processes.run([sys.executable, "-c", code], environ=environ, cwd=Path(__file__).parent.parent)
+    done = processes.run(
+        [sys.executable, "-c", code], environ=environ, cwd=Path(__file__).parent.parent
+    )
 
     assert done.returncode == 1
     assert "[extension-lock]" in done.stderr

@@ -31,7 +31,9 @@ def test_a_trainer_in_hand_is_watched_and_guarded(make_trainer, tmp_path, anywhe
     trainer.train()
 
     samples = [
-        entry for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl") if isinstance(entry, Sample)
+        entry
+        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        if isinstance(entry, Sample)
     ]
     assert [sample.step for sample in samples if sample.moment == "train"] == [1, 2, 3]
 
@@ -64,13 +66,17 @@ class MyWatchdog(MemoryWatchdog):
 @pytest.mark.parametrize("own", [MemoryWatchdog, MyWatchdog])
 def test_the_users_own_is_kept(make_trainer, own) -> None:
     mine = own(every_steps=3)
-    trainer = make_trainer(mine, TrainerCallback())  # the second is of no kind, and is in nobody's way
+    trainer = make_trainer(
+        mine, TrainerCallback()
+    )  # the second is of no kind, and is in nobody's way
 
     protect(trainer)
 
-    assert [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, MemoryWatchdog)] == [
-        mine
-    ]
+    assert [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, MemoryWatchdog)
+    ] == [mine]
     assert kinds(trainer) == [DefaultFlowCallback, *ALL[:4], own, TrainerCallback, PrinterCallback]
 
 
@@ -94,7 +100,9 @@ class Refuses(Trainer):
 
     def __init__(self, model, args, train_dataset, eval_dataset, **kwargs) -> None:
         assert kwargs == {"callbacks": []}
-        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset)
+        super().__init__(
+            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset
+        )
         self.add_callback = self._refuse
 
     def _refuse(self, callback):
@@ -200,7 +208,10 @@ def test_an_installed_package_offers_a_preset(make_trainer, teampack) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("tem", r"Did you mean team\? There are: observe, memory_safe, survive, gone, lost, none, team"),
+        (
+            "tem",
+            r"Did you mean team\? There are: observe, memory_safe, survive, gone, lost, none, team",
+        ),
         ("lost", r"names teampack.Gone, which has no home"),
         ("none", r"offered as the preset 'none', but it is no Preset: 'memory_safe'"),
         ("gone", r"cannot be loaded from teampack:gone"),

@@ -16,7 +16,9 @@ from trainer_plugins.record.timeline import Sample, read_timeline
 ROOT = Path(__file__).parent.parent
 
 
-def quickstart(output: Path | str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def quickstart(
+    output: Path | str, *arguments: str, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "scripts" / "quickstart"), f"--output-dir={output}", *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd)
 
@@ -43,10 +45,18 @@ def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     assert "The statement " in out  # it generated
     assert "Memory: the peak of each moment" in out
     entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
-    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {"begin", "train", "eval", "save", "end"}
+    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
+        "begin",
+        "train",
+        "eval",
+        "save",
+        "end",
+    }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is large enough for carelessness")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a real card is large enough for carelessness"
+)
 def test_the_card_is_too_small_for_carelessness(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "run", "--steps", "60", "--careless")
 
@@ -62,7 +72,8 @@ def test_a_micro_batch_eight_times_too_large_is_survived(tmp_path: Path) -> None
     assert "out-of-memory errors survived: 1" in out
     words = " ".join(out.split())
     assert (
-        "64 rows (8192 tokens, padding included) did not fit in the forward pass; the micro-batch of 64 rows" in words
+        "64 rows (8192 tokens, padding included) did not fit in the forward pass; the micro-batch of 64 rows"
+        in words
     )
     assert "was finished in 4 pieces of at most 16 rows" in words
 

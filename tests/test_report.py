@@ -24,7 +24,8 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Remark, Sample, to_line
 from trainer_plugins.units import GIB
 
-# Sets a title, clears the screen, forges a line and a style, turns the direction of writing, ends a C1 string.
+# Sets a title, clears the screen, forges a line and a style, turns the direction of writing, ends a
+# C1 string.
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\r\nall is well [red]text[/red] [link=file:///]x[/link] :bomb: \u202e\x9b31m\udc80\0"
 
 
@@ -46,7 +47,9 @@ def write(folder: Path, rank: int, entries: list[Entry]) -> Path:
 
 def run_of(steps: range, *, seconds: float, peak_gib: int = 1, begins: bool = True) -> list[Entry]:
     """As MemoryWatchdog leaves it."""
-    reading = replace(READING, total_bytes=80 * GIB, free_bytes=0, peak_allocated_bytes=peak_gib * GIB)
+    reading = replace(
+        READING, total_bytes=80 * GIB, free_bytes=0, peak_allocated_bytes=peak_gib * GIB
+    )
     moments = [(steps[0], "begin")] * begins + [(step, "train") for step in steps[1:]]
     return [
         Sample(step=step, moment=moment, reading=reading, time_seconds=seconds + number)
@@ -65,12 +68,18 @@ def blocks(text: str) -> list[list[str]]:
     return found
 
 
-def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(make_trainer, simgpu, tmp_path) -> None:
+def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(
+    make_trainer, simgpu, tmp_path
+) -> None:
     callbacks = (StrategyInForce, MemoryWatchdog, CudaCacheCallback, EvalGenerateCleanup)
     for mib in (150, 20):  # a launch, and another one
         torch.accelerator.empty_cache()
-        make_trainer(Takes(train=mib), *(each() for each in callbacks), eval_strategy="steps", eval_steps=4).train()
-    again = make_trainer(Takes(train=60), *(each() for each in callbacks), max_steps=3, save_strategy="steps")
+        make_trainer(
+            Takes(train=mib), *(each() for each in callbacks), eval_strategy="steps", eval_steps=4
+        ).train()
+    again = make_trainer(
+        Takes(train=60), *(each() for each in callbacks), max_steps=3, save_strategy="steps"
+    )
     again.train()
     again.train()  # as a cell of a notebook that is run twice
     again.evaluate()
@@ -80,7 +89,9 @@ def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(make_traine
     text = report(tmp_path / "run")
     assert text.splitlines()[0] == "5 runs went into this folder; the last one comes first"
     found = blocks(text)
-    assert [each[0].split(":")[0] for each in found] == [f"Run {number} of 5" for number in (5, 4, 3, 2, 1)]
+    assert [each[0].split(":")[0] for each in found] == [
+        f"Run {number} of 5" for number in (5, 4, 3, 2, 1)
+    ]
     assert [each[0].split(": ")[1].split(",")[0] for each in found] == [
         "steps 3 to 5",
         "steps 0 to 3",
@@ -88,8 +99,14 @@ def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(make_traine
         "steps 0 to 8",
         "steps 0 to 8",
     ]
-    assert all(each[1].startswith(f"from step {3 if number == 0 else 0}:") for number, each in enumerate(found))
-    trained = [next(line.split() for line in each if line.startswith("0") and " train " in line) for each in found]
+    assert all(
+        each[1].startswith(f"from step {3 if number == 0 else 0}:")
+        for number, each in enumerate(found)
+    )
+    trained = [
+        next(line.split() for line in each if line.startswith("0") and " train " in line)
+        for each in found
+    ]
     *taken, nothing = [round(float(line[4])) // 10 * 10 for line in reversed(trained)]
     assert taken == [150, 20, 60, 60]
     assert nothing < 20, "what this card holds of other tests"
@@ -108,21 +125,37 @@ def test_one_run_has_no_heading(make_trainer, tmp_path) -> None:
 def test_ranks_with_different_numbers_of_runs_are_brought_together_by_time(tmp_path: Path) -> None:
     write(tmp_path, 0, run_of(range(5), seconds=100, peak_gib=10))  # on two ranks
     write(tmp_path, 1, run_of(range(5), seconds=101, peak_gib=11))
-    write(tmp_path, 0, run_of(range(2, 6), seconds=500, peak_gib=20))  # on rank 0 alone, from a checkpoint
-    write(tmp_path, 0, run_of(range(4), seconds=1000, peak_gib=30, begins=False))  # evaluations, or without a begin
+    write(
+        tmp_path, 0, run_of(range(2, 6), seconds=500, peak_gib=20)
+    )  # on rank 0 alone, from a checkpoint
+    write(
+        tmp_path, 0, run_of(range(4), seconds=1000, peak_gib=30, begins=False)
+    )  # evaluations, or without a begin
     write(tmp_path, 1, run_of(range(4), seconds=1001, peak_gib=31))
 
-    peaks = [[line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))]
+    peaks = [
+        [line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))
+    ]
     assert peaks == [["30.00", "31.00"], ["20.00"], ["10.00", "11.00"]]
 
 
 def test_two_launches_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
-    one, other = run_of(range(5), seconds=100, peak_gib=10), run_of(range(5), seconds=100.5, peak_gib=20)
+    one, other = (
+        run_of(range(5), seconds=100, peak_gib=10),
+        run_of(range(5), seconds=100.5, peak_gib=20),
+    )
     path = write(tmp_path, 0, [])
     lines = [json.loads(to_line(entry)) for pair in zip(one, other, strict=True) for entry in pair]
-    path.write_text("".join(json.dumps({**line, "run": "ab"[number % 2]}) + "\n" for number, line in enumerate(lines)))
+    path.write_text(
+        "".join(
+            json.dumps({**line, "run": "ab"[number % 2]}) + "\n"
+            for number, line in enumerate(lines)
+        )
+    )
 
-    peaks = [[line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))]
+    peaks = [
+        [line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))
+    ]
     assert peaks == [["20.00"], ["10.00"]]
 
 
@@ -130,7 +163,9 @@ def test_files_from_before_lines_named_their_process_read_the_same(tmp_path: Pat
     path = write(tmp_path, 0, run_of(range(5), seconds=100) + run_of(range(5), seconds=200))
     before = report(tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "run"}) + "\n" for line in lines))
+    path.write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if k != "run"}) + "\n" for line in lines)
+    )
 
     assert report(tmp_path) == before
     assert len(blocks(before)) == 2
@@ -198,7 +233,9 @@ def test_a_half_line_at_the_end_is_said_and_a_file_without_entries_too(tmp_path:
 def test_what_is_no_file_is_bad_input_and_keeps_nobody_waiting(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "memory" / "rank-0.jsonl"
     path.parent.mkdir()
-    {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda at: os.symlink("/dev/zero", at)}[kind](path)
+    {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda at: os.symlink("/dev/zero", at)}[kind](
+        path
+    )
 
     done = subprocess.run(
         [sys.executable, "-m", "trainer_plugins", "report", str(tmp_path)],
@@ -217,7 +254,11 @@ def obeyed(text: str) -> list[str]:
 def test_foreign_text_in_a_timeline_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     reading = replace(READING, device=HOSTILE)
     finding = replace(ENTRIES[2].finding, summary=HOSTILE, evidence="m" * 1_000_000)  # type: ignore[union-attr]
-    write(tmp_path, 0, [Sample(step=1, moment=HOSTILE, reading=reading), Remark(step=1, finding=finding)])
+    write(
+        tmp_path,
+        0,
+        [Sample(step=1, moment=HOSTILE, reading=reading), Remark(step=1, finding=finding)],
+    )
 
     text = report(tmp_path)
     assert obeyed(text) == []
@@ -232,7 +273,9 @@ def test_foreign_text_in_files_for_other_commands_is_shown_and_not_obeyed(tmp_pa
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": HOSTILE, HOSTILE: HOSTILE}))
     launch = tmp_path / f"{name}.yaml"
-    launch.write_text(json.dumps({HOSTILE: HOSTILE, "distributed_type": HOSTILE, "num_processes": HOSTILE}))
+    launch.write_text(
+        json.dumps({HOSTILE: HOSTILE, "distributed_type": HOSTILE, "num_processes": HOSTILE})
+    )
     for arguments, code in (
         (["configs", "check", str(launch)], (1, 2)),
         (["configs", "check", str(tmp_path / f"{name}.missing")], (2,)),
@@ -269,7 +312,9 @@ def test_the_name_of_a_neighbour_is_shown_in_the_log_and_not_obeyed(make_trainer
 
     make_trainer(MemoryWatchdog(device=Crowded())).train()
 
-    (said,) = {record.getMessage() for record in caplog.records if "foreign-memory" in record.getMessage()}
+    (said,) = {
+        record.getMessage() for record in caplog.records if "foreign-memory" in record.getMessage()
+    }
     assert r"pid 4242 (\x1b]0;mine\x07\x1b[2J  all is well" in said
     assert obeyed(said) == []
     assert "\n" not in said

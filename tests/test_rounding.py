@@ -54,7 +54,9 @@ def test_a_resumed_optimizer_passes_and_one_that_forgot_something_does_not() -> 
     for number in (0, 1):
         whole.step(number, RATES[number])
     resumed, forgetful, late = (copy.deepcopy(whole) for _ in range(3))
-    for group in resumed.optimizer.param_groups:  # as far as DeepSpeed's beta2^t is off after a load
+    for (
+        group
+    ) in resumed.optimizer.param_groups:  # as far as DeepSpeed's beta2^t is off after a load
         group["betas"] = (0.9, 0.999 * (1 - 2**-24))
     state = next(iter(forgetful.optimizer.state.values()))
     state["exp_avg"].zero_()  # of the embedding alone

@@ -40,9 +40,14 @@ def test_a_script_trains_with_callbacks_and_nothing_else_is_different(tmp_path: 
     done = run("--memory-every-steps", "2", "scripts/train.py", "--preset", "its own", cwd=tmp_path)
 
     assert done.returncode == 3, done.stderr
-    assert done.stdout.splitlines()[0] == f"['--preset', 'its own'] {tmp_path / 'scripts'} scripts/train.py"
+    assert (
+        done.stdout.splitlines()[0]
+        == f"['--preset', 'its own'] {tmp_path / 'scripts'} scripts/train.py"
+    )
     timeline = read_timeline(tmp_path / "out" / "memory" / "rank-0.jsonl")
-    assert [entry.step for entry in timeline if isinstance(entry, Sample) and entry.moment == "train"] == [2, 4]
+    assert [
+        entry.step for entry in timeline if isinstance(entry, Sample) and entry.moment == "train"
+    ] == [2, 4]
     assert "nothing was attached" not in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -50,7 +55,9 @@ def test_a_script_trains_with_callbacks_and_nothing_else_is_different(tmp_path: 
 
 def test_a_value_error_of_the_users_package_is_the_users(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("raise ValueError('numpy.dtype size changed')")
+    (tmp_path / "package" / "__init__.py").write_text(
+        "raise ValueError('numpy.dtype size changed')"
+    )
     (tmp_path / "package" / "job.py").write_text("")
 
     done = run("-m", "package.job", cwd=tmp_path)
@@ -62,7 +69,9 @@ def test_a_value_error_of_the_users_package_is_the_users(tmp_path: Path) -> None
 
 def test_a_module_that_raises_and_builds_no_trainer(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text("import sys\nprint(sys.argv, sys.path[0])\n1 / 0\n")
+    (tmp_path / "package" / "__main__.py").write_text(
+        "import sys\nprint(sys.argv, sys.path[0])\n1 / 0\n"
+    )
 
     done = run("--preset=observe", "-m", "package", "-m", "x", cwd=tmp_path)
 
@@ -73,7 +82,9 @@ def test_a_module_that_raises_and_builds_no_trainer(tmp_path: Path) -> None:
 
 
 def test_a_fork_and_a_child_do_not_speak_for_the_script(tmp_path: Path) -> None:
-    (tmp_path / "forks.py").write_text("import os, sys\nif os.fork():\n    os.wait()\nsys.exit(0)\n")
+    (tmp_path / "forks.py").write_text(
+        "import os, sys\nif os.fork():\n    os.wait()\nsys.exit(0)\n"
+    )
 
     done = run("forks.py", cwd=tmp_path)
 

@@ -46,11 +46,20 @@ PLAIN = MemoryReading(
 HIGHEST = {
     101: replace(PLAIN, peak_allocated_bytes=38 * GIB),
     2_203: replace(PLAIN, reserved_bytes=39 * GIB + MIB),
-    2_206: replace(PLAIN, free_bytes=39 * GIB, reserved_bytes=10 * GIB, peak_allocated_bytes=9 * GIB),
-    15_004: replace(PLAIN, free_bytes=38 * GIB, reserved_bytes=39 * GIB, peak_allocated_bytes=20 * GIB),
+    2_206: replace(
+        PLAIN, free_bytes=39 * GIB, reserved_bytes=10 * GIB, peak_allocated_bytes=9 * GIB
+    ),
+    15_004: replace(
+        PLAIN, free_bytes=38 * GIB, reserved_bytes=39 * GIB, peak_allocated_bytes=20 * GIB
+    ),
 }
 STRATEGY = Strategy(
-    distributed_type="NO", wrapped_class="M", family="nothing", world_size=1, device="cuda", num_params=7
+    distributed_type="NO",
+    wrapped_class="M",
+    family="nothing",
+    world_size=1,
+    device="cuda",
+    num_params=7,
 )
 
 
@@ -60,16 +69,27 @@ def long_run() -> list[Entry]:
     entries: list[Entry] = [Beginning(step=0, strategy=STRATEGY, time_seconds=next(seconds))]
     entries.append(Sample(step=0, moment="begin", reading=PLAIN, time_seconds=next(seconds)))
     for step in range(1, NUM_STEPS + 1):
-        reading = HIGHEST.get(step, replace(PLAIN, peak_allocated_bytes=30 * GIB + (step * 7919) % MIB))
-        entries.append(Sample(step=step, moment="train", reading=reading, time_seconds=next(seconds)))
+        reading = HIGHEST.get(
+            step, replace(PLAIN, peak_allocated_bytes=30 * GIB + (step * 7919) % MIB)
+        )
+        entries.append(
+            Sample(step=step, moment="train", reading=reading, time_seconds=next(seconds))
+        )
         if step % 500 == 0:
-            entries.append(Sample(step=step, moment="eval", reading=PLAIN, time_seconds=next(seconds)))
+            entries.append(
+                Sample(step=step, moment="eval", reading=PLAIN, time_seconds=next(seconds))
+            )
         if step % 1000 == 0:
             finding = replace(ENTRIES[2].finding, amount=float(step))  # type: ignore[union-attr]
             entries.append(Remark(step=step, finding=finding, time_seconds=next(seconds)))
         if step % 10 == 0:
             flush = Flush(
-                step=step, reason="interval", released_bytes=MIB, stuck_bytes=step, seconds=0.5, time_seconds=0
+                step=step,
+                reason="interval",
+                released_bytes=MIB,
+                stuck_bytes=step,
+                seconds=0.5,
+                time_seconds=0,
             )
             entries.append(replace(flush, time_seconds=next(seconds)))
     entries.append(Sample(step=NUM_STEPS, moment="end", reading=PLAIN, time_seconds=next(seconds)))
@@ -98,7 +118,9 @@ def test_the_file_stays_below_its_bound_and_the_report_is_the_same(run) -> None:
     left = read_timeline(path)
 
     assert sum(len(line) for line in path.read_bytes().splitlines()) < MAX_FILE_BYTES
-    assert MAX_FILE_BYTES < largest < MAX_FILE_BYTES + 1000  # it is thinned by the entry that follows, and not before
+    assert (
+        MAX_FILE_BYTES < largest < MAX_FILE_BYTES + 1000
+    )  # it is thinned by the entry that follows, and not before
     assert len(left) < len(entries) * 2 // 3
     assert text(left) == text(entries)
     assert os.listdir(path.parent) == ["rank-0.jsonl"]
@@ -110,7 +132,9 @@ def test_readings_stay_as_they_were_taken(run) -> None:
     left = [each for each in read_timeline(path) if isinstance(each, Sample)]
 
     assert all(replace(each, num_readings=1) == taken[each.step, each.moment] for each in left)
-    assert {each.step: each.reading for each in left if each.step in HIGHEST and each.moment == "train"} == HIGHEST
+    assert {
+        each.step: each.reading for each in left if each.step in HIGHEST and each.moment == "train"
+    } == HIGHEST
     assert sum(each.num_readings for each in left) == len(taken)
     assert [each.step for each in left] == sorted(each.step for each in left)
     steps = [each.step for each in left if each.moment == "train"]
@@ -124,7 +148,9 @@ def test_findings_beginnings_and_sums_are_kept(run) -> None:
     left = read_timeline(path)
 
     for kind in (Remark, Beginning):
-        assert [each for each in left if isinstance(each, kind)] == [each for each in entries if isinstance(each, kind)]
+        assert [each for each in left if isinstance(each, kind)] == [
+            each for each in entries if isinstance(each, kind)
+        ]
     before, after = ([each for each in many if isinstance(each, Flush)] for many in (entries, left))
     assert len(after) < len(before)
     assert sum(each.num_releases for each in after) == len(before)
@@ -145,9 +171,13 @@ def lines(num: int) -> bytes:
 ENOUGH = 23_000
 
 
-def test_a_file_of_an_older_version_is_thinned_and_what_nobody_reads_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_an_older_version_is_thinned_and_what_nobody_reads_is_left_alone(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rank-0.jsonl"
-    strange = b'{"kind": "of-a-later-version", "step": 1}\nhalf a li\n\0\0\xff\n' + b"[" * 3000 + b"\n"
+    strange = (
+        b'{"kind": "of-a-later-version", "step": 1}\nhalf a li\n\0\0\xff\n' + b"[" * 3000 + b"\n"
+    )
     path.write_bytes(strange + lines(ENOUGH) + strange)
     path.chmod(0o640)
     assert path.stat().st_size > MAX_FILE_BYTES
@@ -157,20 +187,31 @@ def test_a_file_of_an_older_version_is_thinned_and_what_nobody_reads_is_left_alo
     assert path.read_bytes().startswith(strange)
     assert strange in path.read_bytes()[-2 * len(strange) - 1000 :]
     assert path.stat().st_mode & 0o777 == 0o640
-    assert sum(entry.num_readings for entry in read_timeline(path) if isinstance(entry, Sample)) == ENOUGH + 1
+    assert (
+        sum(entry.num_readings for entry in read_timeline(path) if isinstance(entry, Sample))
+        == ENOUGH + 1
+    )
 
 
 def test_two_runs_of_one_folder_are_never_held_against_each_other(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank-0.jsonl"
     timeline = Timeline(path)
-    for high, num in ((45, 3), (20, 3), (30, 23_000)):  # the peak of the second is lower than those beside it
+    for high, num in (
+        (45, 3),
+        (20, 3),
+        (30, 23_000),
+    ):  # the peak of the second is lower than those beside it
         reading = replace(READING, device=LONG_NAME, peak_allocated_bytes=high)
         timeline.add(Sample(step=0, moment="begin", reading=reading))
         for step in range(1, num):
             timeline.add(Sample(step=step, moment="train", reading=reading))
 
     peaks = [
-        max(each.reading.peak_allocated_bytes for each in run.timelines[0] if isinstance(each, Sample))
+        max(
+            each.reading.peak_allocated_bytes
+            for each in run.timelines[0]
+            if isinstance(each, Sample)
+        )
         for run in read_history(tmp_path).runs
     ]
     assert peaks == [45, 20, 30]
@@ -216,7 +257,9 @@ def test_where_it_cannot_be_thinned_it_grows_and_this_is_said_once(tmp_path: Pat
     with path.open("ab") as file:
         file.write(lines(ENOUGH))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # nothing of more than 1000 bytes can be written
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, limits[1])
+    )  # nothing of more than 1000 bytes can be written
     try:
         timeline.add(ENTRIES[0])
         timeline.add(ENTRIES[0])

@@ -9,7 +9,15 @@ import pytest
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.timeline import Entry, Flush, Remark, Sample, Timeline, read_timeline, timeline_of_run
+from trainer_plugins.record.timeline import (
+    Entry,
+    Flush,
+    Remark,
+    Sample,
+    Timeline,
+    read_timeline,
+    timeline_of_run,
+)
 
 READING = MemoryReading(
     device="cuda:0",
@@ -22,19 +30,31 @@ READING = MemoryReading(
 )
 ENTRIES: list[Entry] = [
     Sample(step=1, moment="train", reading=READING, time_seconds=12.5),
-    Flush(step=1, reason="interval", released_bytes=20, stuck_bytes=1, seconds=0.25, time_seconds=13.0),
+    Flush(
+        step=1, reason="interval", released_bytes=20, stuck_bytes=1, seconds=0.25, time_seconds=13.0
+    ),
     Remark(
         step=2,
         time_seconds=14.0,
         finding=Finding(
-            code="x", severity=Severity.ERROR, summary="s", evidence='e "quoted"\n', remedy="r", amount=3.5
+            code="x",
+            severity=Severity.ERROR,
+            summary="s",
+            evidence='e "quoted"\n',
+            remedy="r",
+            amount=3.5,
         ),
     ),
 ]
 
 
 def test_the_parts_of_a_reading_make_the_whole() -> None:
-    parts = READING.non_torch_bytes + READING.allocated_bytes + READING.cached_bytes + READING.free_bytes
+    parts = (
+        READING.non_torch_bytes
+        + READING.allocated_bytes
+        + READING.cached_bytes
+        + READING.free_bytes
+    )
 
     assert parts == READING.total_bytes
     assert READING.pressure == 0.55  # peak 45 + non-torch 10; the cache is left out
@@ -49,11 +69,15 @@ def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
     assert read_timeline(tmp_path / "memory" / "rank-0.jsonl") == ENTRIES == list(timeline)
 
 
-def test_a_line_cut_off_by_a_kill_and_lines_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_kill_and_lines_of_later_versions_are_passed_over(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rank-0.jsonl"
     Timeline(path).add(ENTRIES[0])
     with path.open("a") as file:
-        file.write('{"kind": "of-a-later-version", "time_seconds": 1, "step": 1}\n{"kind": "sample", "ti')
+        file.write(
+            '{"kind": "of-a-later-version", "time_seconds": 1, "step": 1}\n{"kind": "sample", "ti'
+        )
 
     assert read_timeline(path) == ENTRIES[:1]
 
@@ -85,7 +109,9 @@ def test_one_run_has_one_timeline_a_rank(tmp_path: Path) -> None:
     assert first.path == tmp_path / "memory" / "rank-0.jsonl"
 
 
-def test_a_folder_that_cannot_be_made_is_said_once_and_harms_nothing(tmp_path: Path, caplog) -> None:
+def test_a_folder_that_cannot_be_made_is_said_once_and_harms_nothing(
+    tmp_path: Path, caplog
+) -> None:
     (tmp_path / "memory").write_text("a user's file")
     timeline = Timeline(tmp_path / "memory" / "rank-0.jsonl")
     for entry in ENTRIES:

@@ -1,7 +1,7 @@
 """Memory care for Hugging Face Trainer runs.
 
-`from trainer_plugins import MemoryWatchdog` works, and imports what it needs only then: this module alone imports
-neither torch nor transformers.
+`from trainer_plugins import MemoryWatchdog` works, and imports what it needs only then: this module
+alone imports neither torch nor transformers.
 """
 
 from importlib import import_module

@@ -8,7 +8,10 @@ from trainer_plugins.printable import printable
 
 
 class Severity(IntEnum):
-    """How much a finding matters. The values are logging levels, so a finding logs at its own severity."""
+    """How much a finding matters.
+
+    The values are logging levels, so a finding logs at its own severity.
+    """
 
     INFO = logging.INFO
     WARNING = logging.WARNING

@@ -1,4 +1,7 @@
-"""Presets: names for sets of callbacks. A tuple one can read; installed packages add to it by entry points."""
+"""Presets: names for sets of callbacks.
+
+A tuple one can read; installed packages add to it by entry points.
+"""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,9 +30,15 @@ class Preset:
 
 
 PRESETS = (
-    Preset("observe", "what runs, the watchdog and its timeline; changes nothing", (STRATEGY, WATCHDOG)),
+    Preset(
+        "observe", "what runs, the watchdog and its timeline; changes nothing", (STRATEGY, WATCHDOG)
+    ),
     Preset("memory_safe", "observe, and all guards", _SAFE),
-    Preset("survive", "memory_safe, and a micro-batch that does not fit is finished in pieces", (*_SAFE, SURVIVE)),
+    Preset(
+        "survive",
+        "memory_safe, and a micro-batch that does not fit is finished in pieces",
+        (*_SAFE, SURVIVE),
+    ),
 )
 
 
@@ -45,13 +54,19 @@ def preset(name: str) -> Preset:
     offered = entry_points(group=GROUP)
     if name not in offered.names:
         names = [ours.name for ours in PRESETS] + sorted(offered.names)
-        raise ValueError(f"there is no preset {name!r}.{nearest(name, names)} There are: {', '.join(names)}")
+        raise ValueError(
+            f"there is no preset {name!r}.{nearest(name, names)} There are: {', '.join(names)}"
+        )
     try:
         theirs = offered[name].load()
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"the preset {name!r} cannot be loaded from {offered[name].value}: {error}") from error
+        raise ValueError(
+            f"the preset {name!r} cannot be loaded from {offered[name].value}: {error}"
+        ) from error
     if not isinstance(theirs, Preset):
-        raise ValueError(f"{offered[name].value} is offered as the preset {name!r}, but it is no Preset: {theirs!r}")
+        raise ValueError(
+            f"{offered[name].value} is offered as the preset {name!r}, but it is no Preset: {theirs!r}"
+        )
     return theirs
 
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """One look at one device. All sizes are in bytes. A device that says what cannot be is refused with a ValueError.
+    """One look at one device.
+
+    All sizes are in bytes. A device that says what cannot be is refused with a ValueError.
 
     ```
     |<------------------------- total ------------------------->|
@@ -36,8 +38,14 @@ class MemoryReading:
     """Allocations, since the process began, that succeeded only after the allocator had flushed its cache."""
 
     def __post_init__(self) -> None:
-        # Reserved memory is counted a moment apart, so together with what is free it may exceed the total.
-        sizes = (self.reserved_bytes, self.allocated_bytes, self.peak_allocated_bytes, self.num_alloc_retries)
+        # Reserved memory is counted a moment apart, so together with what is free it may exceed the
+        # total.
+        sizes = (
+            self.reserved_bytes,
+            self.allocated_bytes,
+            self.peak_allocated_bytes,
+            self.num_alloc_retries,
+        )
         if not 0 <= self.free_bytes <= self.total_bytes or not self.total_bytes or min(sizes) < 0:
             raise ValueError(f"{self.device} says of its memory what cannot be: {self}")
 
@@ -63,7 +71,7 @@ class MemoryReading:
     def pressure(self) -> float:
         """The fraction of the device that live memory took at its peak, 0 to 1.
 
-        The cache is left out, because in a healthy run the cache fills the card; and it is the peak, because
-        between steps the activations are gone.
+        The cache is left out, because in a healthy run the cache fills the card; and it is the
+        peak, because between steps the activations are gone.
         """
         return (self.peak_allocated_bytes + self.non_torch_bytes) / self.total_bytes

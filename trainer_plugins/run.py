@@ -1,11 +1,12 @@
 """Run any training script, unedited, with callbacks on every Trainer that it builds.
 
-    python -m trainer_plugins.run --preset memory_safe --memory-warn-fraction 0.8 train.py --its --arguments
-    python -m trainer_plugins.run -m package.module --its --arguments
-    accelerate launch --num_processes 2 -m trainer_plugins.run train.py
-    torchrun --nproc-per-node 2 -m trainer_plugins.run train.py
+    python -m trainer_plugins.run --preset memory_safe --memory-warn-fraction 0.8 train.py --its
+    --arguments python -m trainer_plugins.run -m package.module --its --arguments accelerate launch
+    --num_processes 2 -m trainer_plugins.run train.py torchrun --nproc-per-node 2 -m
+    trainer_plugins.run train.py
 
-The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is ours.
+The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is
+ours.
 """
 
 import sys

@@ -62,7 +62,13 @@ class Strategy:
         stage = "" if self.zero_stage is None else f", ZeRO-{self.zero_stage}"
         ranks = f"{self.world_size} rank" + "s" * (self.world_size != 1)
         machines = f" on {self.num_machines} machines" if (self.num_machines or 1) > 1 else ""
-        divided = f", {percent(self.partitioned_fraction)} of {self.num_params:,} parameters divided"
+        divided = (
+            f", {percent(self.partitioned_fraction)} of {self.num_params:,} parameters divided"
+        )
         off = "".join(f", {what} on {where}" for what, where in self.offload.items())
-        update = f", {self.optimizer_class} on {self.master_dtype} weights" if self.master_dtype else ""
-        return printable(f"{ranks}{machines} of {self.wrapped_class} on {self.device}{stage}{divided}{off}{update}")
+        update = (
+            f", {self.optimizer_class} on {self.master_dtype} weights" if self.master_dtype else ""
+        )
+        return printable(
+            f"{ranks}{machines} of {self.wrapped_class} on {self.device}{stage}{divided}{off}{update}"
+        )

@@ -1,4 +1,7 @@
-"""Bytes, and how people read them. Inside the package every size is an int of bytes; GiB exists only in text."""
+"""Bytes, and how people read them.
+
+Inside the package every size is an int of bytes; GiB exists only in text.
+"""
 
 import re
 
@@ -41,7 +44,9 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
-        raise ValueError(f"a size is a positive number with a unit, as in 2GiB or 100MiB, got {text!r}")
+        raise ValueError(
+            f"a size is a positive number with a unit, as in 2GiB or 100MiB, got {text!r}"
+        )
     return int(float(match[1]) * unit)
 
 

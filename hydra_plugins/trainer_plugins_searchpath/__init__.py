@@ -13,7 +13,8 @@ class TrainerPluginsSearchPath(SearchPathPlugin):
     """Adds the config group `trainer_plugins`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        # As a file: Hydra takes a pkg:// only for a folder with an __init__.py. Found, and not imported.
+        # As a file: Hydra takes a pkg:// only for a folder with an __init__.py. Found, and not
+        # imported.
         spec = find_spec("trainer_plugins")
         if spec is not None and spec.origin is not None:
             folder = Path(spec.origin).parent / "configs" / "hydra"
@@ -30,7 +31,8 @@ def _callbacks(*, _root_: DictConfig) -> list[object]:
 def _register() -> None:
     """Make ${trainer_plugins.callbacks:} known to OmegaConf, by the name that its version has for that.
 
-    OmegaConf 2.4 warns of `register_new_resolver` and says `register_resolver`, which was another function before.
+    OmegaConf 2.4 warns of `register_new_resolver` and says `register_resolver`, which was another
+    function before.
     """
     register = getattr(OmegaConf, "register_resolver", None)
     if register is None or "replace" not in signature(register).parameters:
@@ -41,5 +43,6 @@ def _register() -> None:
 try:
     _register()
 except Exception as error:
-    # Of a plugin that cannot be imported Hydra warns. Anything else would end every Hydra app here, ours or not.
+    # Of a plugin that cannot be imported Hydra warns. Anything else would end every Hydra app here,
+    # ours or not.
     raise ImportError(f"trainer_plugins found no place for its resolver: {error}") from error

@@ -48,7 +48,10 @@ def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
     torch, _ = read_torch_version(version)
     machine = Machine(torch=torch, has_vllm=vllm, **PLATFORMS[platform])
     variables = Variables(OWN[own])
-    choice, codes = choose(variables, machine), {finding.code for finding in lint(variables, machine)}
+    choice, codes = (
+        choose(variables, machine),
+        {finding.code for finding in lint(variables, machine)},
+    )
     may_expand = platform in ("linux", "rocm7") and not vllm
     is_unified = torch >= (2, 10)
 
@@ -69,7 +72,9 @@ def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
     assert choice.why
 
     # What is said.
-    assert ("allocator-name-not-read" in codes) == (own in ("unified", "bad pair") and not is_unified)
+    assert ("allocator-name-not-read" in codes) == (
+        own in ("unified", "bad pair") and not is_unified
+    )
     assert ("allocator-names-differ" in codes) == (own == "differ")
     assert ("allocator-expandable-and-max-split" in codes) == (own == "bad pair")
     assert ("allocator-expandable-unsupported" in codes) == (own == "bad pair" and not may_expand)
@@ -86,23 +91,51 @@ def test_the_matrix_is_large() -> None:
     ("text", "machine", "codes"),
     [
         ("expandable_segments:True", Machine(), []),
-        ("max_split_size_mb:128,garbage_collection_threshold:0.8", Machine(), []),  # the classic pair
+        (
+            "max_split_size_mb:128,garbage_collection_threshold:0.8",
+            Machine(),
+            [],
+        ),  # the classic pair
         ("expandable_segments:False,max_split_size_mb:128", Machine(), []),
         ("expandable_segments:True,roundup_power2_divisions:4", Machine(), []),
-        ("expandable_segments:True,max_split_size_mb:128", Machine(), ["allocator-expandable-and-max-split"]),
-        ("expandable_segments:True,garbage_collection_threshold:0.8", Machine(), ["allocator-expandable-and-gc"]),
+        (
+            "expandable_segments:True,max_split_size_mb:128",
+            Machine(),
+            ["allocator-expandable-and-max-split"],
+        ),
+        (
+            "expandable_segments:True,garbage_collection_threshold:0.8",
+            Machine(),
+            ["allocator-expandable-and-gc"],
+        ),
         ("backend:cudaMallocAsync", Machine(), []),
-        ("backend:cudaMallocAsync,expandable_segments:True", Machine(), ["allocator-async-ignores"]),
-        ("backend:hipMallocAsync,max_split_size_mb:64", Machine(rocm=(7, 0)), ["allocator-async-ignores"]),
+        (
+            "backend:cudaMallocAsync,expandable_segments:True",
+            Machine(),
+            ["allocator-async-ignores"],
+        ),
+        (
+            "backend:hipMallocAsync,max_split_size_mb:64",
+            Machine(rocm=(7, 0)),
+            ["allocator-async-ignores"],
+        ),
         ("expandeable_segments:True", Machine(), ["allocator-unknown-option"]),
         ("expandable_segments:true", Machine(), ["allocator-bad-value"]),
         ("max_split_size_mb:512MB", Machine(), ["allocator-misread-value"]),
         ("max_split_size_mb:-1", Machine(), ["allocator-misread-value"]),
         ("max_split_size_mb:20", Machine(), []),
-        ("max_split_size_mb:20", Machine(torch=(2, 9)), ["allocator-deprecated-name", "allocator-bad-value"]),
+        (
+            "max_split_size_mb:20",
+            Machine(torch=(2, 9)),
+            ["allocator-deprecated-name", "allocator-bad-value"],
+        ),
         ("throw_on_cudamalloc_oom:True", Machine(torch=(2, 12)), []),
         ("throw_on_cudamalloc_oom:True", Machine(torch=(2, 11)), ["allocator-option-too-new"]),
-        ("foo:1,max_split_size_mb:1", Machine(), ["allocator-unknown-option", "allocator-bad-value"]),
+        (
+            "foo:1,max_split_size_mb:1",
+            Machine(),
+            ["allocator-unknown-option", "allocator-bad-value"],
+        ),
     ],
 )
 def test_what_is_said_of_a_text(text: str, machine: Machine, codes: list[str]) -> None:
@@ -110,7 +143,9 @@ def test_what_is_said_of_a_text(text: str, machine: Machine, codes: list[str]) -
 
 
 def test_an_option_of_a_torch_to_come_is_not_called_wrong() -> None:
-    (finding,) = lint(Variables({UNIFIED: "expandable_segments_reserve:0.5"}), Machine(torch=(2, 15)))
+    (finding,) = lint(
+        Variables({UNIFIED: "expandable_segments_reserve:0.5"}), Machine(torch=(2, 15))
+    )
 
     assert finding.code == "allocator-unknown-option"
     assert finding.severity.name == "WARNING"

@@ -26,7 +26,10 @@ BOTH = {
     "expandable_segments:True max_split_size_mb:128": None,
     "expandable_segments:True;max_split_size_mb:128": None,
     "expandable_segments:True,expandable_segments:False": {"expandable_segments": False},
-    " expandable_segments : True , max_split_size_mb : 128 ": {"expandable_segments": True, "max_split_size_mb": 128},
+    " expandable_segments : True , max_split_size_mb : 128 ": {
+        "expandable_segments": True,
+        "max_split_size_mb": 128,
+    },
     "max_split_size_mb:19": None,
     "max_split_size_mb:20": {"max_split_size_mb": 20},
     "max_split_size_mb:+64": {"max_split_size_mb": 64},
@@ -43,7 +46,10 @@ BOTH = {
     "large_segment_size_mb:64,max_split_size_mb:32": None,
     "max_split_size_mb:32,large_segment_size_mb:64": None,
     "max_non_split_rounding_mb:32,large_segment_size_mb:64": None,
-    "max_split_size_mb:64,large_segment_size_mb:64": {"max_split_size_mb": 64, "large_segment_size_mb": 64},
+    "max_split_size_mb:64,large_segment_size_mb:64": {
+        "max_split_size_mb": 64,
+        "large_segment_size_mb": 64,
+    },
     "garbage_collection_threshold:0": None,
     "garbage_collection_threshold:0.8": {"garbage_collection_threshold": 0.8},
     "garbage_collection_threshold:.5": {"garbage_collection_threshold": 0.5},
@@ -56,8 +62,12 @@ BOTH = {
     "roundup_power2_divisions:0": None,
     "roundup_power2_divisions:3": None,
     "roundup_power2_divisions:-4": None,
-    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]": {"roundup_power2_divisions": (*(1,) * 9, 2, 4, *(8,) * 5)},
-    "roundup_power2_divisions:[512:2,256:4]": {"roundup_power2_divisions": (*(2,) * 8, 4, 2, *(0,) * 6)},
+    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]": {
+        "roundup_power2_divisions": (*(1,) * 9, 2, 4, *(8,) * 5)
+    },
+    "roundup_power2_divisions:[512:2,256:4]": {
+        "roundup_power2_divisions": (*(2,) * 8, 4, 2, *(0,) * 6)
+    },
     "roundup_power2_divisions:[>:4]": {"roundup_power2_divisions": (0, *(4,) * 15)},
     "roundup_power2_divisions:[256:1,>:4,]": {"roundup_power2_divisions": (*(1,) * 9, *(4,) * 7)},
     "roundup_power2_divisions:[131072:2]": {"roundup_power2_divisions": (2,) * 16},
@@ -124,7 +134,9 @@ def test_every_option_is_in_the_table_with_a_good_value() -> None:
     assert good == {option.key for option in OPTIONS}
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is that of torch 2.13")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="the table is that of torch 2.13"
+)
 def test_torch_itself_says_the_same() -> None:
     table = BOTH | CUDA_ONLY
     done = subprocess.run(
@@ -136,7 +148,9 @@ def test_torch_itself_says_the_same() -> None:
     )
     answers = dict(zip(table, done.stdout.splitlines(), strict=True))
     expected = {
-        text: "accepted" if values is not None or (text in CUDA_ONLY and not HAS_CUDA_BUILD) else "refused"
+        text: "accepted"
+        if values is not None or (text in CUDA_ONLY and not HAS_CUDA_BUILD)
+        else "refused"
         for text, values in table.items()
     }
     assert answers == expected
@@ -145,14 +159,23 @@ def test_torch_itself_says_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("expandable_segment:True", "knows the option 'expandable_segment': it is expandable_segments"),
+        (
+            "expandable_segment:True",
+            "knows the option 'expandable_segment': it is expandable_segments",
+        ),
         ("Expandable_Segments:True", "it is expandable_segments"),
         ("max_split_size:128", "it is max_split_size_mb"),
         ("zzz:1", "it knows backend, max_split_size_mb"),
-        ("expandable_segments:true", "expandable_segments needs True or False, written so, got 'true'"),
+        (
+            "expandable_segments:true",
+            "expandable_segments needs True or False, written so, got 'true'",
+        ),
         ("max_split_size_mb:19", "max_split_size_mb needs at least 20, got '19'"),
         ("garbage_collection_threshold:80", "needs a number above 0 and below 1, got '80'"),
-        ("pinned_num_register_threads:256", "pinned_num_register_threads needs at most 128, got '256'"),
+        (
+            "pinned_num_register_threads:256",
+            "pinned_num_register_threads needs at most 128, got '256'",
+        ),
         ("roundup_power2_divisions:[300:1]", "needs a power of 2 as interval, got '300'"),
         ("expandable_segments=True", "key:value pairs with a comma between"),
         ("expandable_segments,True", "key:value pairs"),  # torch takes it by accident

@@ -20,13 +20,48 @@ ASKED, OTHER = "expandable_segments:True", "max_split_size_mb:64"
         (InForce(ASKED), {UNIFIED: ASKED}, Machine(), None),
         (InForce(f"{OTHER},{ASKED}"), {UNIFIED: f"{OTHER},{ASKED}"}, Machine(), None),
         (InForce(""), {}, Machine(), "no variable of this process holds them"),
-        (InForce(""), {UNIFIED: ASKED}, Machine(torch=(2, 9)), "torch 2.9 does not read PYTORCH_ALLOC_CONF"),
-        (InForce(OTHER), {UNIFIED: ASKED, CUDA: OTHER}, Machine(), f"{CUDA}={OTHER} counts more than {UNIFIED}"),
-        (InForce(""), {UNIFIED: ASKED}, Machine(), "torch had read PYTORCH_ALLOC_CONF before it was set"),
-        (InForce("", is_initialized=True), {UNIFIED: ASKED}, Machine(), "and the allocator is at work"),
-        (InForce(ASKED, {"expandable_segments": False}), {UNIFIED: ASKED}, Machine(is_wsl=True), "under WSL"),
-        (InForce(ASKED, {"expandable_segments": False}), {UNIFIED: ASKED}, Machine(), "a build without that option"),
-        (InForce(refusal="Expected 'True'"), {UNIFIED: "x"}, Machine(), "torch refused to read them (Expected 'True')"),
+        (
+            InForce(""),
+            {UNIFIED: ASKED},
+            Machine(torch=(2, 9)),
+            "torch 2.9 does not read PYTORCH_ALLOC_CONF",
+        ),
+        (
+            InForce(OTHER),
+            {UNIFIED: ASKED, CUDA: OTHER},
+            Machine(),
+            f"{CUDA}={OTHER} counts more than {UNIFIED}",
+        ),
+        (
+            InForce(""),
+            {UNIFIED: ASKED},
+            Machine(),
+            "torch had read PYTORCH_ALLOC_CONF before it was set",
+        ),
+        (
+            InForce("", is_initialized=True),
+            {UNIFIED: ASKED},
+            Machine(),
+            "and the allocator is at work",
+        ),
+        (
+            InForce(ASKED, {"expandable_segments": False}),
+            {UNIFIED: ASKED},
+            Machine(is_wsl=True),
+            "under WSL",
+        ),
+        (
+            InForce(ASKED, {"expandable_segments": False}),
+            {UNIFIED: ASKED},
+            Machine(),
+            "a build without that option",
+        ),
+        (
+            InForce(refusal="Expected 'True'"),
+            {UNIFIED: "x"},
+            Machine(),
+            "torch refused to read them (Expected 'True')",
+        ),
         # A call may have changed the text and left the option: values count more than text.
         (InForce(OTHER, {"expandable_segments": True}), {UNIFIED: ASKED}, Machine(), None),
     ],
@@ -39,15 +74,24 @@ def test_the_reason_when_they_differ(in_force, texts, machine, reason) -> None:
 
 
 def test_what_is_the_default_anyway_is_in_force() -> None:
-    assert verify("expandable_segments:False,backend:native", InForce(), Variables({}), Machine()) is None
+    assert (
+        verify("expandable_segments:False,backend:native", InForce(), Variables({}), Machine())
+        is None
+    )
 
 
 def run(code: str, may_abort: bool = False, **variables: str) -> str:
     """Run a program with these variables, and no others of the allocator."""
     environ = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
-    start = "import os, torch\nfrom trainer_plugins.allocator.in_force import check, read_in_force\n"
+    start = (
+        "import os, torch\nfrom trainer_plugins.allocator.in_force import check, read_in_force\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", start + code], env=environ | variables, capture_output=True, text=True, check=False
+        [sys.executable, "-c", start + code],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0 or may_abort, done.stderr
     return done.stdout.strip()
@@ -61,7 +105,10 @@ can_say = pytest.mark.skipif(
 
 @can_say
 def test_in_a_real_process_that_is_right() -> None:
-    assert run("print(check(), read_in_force().text)", PYTORCH_CUDA_ALLOC_CONF=ASKED) == f"None {ASKED}"
+    assert (
+        run("print(check(), read_in_force().text)", PYTORCH_CUDA_ALLOC_CONF=ASKED)
+        == f"None {ASKED}"
+    )
     assert run("print(check())") == "None"
 
 
@@ -71,12 +118,16 @@ def test_in_a_real_process_where_the_other_variable_wins() -> None:
 
     assert said.startswith("[allocator-settings-not-in-force]")
     # 2.9 does not even look at the other.
-    assert "counts more than PYTORCH_ALLOC_CONF" in said or "does not read PYTORCH_ALLOC_CONF" in said
+    assert (
+        "counts more than PYTORCH_ALLOC_CONF" in said or "does not read PYTORCH_ALLOC_CONF" in said
+    )
 
 
 @can_say
 def test_in_a_real_process_that_sets_it_too_late() -> None:
-    said = run(f"read_in_force()\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())")
+    said = run(
+        f"read_in_force()\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())"
+    )
 
     assert "torch had read PYTORCH_CUDA_ALLOC_CONF before it was set" in said
     assert "expandable_segments is False instead of True" in said
@@ -90,11 +141,17 @@ def test_after_the_import_is_still_early_enough() -> None:
 @can_say
 def test_in_a_real_process_with_a_value_that_torch_refuses() -> None:
     # torch 2.9 reads it once more on its way out, and aborts.
-    said = run("print(check(), flush=True)", may_abort=True, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:true")
+    said = run(
+        "print(check(), flush=True)",
+        may_abort=True,
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:true",
+    )
     assert "torch refused to read them" in said
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="only a build with CUDA reports values; it needs no card")
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="only a build with CUDA reports values; it needs no card"
+)
 @pytest.mark.parametrize(
     "text",
     [
@@ -111,13 +168,18 @@ def test_the_values_that_a_cuda_build_reports_are_those_of_the_parser(text: str)
     assert run("print(check())", PYTORCH_CUDA_ALLOC_CONF=text) == "None"
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="torch 2.10 and later")
-@pytest.mark.skipif(torch.version.cuda is None, reason="only a build with CUDA reports values; it needs no card")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="torch 2.10 and later"
+)
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="only a build with CUDA reports values; it needs no card"
+)
 def test_a_later_call_that_turns_it_off() -> None:
     code = "read_in_force()\ntorch._C._accelerator_setAllocatorSettings('expandable_segments:False')\nprint(check())"
     assert "settings were given by a call since" in run(code, PYTORCH_CUDA_ALLOC_CONF=ASKED)
 
-    # A call that does not name it leaves it as it was, though the text is another: what counts is the value.
+    # A call that does not name it leaves it as it was, though the text is another: what counts is
+    # the value.
     code = code.replace("expandable_segments:False", "pinned_use_background_threads:True")
     assert run(code, PYTORCH_CUDA_ALLOC_CONF=ASKED) == "None"
 
@@ -125,7 +187,9 @@ def test_a_later_call_that_turns_it_off() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
 def test_on_a_card_after_its_first_use() -> None:
-    said = run(f"torch.zeros(1, device='cuda')\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())")
+    said = run(
+        f"torch.zeros(1, device='cuda')\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())"
+    )
     assert "and the allocator is at work" in said
 
     said = run("torch.zeros(1, device='cuda')\nprint(check())", PYTORCH_CUDA_ALLOC_CONF=ASKED)

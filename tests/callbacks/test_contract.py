@@ -5,15 +5,29 @@ import pickle
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import trainer_plugins
 from tests.models import token_rows
-from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog, SurviveOOM
+from trainer_plugins import (
+    CudaCacheCallback,
+    EvalGenerateCleanup,
+    KVCacheGuard,
+    MemoryWatchdog,
+    SurviveOOM,
+)
 from trainer_plugins.record.timeline import Sample, Timeline, read_timeline
 
 PUBLIC = [getattr(trainer_plugins, name) for name in trainer_plugins.__all__]
-CLASSES = [thing for thing in PUBLIC if isinstance(thing, type) and issubclass(thing, TrainerCallback)]
+CLASSES = [
+    thing for thing in PUBLIC if isinstance(thing, type) and issubclass(thing, TrainerCallback)
+]
 READING = [CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog]
 
 
@@ -22,7 +36,9 @@ def all_of_them():
 
 
 def said_by_ours(caplog) -> list[str]:
-    return [record.message for record in caplog.records if record.name.startswith("trainer_plugins")]
+    return [
+        record.message for record in caplog.records if record.name.startswith("trainer_plugins")
+    ]
 
 
 def test_the_list_is_what_the_package_offers() -> None:
@@ -32,7 +48,9 @@ def test_the_list_is_what_the_package_offers() -> None:
 
 @pytest.mark.parametrize("callback_class", CLASSES)
 def test_survives_a_whole_run_twice(callback_class, make_trainer, anywhere) -> None:
-    trainer = make_trainer(callback_class(), eval_strategy="steps", eval_steps=4, eval_on_start=True)
+    trainer = make_trainer(
+        callback_class(), eval_strategy="steps", eval_steps=4, eval_on_start=True
+    )
 
     trainer.train()
     trainer.train()
@@ -43,7 +61,10 @@ def test_survives_a_whole_run_twice(callback_class, make_trainer, anywhere) -> N
 
 @pytest.mark.parametrize(
     ("trainer_class", "args_class", "more"),
-    [(Trainer, TrainingArguments, {}), (Seq2SeqTrainer, Seq2SeqTrainingArguments, {"predict_with_generate": True})],
+    [
+        (Trainer, TrainingArguments, {}),
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments, {"predict_with_generate": True}),
+    ],
     ids=["Trainer", "Seq2SeqTrainer"],
 )
 def test_all_through_evaluation_prediction_save_and_resume(
@@ -68,7 +89,9 @@ def test_all_through_evaluation_prediction_save_and_resume(
     assert resumed.state.global_step == 8
     assert next(resumed.model.parameters()).device.type == anywhere
     entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
-    steps = [entry.step for entry in entries if isinstance(entry, Sample) and entry.moment == "train"]
+    steps = [
+        entry.step for entry in entries if isinstance(entry, Sample) and entry.moment == "train"
+    ]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the resumed run went on in the file of the first
     assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
         "begin", "train", "eval", "save", "predict", "end",
@@ -77,7 +100,9 @@ def test_all_through_evaluation_prediction_save_and_resume(
 
 def test_training_is_the_same_with_and_without(make_trainer, anywhere) -> None:
     def weights(*callbacks):
-        trainer = make_trainer(*callbacks, eval_strategy="steps", eval_steps=2, gradient_checkpointing=True)
+        trainer = make_trainer(
+            *callbacks, eval_strategy="steps", eval_steps=2, gradient_checkpointing=True
+        )
         trainer.train()
         return [parameter.detach().cpu() for parameter in trainer.model.parameters()]
 
@@ -94,13 +119,17 @@ def test_the_metrics_of_the_user_stay_the_users(make_trainer) -> None:
 
 
 @pytest.mark.parametrize("callback_class", CLASSES)
-def test_the_same_callback_given_twice_says_so_and_acts_once(callback_class, make_trainer, caplog, tmp_path) -> None:
+def test_the_same_callback_given_twice_says_so_and_acts_once(
+    callback_class, make_trainer, caplog, tmp_path
+) -> None:
     callback, last = callback_class(), CountsSteps()
     trainer = make_trainer(callback, callback, last)
     trainer.train()
 
     who = callback_class.__name__
-    assert said_by_ours(caplog) == [f"{who} was added twice: the second one does nothing. Remove one"]
+    assert said_by_ours(caplog) == [
+        f"{who} was added twice: the second one does nothing. Remove one"
+    ]
     assert last.num == 8  # no event of another callback was skipped
     if callback_class is MemoryWatchdog:
         assert len(read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")) == 10
@@ -123,11 +152,15 @@ def test_it_acts_once_in_an_evaluation_without_training_too(make_trainer) -> Non
 
 
 @pytest.mark.parametrize("callback_class", CLASSES)
-def test_a_callback_added_twice_says_so_and_acts_once(callback_class, make_trainer, caplog, anywhere) -> None:
+def test_a_callback_added_twice_says_so_and_acts_once(
+    callback_class, make_trainer, caplog, anywhere
+) -> None:
     make_trainer(callback_class(), callback_class()).train()
 
     said = said_by_ours(caplog)
-    assert said == [f"{callback_class.__name__} was added twice: the second one does nothing. Remove one"]
+    assert said == [
+        f"{callback_class.__name__} was added twice: the second one does nothing. Remove one"
+    ]
 
 
 def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> None:
@@ -141,11 +174,26 @@ def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> Non
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CudaCacheCallback(interval=0), "interval counts optimizer steps, 1 or more, got 0"),
-        (lambda: CudaCacheCallback(min_reclaimable_fraction=1.5), "a share of the card, 0 to 1, got 1.5"),
-        (lambda: CudaCacheCallback(min_reclaimable_fraction=-0.1), "a share of the card, 0 to 1, got -0.1"),
-        (lambda: MemoryWatchdog(every_steps=0), "every_steps counts optimizer steps, 1 or more, got 0"),
-        (lambda: MemoryWatchdog(warn_fraction=0.9, act_fraction=0.5), "got warn_fraction=0.9, act_fraction=0.5"),
+        (
+            lambda: CudaCacheCallback(interval=0),
+            "interval counts optimizer steps, 1 or more, got 0",
+        ),
+        (
+            lambda: CudaCacheCallback(min_reclaimable_fraction=1.5),
+            "a share of the card, 0 to 1, got 1.5",
+        ),
+        (
+            lambda: CudaCacheCallback(min_reclaimable_fraction=-0.1),
+            "a share of the card, 0 to 1, got -0.1",
+        ),
+        (
+            lambda: MemoryWatchdog(every_steps=0),
+            "every_steps counts optimizer steps, 1 or more, got 0",
+        ),
+        (
+            lambda: MemoryWatchdog(warn_fraction=0.9, act_fraction=0.5),
+            "got warn_fraction=0.9, act_fraction=0.5",
+        ),
         (lambda: MemoryWatchdog(warn_fraction=0.0), "0 < warn_fraction <= act_fraction <= 1"),
     ],
 )
@@ -154,7 +202,9 @@ def test_bad_input_is_refused_before_anything_runs(make, message: str) -> None:
         make()
 
 
-def test_a_device_that_cannot_be_read_is_said_and_harms_nothing(make_trainer, monkeypatch, caplog) -> None:
+def test_a_device_that_cannot_be_read_is_said_and_harms_nothing(
+    make_trainer, monkeypatch, caplog
+) -> None:
     trainer = make_trainer(*(callback() for callback in READING), KVCacheGuard())
     # As on a TPU or Apple's GPU, which the Trainer runs on and torch.accelerator does not count.
     monkeypatch.setattr(type(trainer.args), "device", property(lambda self: torch.device("mps")))
@@ -165,7 +215,9 @@ def test_a_device_that_cannot_be_read_is_said_and_harms_nothing(make_trainer, mo
     said = said_by_ours(caplog)
 
     assert len(said) == 3  # KVCacheGuard needs no device
-    assert all("does nothing in this run: cannot read the memory of mps" in message for message in said)
+    assert all(
+        "does nothing in this run: cannot read the memory of mps" in message for message in said
+    )
 
 
 def test_a_model_in_training_can_be_copied_and_pickled(make_trainer) -> None:
@@ -202,7 +254,9 @@ class CopiesItsTrainer(TrainerCallback):
 
 
 @pytest.mark.parametrize("callback_class", CLASSES)
-def test_a_trainer_can_be_copied_before_in_and_after_training(callback_class, make_trainer, anywhere, caplog) -> None:
+def test_a_trainer_can_be_copied_before_in_and_after_training(
+    callback_class, make_trainer, anywhere, caplog
+) -> None:
     copying = CopiesItsTrainer()
     trainer = make_trainer(callback_class(), copying, eval_strategy="steps", eval_steps=4)
     early = copy.deepcopy(trainer)
@@ -230,7 +284,12 @@ def test_a_copied_trainer_is_watched_too(make_trainer, tmp_path) -> None:
     assert [entry.moment for entry in entries if isinstance(entry, Sample)][-2:] == ["end", "eval"]
 
 
-ERRORS = [RuntimeError("CUDA error"), OSError(5, "Input/output error"), ValueError("no"), KeyError("allocated_bytes")]
+ERRORS = [
+    RuntimeError("CUDA error"),
+    OSError(5, "Input/output error"),
+    ValueError("no"),
+    KeyError("allocated_bytes"),
+]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +319,9 @@ def test_a_reading_that_fails_ends_no_training(
 
         caplog.clear()
         failing[:] = [error] * (not fails_from)
-        options = {"stop": True, "prometheus_dir": tmp_path} if callback_class is MemoryWatchdog else {}
+        options = (
+            {"stop": True, "prometheus_dir": tmp_path} if callback_class is MemoryWatchdog else {}
+        )
         options |= {"interval": 1} if callback_class is CudaCacheCallback else {}
         settings = {
             "eval_strategy": "steps",
@@ -279,5 +340,8 @@ def test_a_reading_that_fails_ends_no_training(
         assert trainer.state.global_step == 4
         said = said_by_ours(caplog)
         assert len(said) == (callback_class in READING), (error, said)
-        assert all("training goes on" in message or "does nothing in this run" in message for message in said)
+        assert all(
+            "training goes on" in message or "does nothing in this run" in message
+            for message in said
+        )
         failing.clear()

@@ -22,7 +22,9 @@ class Caches(TrainerCallback):
 
 def flushes(make_trainer, mib: int, *more, steps: int = 8, **settings) -> list[Flush]:
     timeline = Timeline()
-    make_trainer(Caches(mib), *more, CudaCacheCallback(**settings, timeline=timeline), max_steps=steps).train()
+    make_trainer(
+        Caches(mib), *more, CudaCacheCallback(**settings, timeline=timeline), max_steps=steps
+    ).train()
     return [entry for entry in timeline if isinstance(entry, Flush)]
 
 
@@ -72,7 +74,9 @@ def test_what_comes_once_outside_torch_holds_only_for_a_while(make_trainer, simg
     assert [flush.step for flush in found] == [10, 70, 80]
 
 
-def test_a_release_that_fails_is_said_once_and_training_goes_on(make_trainer, simgpu, caplog) -> None:
+def test_a_release_that_fails_is_said_once_and_training_goes_on(
+    make_trainer, simgpu, caplog
+) -> None:
     class Failing:
         name, uuid = "failing:0", None
 
@@ -103,13 +107,20 @@ class Neighbour(TrainerCallback):
         self.device.non_torch_bytes += GIB
 
 
-def test_a_cache_is_held_on_a_card_and_main_memory_is_nobodys_reservation(make_trainer, caplog) -> None:
+def test_a_cache_is_held_on_a_card_and_main_memory_is_nobodys_reservation(
+    make_trainer, caplog
+) -> None:
     card, host = SaidDevice("cuda:0"), SaidDevice("cpu")
     for device in card, host:
         caplog.clear()
         with caplog.at_level("INFO", logger="trainer_plugins"):
-            callback = CudaCacheCallback(interval=1, min_reclaimable_fraction=0, device=device, timeline=Timeline())
+            callback = CudaCacheCallback(
+                interval=1, min_reclaimable_fraction=0, device=device, timeline=Timeline()
+            )
             make_trainer(Neighbour(device), callback).train()
-        is_held = any("holding the cache, memory outside torch grew" in record.message for record in caplog.records)
+        is_held = any(
+            "holding the cache, memory outside torch grew" in record.message
+            for record in caplog.records
+        )
         assert is_held is (device is card)
     assert (card.num_releases, host.num_releases) == (0, 8)

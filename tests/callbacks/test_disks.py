@@ -49,11 +49,15 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     # In a process of its own, with an end: a write to a FIFO waits for ever.
     command = [sys.executable, "-c", TRAINS_ANYWAY, str(tmp_path), ",".join(NO_FILES)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=300, env=environment
+    )
 
     prom = "trainer_plugins-rank-0.prom"
     told = [line for line in done.stdout.splitlines() if line.split(";")[0] in NO_FILES]
-    assert told == [f"{kind};2;4;{prom}" for kind in NO_FILES], done.stderr  # no draft is left either
+    assert told == [f"{kind};2;4;{prom}" for kind in NO_FILES], (
+        done.stderr
+    )  # no draft is left either
     assert done.stderr.count("the memory timeline cannot be written to") == len(NO_FILES)
     assert done.stderr.count("it is no regular file") == 3  # the others cannot even be opened
     # Only what cannot be replaced, a folder, stays in the way of the metrics.
@@ -61,7 +65,9 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert (tmp_path / "fifo" / "node" / prom).read_text().startswith("# HELP")
 
 
-def test_an_output_dir_taken_away_is_made_again_and_said_once(make_trainer, tmp_path: Path, caplog) -> None:
+def test_an_output_dir_taken_away_is_made_again_and_said_once(
+    make_trainer, tmp_path: Path, caplog
+) -> None:
     class TakesAway(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step in (3, 6):

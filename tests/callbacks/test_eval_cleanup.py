@@ -46,10 +46,22 @@ def steps_with_a_leftover(make_trainer, *callbacks, **kwargs) -> int:
 
 def test_leftovers_are_dropped_before_training_goes_on(make_trainer, anywhere) -> None:
     for trainer_class in (LeavesACompiledCall, SilentEvaluation):
-        for when in ({"eval_strategy": "steps", "eval_steps": 4}, {"eval_strategy": "epoch"}, {"eval_on_start": True}):
-            settings = {"trainer_class": trainer_class, "eval_strategy": "epoch", "num_train_epochs": 1, **when}
+        for when in (
+            {"eval_strategy": "steps", "eval_steps": 4},
+            {"eval_strategy": "epoch"},
+            {"eval_on_start": True},
+        ):
+            settings = {
+                "trainer_class": trainer_class,
+                "eval_strategy": "epoch",
+                "num_train_epochs": 1,
+                **when,
+            }
             assert steps_with_a_leftover(make_trainer, **settings) > 0, when
-            assert steps_with_a_leftover(make_trainer, EvalGenerateCleanup(), **settings) == 0, (trainer_class, when)
+            assert steps_with_a_leftover(make_trainer, EvalGenerateCleanup(), **settings) == 0, (
+                trainer_class,
+                when,
+            )
 
 
 def test_a_generation_outside_an_evaluation_is_cleaned_up_too(make_trainer) -> None:
@@ -74,7 +86,10 @@ def test_who_holds_a_cache_is_named(make_trainer, simgpu) -> None:
     timeline = Timeline()
 
     trainer = make_trainer(
-        EvalGenerateCleanup(timeline=timeline), trainer_class=KeepsItsCache, eval_strategy="steps", eval_steps=8
+        EvalGenerateCleanup(timeline=timeline),
+        trainer_class=KeepsItsCache,
+        eval_strategy="steps",
+        eval_steps=8,
     )
     trainer.train()
 
@@ -103,17 +118,24 @@ def test_cached_blocks_are_released_only_if_that_pays(make_trainer, simgpu) -> N
         simgpu_cache_is_empty = torch.accelerator.memory_reserved()
         timeline = Timeline()
         make_trainer(
-            EvalGenerateCleanup(timeline=timeline), trainer_class=trainer_class, eval_strategy="steps", eval_steps=4
+            EvalGenerateCleanup(timeline=timeline),
+            trainer_class=trainer_class,
+            eval_strategy="steps",
+            eval_steps=4,
         ).train()
 
         flushes = [entry for entry in timeline if isinstance(entry, Flush)]
         assert [flush.step for flush in flushes] == [4, 8][:num_flushes]
-        assert all(flush.released_bytes >= 100 * MIB and flush.reason == "after eval" for flush in flushes)
+        assert all(
+            flush.released_bytes >= 100 * MIB and flush.reason == "after eval" for flush in flushes
+        )
         assert torch.accelerator.memory_reserved() < simgpu_cache_is_empty + 60 * MIB
 
 
 def test_mode_and_checkpointing_are_left_as_found(make_trainer) -> None:
-    trainer = make_trainer(EvalGenerateCleanup(), eval_strategy="steps", eval_steps=8, gradient_checkpointing=True)
+    trainer = make_trainer(
+        EvalGenerateCleanup(), eval_strategy="steps", eval_steps=8, gradient_checkpointing=True
+    )
     trainer.train()
 
     assert trainer.model.is_gradient_checkpointing
@@ -132,7 +154,9 @@ class Unreadable(torch.Tensor):
         raise NotImplementedError
 
 
-def test_the_holder_is_found_beside_a_teacher_and_tensors_without_memory(make_trainer, simgpu) -> None:
+def test_the_holder_is_found_beside_a_teacher_and_tensors_without_memory(
+    make_trainer, simgpu
+) -> None:
     teacher = tiny_llama(vocab_size=40_000, hidden_size=256).to("simgpu")
     wrapper = Unreadable()
     timeline = Timeline()
@@ -143,7 +167,10 @@ def test_the_holder_is_found_beside_a_teacher_and_tensors_without_memory(make_tr
             return super().evaluate(*args, **kwargs)
 
     make_trainer(
-        EvalGenerateCleanup(timeline=timeline), trainer_class=Keeps, eval_strategy="steps", eval_steps=8
+        EvalGenerateCleanup(timeline=timeline),
+        trainer_class=Keeps,
+        eval_strategy="steps",
+        eval_steps=8,
     ).train()
 
     (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]

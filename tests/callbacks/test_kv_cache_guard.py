@@ -33,14 +33,23 @@ class Preview(TrainerCallback):
         assert model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize(("callbacks", "is_right"), [([], False), ([KVCacheGuard], True)], ids=["without", "with"])
+@pytest.mark.parametrize(
+    ("callbacks", "is_right"), [([], False), ([KVCacheGuard], True)], ids=["without", "with"]
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_text_generated_inside_training(make_trainer, anywhere, callbacks, is_right: bool, dropout: float) -> None:
+def test_text_generated_inside_training(
+    make_trainer, anywhere, callbacks, is_right: bool, dropout: float
+) -> None:
     preview = Preview()
     model = tiny_llama(attention_dropout=dropout)
 
     make_trainer(
-        preview, *[c() for c in callbacks], model=model, gradient_checkpointing=True, max_steps=4, learning_rate=0.01
+        preview,
+        *[c() for c in callbacks],
+        model=model,
+        gradient_checkpointing=True,
+        max_steps=4,
+        learning_rate=0.01,
     ).train()
 
     assert len(preview.pairs) == 4
@@ -61,7 +70,9 @@ def test_no_training_forward_builds_a_cache(make_trainer) -> None:
     make_trainer(KVCacheGuard(), model=model, eval_strategy="steps", eval_steps=4).train()
 
     assert {use_cache for training, use_cache in model.asked if training} == {False}
-    assert {use_cache for training, use_cache in model.asked if not training} == {True}  # evaluation is left alone
+    assert {use_cache for training, use_cache in model.asked if not training} == {
+        True
+    }  # evaluation is left alone
 
 
 class Failing(TrainerCallback):
@@ -75,7 +86,9 @@ def frozen_state(model) -> dict[str, object]:
         "use_cache": model.config.use_cache,
         "generation_use_cache": model.generation_config.use_cache,
         "modes": [module.training for module in model.modules()],
-        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in model.modules()],
+        "checkpointing": [
+            getattr(module, "gradient_checkpointing", None) for module in model.modules()
+        ],
     }
 
 
@@ -87,7 +100,9 @@ def test_everything_is_as_it_was_also_when_training_raises(make_trainer) -> None
         trainer.train()
 
     before = frozen_state(model)
-    unguarded = text(model)  # train mode, checkpointing on: as wrong as it always was without the guard
+    unguarded = text(
+        model
+    )  # train mode, checkpointing on: as wrong as it always was without the guard
     assert frozen_state(model) == before
     assert model.training
     assert unguarded != failing.inside == text(copy.deepcopy(model).eval())
@@ -151,7 +166,9 @@ def test_a_generation_config_is_the_callers_word_too(make_trainer) -> None:
     class WithConfig(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             model.asked = []
-            config = GenerationConfig(use_cache=False, max_new_tokens=4, eos_token_id=127, pad_token_id=0)
+            config = GenerationConfig(
+                use_cache=False, max_new_tokens=4, eos_token_id=127, pad_token_id=0
+            )
             prompt = torch.tensor(PROMPT, device=args.device)
             model.generate(prompt, generation_config=config)
             model.generate(prompt, config)

@@ -38,7 +38,9 @@ class Takes(TrainerCallback):
 
 def run(make_trainer, *callbacks, steps: int = 8, args=None, **settings) -> Timeline:
     timeline = Timeline()
-    make_trainer(*callbacks, MemoryWatchdog(timeline=timeline, **settings), max_steps=steps, **(args or {})).train()
+    make_trainer(
+        *callbacks, MemoryWatchdog(timeline=timeline, **settings), max_steps=steps, **(args or {})
+    ).train()
     return timeline
 
 
@@ -55,7 +57,9 @@ class EvaluatesItself(Trainer):
 @pytest.mark.parametrize(("kind", "peak_mib"), [(EvaluatesItself, 40), (Trainer, 30)])
 def test_the_final_evaluation_is_seen_once(make_trainer, simgpu, kind, peak_mib) -> None:
     timeline = Timeline()
-    trainer = make_trainer(MemoryWatchdog(timeline=timeline), Takes(eval=30), trainer_class=kind, max_steps=2)
+    trainer = make_trainer(
+        MemoryWatchdog(timeline=timeline), Takes(eval=30), trainer_class=kind, max_steps=2
+    )
     trainer.train()
     assert samples(timeline, "eval") == []
 
@@ -81,7 +85,11 @@ def findings(timeline: Timeline) -> dict[str, list[int]]:
 
 
 def the_finding(timeline: Timeline, code: str):
-    return next(entry.finding for entry in timeline if isinstance(entry, Remark) and entry.finding.code == code)
+    return next(
+        entry.finding
+        for entry in timeline
+        if isinstance(entry, Remark) and entry.finding.code == code
+    )
 
 
 def test_each_moment_has_its_own_peak(make_trainer, simgpu) -> None:
@@ -94,12 +102,17 @@ def test_each_moment_has_its_own_peak(make_trainer, simgpu) -> None:
     assert peaks == {"train": {1}, "eval": {3}, "save": {5}}
     assert [sample.step for sample in samples(timeline, "train")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [sample.step for sample in samples(timeline, "eval")] == [4, 8]
-    assert {sample.reading.device for sample in timeline if isinstance(sample, Sample)} == {"simgpu:0"}
+    assert {sample.reading.device for sample in timeline if isinstance(sample, Sample)} == {
+        "simgpu:0"
+    }
 
 
 def test_looking_seldom_still_parts_training_from_evaluation(make_trainer, simgpu) -> None:
     timeline = run(
-        make_trainer, Takes(train=60, eval=20), every_steps=5, args={"eval_strategy": "steps", "eval_steps": 4}
+        make_trainer,
+        Takes(train=60, eval=20),
+        every_steps=5,
+        args={"eval_strategy": "steps", "eval_steps": 4},
     )
 
     assert [sample.step for sample in samples(timeline, "train")] == [4, 5, 8]
@@ -254,7 +267,9 @@ Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdo
 """
     )
 
-    code = subprocess.run([sys.executable, script], check=False, env={**os.environ, "CI": ""}).returncode
+    code = subprocess.run(
+        [sys.executable, script], check=False, env={**os.environ, "CI": ""}
+    ).returncode
 
     assert code == -signal.SIGKILL
     entries = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
@@ -294,12 +309,18 @@ def test_looks_every_n_steps(make_trainer, every_steps: int) -> None:
     assert [s.step for s in samples(timeline, "train")] == list(range(every_steps, 9, every_steps))
 
 
-def test_training_before_an_evaluation_at_the_end_of_an_epoch_keeps_its_own_peak(make_trainer, simgpu) -> None:
+def test_training_before_an_evaluation_at_the_end_of_an_epoch_keeps_its_own_peak(
+    make_trainer, simgpu
+) -> None:
     args = {"eval_strategy": "epoch", "num_train_epochs": 1}
 
     timeline = run(make_trainer, Takes(train=60), steps=-1, every_steps=1000, args=args)
 
-    assert [s.step for s in samples(timeline, "train")] == [s.step for s in samples(timeline, "eval")] == [32]
+    assert (
+        [s.step for s in samples(timeline, "train")]
+        == [s.step for s in samples(timeline, "eval")]
+        == [32]
+    )
     assert samples(timeline, "train")[0].reading.peak_allocated_bytes >= 60 * MIB
     assert samples(timeline, "eval")[0].reading.peak_allocated_bytes < 20 * MIB
 
@@ -310,10 +331,14 @@ def test_a_timeline_of_ones_own_still_hears_of_releases(make_trainer, simgpu) ->
 
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                three_a_segment = [torch.zeros(6 * MIB, dtype=torch.uint8, device=args.device) for _ in range(12)]
+                three_a_segment = [
+                    torch.zeros(6 * MIB, dtype=torch.uint8, device=args.device) for _ in range(12)
+                ]
                 self.kept = three_a_segment[::3]
 
-    timeline = run(make_trainer, Islands(), CudaCacheCallback(interval=1, min_reclaimable_fraction=0))
+    timeline = run(
+        make_trainer, Islands(), CudaCacheCallback(interval=1, min_reclaimable_fraction=0)
+    )
 
     assert findings(timeline)["memory-fragmentation"] == [3]
 

@@ -46,27 +46,46 @@ def test_the_lines_of_training_have_the_numbers(make_trainer, simgpu, tmp_path) 
             super().on_step_begin(args, state, control, **kwargs)
 
     trainer = make_trainer(
-        Rising(), MemoryWatchdog(), **LOGGED, save_strategy="steps", save_steps=4, eval_strategy="steps", eval_steps=8
+        Rising(),
+        MemoryWatchdog(),
+        **LOGGED,
+        save_strategy="steps",
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=8,
     )
     trainer.train()
 
     assert list(rows(trainer)) == [2, 4, 6, 8]
     assert all(
-        set(row) == NAMES and {type(value) for value in row.values()} == {float} for row in rows(trainer).values()
+        set(row) == NAMES and {type(value) for value in row.values()} == {float}
+        for row in rows(trainer).values()
     )
-    assert [round(row["memory/peak_gib"] * 1024 / 20) for row in rows(trainer).values()] == [2, 4, 6, 8]
+    assert [round(row["memory/peak_gib"] * 1024 / 20) for row in rows(trainer).values()] == [
+        2,
+        4,
+        6,
+        8,
+    ]
     assert 160 / 256 < rows(trainer)[8]["memory/pressure_fraction"] < 180 / 256
     assert rows(trainer)[8]["memory/reserved_gib"] * GIB == trainer_reserved(tmp_path)
     # Those of an evaluation and of the whole training stay as they were.
     assert all("loss" in row for row in trainer.state.log_history if numbers(row))
 
     saved = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
-    assert {row["step"]: numbers(row) for row in saved["log_history"]} == {k: rows(trainer)[k] for k in (2, 4)}
+    assert {row["step"]: numbers(row) for row in saved["log_history"]} == {
+        k: rows(trainer)[k] for k in (2, 4)
+    }
 
 
 def trainer_reserved(tmp_path: Path) -> int:
-    lines = [json.loads(line) for line in (tmp_path / "run" / "memory" / "rank-0.jsonl").read_text().splitlines()]
-    return next(line["reserved_bytes"] for line in lines if line["kind"] == "sample" and line["step"] == 8)
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "memory" / "rank-0.jsonl").read_text().splitlines()
+    ]
+    return next(
+        line["reserved_bytes"] for line in lines if line["kind"] == "sample" and line["step"] == 8
+    )
 
 
 class EvaluatesItself(Trainer):
@@ -81,7 +100,11 @@ class EvaluatesItself(Trainer):
 
 def test_an_evaluation_that_logs_a_loss_keeps_its_own(make_trainer) -> None:
     trainer = make_trainer(
-        MemoryWatchdog(), trainer_class=EvaluatesItself, **LOGGED, eval_strategy="steps", eval_steps=4
+        MemoryWatchdog(),
+        trainer_class=EvaluatesItself,
+        **LOGGED,
+        eval_strategy="steps",
+        eval_steps=4,
     )
     trainer.train()
     trainer.evaluate()
@@ -115,19 +138,26 @@ def test_tensorboard_shows_them(make_trainer, tmp_path, added: str) -> None:
     events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*")).parent))
     events.Reload()
     shown = {name: {e.step: e.value for e in events.Scalars(f"train/{name}")} for name in NAMES}
-    assert shown == {name: {step: pytest.approx(row[name]) for step, row in rows(trainer).items()} for name in NAMES}
+    assert shown == {
+        name: {step: pytest.approx(row[name]) for step, row in rows(trainer).items()}
+        for name in NAMES
+    }
     assert len(shown["memory/peak_gib"]) == 4
 
 
 def test_what_was_before_the_training_is_not_charted(make_trainer, simgpu) -> None:
     trainer = make_trainer(MemoryWatchdog(), **LOGGED)
-    torch.zeros(200 * MIB, dtype=torch.uint8, device=trainer.args.device)  # as loading a model takes and frees
+    torch.zeros(
+        200 * MIB, dtype=torch.uint8, device=trainer.args.device
+    )  # as loading a model takes and frees
     trainer.train()
 
     assert all(row["memory/peak_gib"] < 100 / 1024 for row in rows(trainer).values())
 
 
-def test_all_releases_between_two_lines_count_whoever_made_them(make_trainer, simgpu, tmp_path) -> None:
+def test_all_releases_between_two_lines_count_whoever_made_them(
+    make_trainer, simgpu, tmp_path
+) -> None:
     class Thrash(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             for mib in (130, 150, 170) if state.global_step >= 4 else (1,):
@@ -136,17 +166,27 @@ def test_all_releases_between_two_lines_count_whoever_made_them(make_trainer, si
     timeline = Timeline()  # of the watchdog's own, while releases are in that of the run
     release = CudaCacheCallback(interval=1, min_reclaimable_fraction=0)
     trainer = make_trainer(
-        Thrash(), MemoryWatchdog(timeline=timeline), release, logging_strategy="steps", logging_steps=4
+        Thrash(),
+        MemoryWatchdog(timeline=timeline),
+        release,
+        logging_strategy="steps",
+        logging_steps=4,
     )
     trainer.train()
 
-    flushes = [e for e in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl") if isinstance(e, Flush)]
+    flushes = [
+        e
+        for e in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        if isinstance(e, Flush)
+    ]
     assert [flush.step for flush in flushes] == [1, 2, 3, 4, 5, 6, 7, 8]
     for line, steps in ((4, (1, 2, 3, 4)), (8, (5, 6, 7, 8))):
         seconds = sum(flush.seconds for flush in flushes if flush.step in steps)
         assert rows(trainer)[line]["memory/flush_seconds"] == pytest.approx(seconds, abs=1e-5)
     assert rows(trainer)[4]["memory/alloc_retries"] == 0
-    begin, *_, last = [entry.reading.num_alloc_retries for entry in timeline if isinstance(entry, Sample)]
+    begin, *_, last = [
+        entry.reading.num_alloc_retries for entry in timeline if isinstance(entry, Sample)
+    ]
     assert rows(trainer)[8]["memory/alloc_retries"] == last - begin > 0
 
 
@@ -169,7 +209,9 @@ def test_a_line_without_a_look_since_the_one_before_has_none(make_trainer) -> No
     assert list(rows(trainer)) == [4, 8]
 
 
-def test_where_the_watchdog_goes_in_front_every_callback_still_hears_each_event_once(make_trainer) -> None:
+def test_where_the_watchdog_goes_in_front_every_callback_still_hears_each_event_once(
+    make_trainer,
+) -> None:
     class Hears(TrainerCallback):
         def __init__(self) -> None:
             self.heard: list[str] = []
@@ -183,7 +225,12 @@ def test_where_the_watchdog_goes_in_front_every_callback_still_hears_each_event_
     before, behind = Hears(), Hears()
     watchdog = MemoryWatchdog()
     trainer = make_trainer(
-        before, watchdog, behind, logging_strategy="steps", logging_steps=4, report_to=["tensorboard"]
+        before,
+        watchdog,
+        behind,
+        logging_strategy="steps",
+        logging_steps=4,
+        report_to=["tensorboard"],
     )
     for _ in range(2):
         trainer.train()
@@ -202,7 +249,9 @@ def test_without_trackers_it_stays_where_it_was_put(make_trainer) -> None:
     assert trainer.callback_handler.callbacks[1:3] == [mine, watchdog]
 
 
-def test_a_watchdog_inside_another_object_says_that_trackers_do_not_hear_it(make_trainer, caplog) -> None:
+def test_a_watchdog_inside_another_object_says_that_trackers_do_not_hear_it(
+    make_trainer, caplog
+) -> None:
     class Envelope:
         """Passes every event on, as people do who switch callbacks on and off."""
 
@@ -224,17 +273,27 @@ def test_prometheus_finds_a_whole_file(make_trainer, simgpu, tmp_path) -> None:
     folder = tmp_path / "node_exporter"
     watchdog = MemoryWatchdog(prometheus_dir=folder)
     trainer = make_trainer(
-        Takes(train=20), CudaCacheCallback(interval=1, min_reclaimable_fraction=0), watchdog, **LOGGED
+        Takes(train=20),
+        CudaCacheCallback(interval=1, min_reclaimable_fraction=0),
+        watchdog,
+        **LOGGED,
     )
     trainer.train()
 
     assert [path.name for path in folder.iterdir()] == ["trainer_plugins-rank-0.prom"]
-    families = list(text_string_to_metric_families((folder / "trainer_plugins-rank-0.prom").read_text()))
+    families = list(
+        text_string_to_metric_families((folder / "trainer_plugins-rank-0.prom").read_text())
+    )
     samples = {sample.name: sample for family in families for sample in family.samples}
     assert all(sample.labels == {"rank": "0", "device": "simgpu:0"} for sample in samples.values())
-    assert {family.type for family in families if family.name.endswith(("_bytes", "_ratio"))} == {"gauge"}
+    assert {family.type for family in families if family.name.endswith(("_bytes", "_ratio"))} == {
+        "gauge"
+    }
     assert all(family.documentation for family in families)
-    value = {name.removeprefix("trainer_plugins_memory_"): sample.value for name, sample in samples.items()}
+    value = {
+        name.removeprefix("trainer_plugins_memory_"): sample.value
+        for name, sample in samples.items()
+    }
     last = rows(trainer)[8]
     assert value == {
         "peak_bytes": last["memory/peak_gib"] * GIB,
@@ -242,7 +301,9 @@ def test_prometheus_finds_a_whole_file(make_trainer, simgpu, tmp_path) -> None:
         "foreign_bytes": 0,
         "pressure_ratio": last["memory/pressure_fraction"],
         "alloc_retries_total": 0,
-        "flush_seconds_total": pytest.approx(sum(row["memory/flush_seconds"] for row in rows(trainer).values())),
+        "flush_seconds_total": pytest.approx(
+            sum(row["memory/flush_seconds"] for row in rows(trainer).values())
+        ),
     }
     assert value["flush_seconds_total"] > 0
 
@@ -257,7 +318,9 @@ def test_a_folder_that_cannot_be_written_is_said_once(make_trainer, tmp_path, ca
     assert (tmp_path / "taken").read_text() == "a user's file"
 
 
-def test_a_draft_of_another_name_and_a_symlink_in_its_place_harm_nobody(make_trainer, tmp_path) -> None:
+def test_a_draft_of_another_name_and_a_symlink_in_its_place_harm_nobody(
+    make_trainer, tmp_path
+) -> None:
     folder, victim = tmp_path / "node_exporter", tmp_path / "of another user"
     folder.mkdir()
     victim.write_text("what is in it")
@@ -271,7 +334,9 @@ def test_a_draft_of_another_name_and_a_symlink_in_its_place_harm_nobody(make_tra
 
     assert victim.read_text() == "what is in it"
     file = folder / "trainer_plugins-rank-0.prom"
-    assert file.lstat().st_mode & 0o7777 == 0o640  # as the umask has it: a temporary file's own mode hides it
+    assert (
+        file.lstat().st_mode & 0o7777 == 0o640
+    )  # as the umask has it: a temporary file's own mode hides it
     assert file.read_text().startswith("# HELP")
     assert sorted(os.listdir(folder)) == [file.name, f"{file.name}.tmp"]
 
@@ -282,8 +347,12 @@ def test_the_name_of_a_device_is_a_label_whatever_is_in_it(make_trainer, tmp_pat
 
     make_trainer(MemoryWatchdog(prometheus_dir=tmp_path, device=Named()), **LOGGED).train()
 
-    families = text_string_to_metric_families((tmp_path / "trainer_plugins-rank-0.prom").read_text())
-    assert {sample.labels["device"] for family in families for sample in family.samples} == {Named.name}
+    families = text_string_to_metric_families(
+        (tmp_path / "trainer_plugins-rank-0.prom").read_text()
+    )
+    assert {sample.labels["device"] for family in families for sample in family.samples} == {
+        Named.name
+    }
 
 
 def test_a_folder_taken_away_and_a_full_disk_end_nothing(make_trainer, tmp_path, caplog) -> None:
@@ -311,11 +380,14 @@ def test_a_folder_taken_away_and_a_full_disk_end_nothing(make_trainer, tmp_path,
 
     assert list(rows(trainer)) == [2, 4, 6, 8]
     assert caplog.text.count("memory metrics cannot be written to") == 1
-    assert os.listdir(folder) == ["trainer_plugins-rank-0.prom"]  # of step 4, whole, and no draft of a later one
+    assert os.listdir(folder) == [
+        "trainer_plugins-rank-0.prom"
+    ]  # of step 4, whole, and no draft of a later one
     assert "flush_seconds_total{" in (folder / "trainer_plugins-rank-0.prom").read_text()
 
 
-# The trackers below are large: `pip install trackio mlflow-skinny sqlalchemy alembic wandb` brings them.
+# The trackers below are large: `pip install trackio mlflow-skinny sqlalchemy alembic wandb` brings
+# them.
 
 
 def test_trackio_shows_them(make_trainer, tmp_path, monkeypatch) -> None:
@@ -325,9 +397,14 @@ def test_trackio_shows_them(make_trainer, tmp_path, monkeypatch) -> None:
     trainer.train()
 
     with sqlite3.connect(tmp_path / "trackio" / "mine.db") as database:
-        shown = [json.loads(text) for (text,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
+        shown = [
+            json.loads(text)
+            for (text,) in database.execute("SELECT metrics FROM metrics ORDER BY id")
+        ]
     assert {
-        row["train/global_step"]: {name: row[f"train/{name}"] for name in NAMES} for row in shown if "train/loss" in row
+        row["train/global_step"]: {name: row[f"train/{name}"] for name in NAMES}
+        for row in shown
+        if "train/loss" in row
     } == rows(trainer)
 
 
@@ -341,8 +418,13 @@ def test_mlflow_shows_them(make_trainer, tmp_path, monkeypatch) -> None:
 
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
-    shown = {name: {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} for name in NAMES}
-    assert shown == {name: {step: row[name] for step, row in rows(trainer).items()} for name in NAMES}
+    shown = {
+        name: {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)}
+        for name in NAMES
+    }
+    assert shown == {
+        name: {step: row[name] for step, row in rows(trainer).items()} for name in NAMES
+    }
 
 
 def test_wandb_keeps_them_for_its_next_sync(make_trainer, tmp_path, monkeypatch) -> None:

@@ -15,7 +15,11 @@ def test_as_what_a_training_runs_is_in_its_timeline(anywhere, make_trainer) -> N
     trainer = make_trainer(StrategyInForce(), max_steps=1, gradient_checkpointing=True)
     trainer.train()
 
-    (began,) = [entry for entry in timeline_of_run(trainer.args.output_dir, 0) if isinstance(entry, Beginning)]
+    (began,) = [
+        entry
+        for entry in timeline_of_run(trainer.args.output_dir, 0)
+        if isinstance(entry, Beginning)
+    ]
     runs = began.strategy
     assert (runs.wrapped_class, runs.family, runs.world_size, runs.device) == (
         "LlamaForCausalLM",
@@ -41,15 +45,23 @@ def test_it_speaks_once_a_training_and_the_report_shows_it(make_trainer) -> None
     assert console.export_text().count("from step 0: 1 rank of LlamaForCausalLM") == 1
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.12 tells its settings")
-def test_allocator_settings_that_came_too_late_are_said(anywhere, make_trainer, monkeypatch, caplog) -> None:
-    torch._C._accelerator_getAllocatorSettings()  # torch has read its variables by now, as it has in any training
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_getAllocatorSettings"),
+    reason="torch 2.12 tells its settings",
+)
+def test_allocator_settings_that_came_too_late_are_said(
+    anywhere, make_trainer, monkeypatch, caplog
+) -> None:
+    # torch has read its variables by now, as it has in any training
+    torch._C._accelerator_getAllocatorSettings()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.7")
     trainer = make_trainer(StrategyInForce(), max_steps=1)
     with caplog.at_level(logging.WARNING, logger="trainer_plugins"):
         trainer.train()
 
-    codes = [e.finding.code for e in timeline_of_run(trainer.args.output_dir, 0) if isinstance(e, Remark)]
+    codes = [
+        e.finding.code for e in timeline_of_run(trainer.args.output_dir, 0) if isinstance(e, Remark)
+    ]
     assert codes == ["allocator-settings-not-in-force"]
     assert "before the process starts" in caplog.text
 

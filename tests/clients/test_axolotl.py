@@ -49,7 +49,11 @@ def plugin(monkeypatch):
 def train_as_axolotl_does(plugin, yaml: dict, make_trainer):
     plugin.register(yaml)
     module, _, name = plugin.get_input_args().rpartition(".")
-    merged = type("AxolotlInputConfig", (AxolotlInputConfigBase, getattr(importlib.import_module(module), name)), {})
+    merged = type(
+        "AxolotlInputConfig",
+        (AxolotlInputConfigBase, getattr(importlib.import_module(module), name)),
+        {},
+    )
     cfg = merged(**yaml).model_dump(exclude_none=True)
     callbacks = plugin.add_callbacks_pre_trainer(cfg, None)
     trainer = make_trainer(*callbacks, max_steps=2)
@@ -60,7 +64,9 @@ def train_as_axolotl_does(plugin, yaml: dict, make_trainer):
 
 
 def test_the_trainer_of_axolotl_is_protected(plugin, make_trainer) -> None:
-    trainer = train_as_axolotl_does(plugin, {"micro_batch_size": 2, "memory_warn_fraction": 0.5}, make_trainer)
+    trainer = train_as_axolotl_does(
+        plugin, {"micro_batch_size": 2, "memory_warn_fraction": 0.5}, make_trainer
+    )
 
     assert kinds(trainer) == [DefaultFlowCallback, *ALL, PrinterCallback]
     assert trainer.pop_callback(MemoryWatchdog).budget.warn_fraction == 0.5

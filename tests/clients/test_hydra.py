@@ -68,19 +68,33 @@ def test_each_job_of_a_multirun_has_each_callback_once(tmp_path: Path) -> None:
 
 def test_every_preset_reaches_every_shape(tmp_path: Path) -> None:
     presets = {preset.name: preset.callbacks for preset in PRESETS}
-    # Hydra makes its callbacks once, before it takes the sweep apart: where that is over presets, it has to be told.
-    told = "++hydra.callbacks.trainer_plugins._target_=trainer_plugins.integrations.hydra.AttachToJob"
+    # Hydra makes its callbacks once, before it takes the sweep apart: where that is over presets,
+    # it has to be told.
+    told = (
+        "++hydra.callbacks.trainer_plugins._target_=trainer_plugins.integrations.hydra.AttachToJob"
+    )
 
-    done = run(tmp_path, "--multirun", f"+trainer_plugins={','.join(presets)}", f"trainer={','.join(SHAPES)}", told)
+    done = run(
+        tmp_path,
+        "--multirun",
+        f"+trainer_plugins={','.join(presets)}",
+        f"trainer={','.join(SHAPES)}",
+        told,
+    )
 
     assert done.returncode == 0, done.stderr[-3000:]
     jobs = [tmp_path / str(number) for number in range(len(presets) * len(SHAPES))]
     for job, (preset, shape) in zip(jobs, [(p, s) for p in presets for s in SHAPES], strict=True):
         memo = ["trainer_plugins.survival.memo.SurvivalMemo"] if preset == "survive" else []
         assert ours(job) == homes(presets[preset]) + memo
-        assert ("trainers.CudaCacheCallback" in facts(job)["callbacks"]) == (shape == "own_callbacks")
-        assert ("transformers.trainer_callback.TrainerCallback" in facts(job)["callbacks"]) == (shape == "instantiates")
-        # Every evaluation was seen, also that of which no callback hears (and which the Trainer then makes twice).
+        assert ("trainers.CudaCacheCallback" in facts(job)["callbacks"]) == (
+            shape == "own_callbacks"
+        )
+        assert ("transformers.trainer_callback.TrainerCallback" in facts(job)["callbacks"]) == (
+            shape == "instantiates"
+        )
+        # Every evaluation was seen, also that of which no callback hears (and which the Trainer
+        # then makes twice).
         assert [step for step, moment in moments(job) if moment == "train"] == [1, 2, 3, 4]
         assert {step for step, moment in moments(job) if moment == "eval"} == {2, 4}
 
@@ -98,19 +112,35 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr[-3000:]
     strategy, cache, watchdog = homes(
-        [f"{CALLBACKS}.{name}" for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog")]
+        [
+            f"{CALLBACKS}.{name}"
+            for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog")
+        ]
     )
     assert ours(tmp_path) == [strategy, cache, watchdog]
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
-    assert moments(tmp_path) == [(0, "begin"), (2, "train"), (2, "eval"), (4, "train"), (4, "eval"), (4, "end")]
+    assert moments(tmp_path) == [
+        (0, "begin"),
+        (2, "train"),
+        (2, "eval"),
+        (4, "train"),
+        (4, "eval"),
+        (4, "end"),
+    ]
 
 
 def test_an_app_that_instantiates_callbacks_takes_ours_among_its_own(tmp_path: Path) -> None:
-    done = run(tmp_path, "trainer=instantiates", "+trainer_plugins/callback@callbacks.watchdog=memory_watchdog")
+    done = run(
+        tmp_path,
+        "trainer=instantiates",
+        "+trainer_plugins/callback@callbacks.watchdog=memory_watchdog",
+    )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ours(tmp_path) == homes([f"{CALLBACKS}.MemoryWatchdog"])  # and nothing was attached besides
+    assert ours(tmp_path) == homes(
+        [f"{CALLBACKS}.MemoryWatchdog"]
+    )  # and nothing was attached besides
 
 
 def test_an_installation_below_a_name_with_a_space(tmp_path: Path) -> None:
@@ -127,7 +157,12 @@ def test_an_installation_below_a_name_with_a_space(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path, env=environment
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
     )
     assert "trainer_plugins.callbacks.MemoryWatchdog" in done.stdout, done.stderr[-2000:]
 
@@ -137,12 +172,16 @@ def test_help_names_the_group(tmp_path: Path) -> None:
 
     assert f"trainer_plugins: {', '.join(sorted(preset.name for preset in PRESETS))}\n" in shown
     assert "trainer_plugins/attach: method_args, process\n" in shown
-    callbacks = "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, strategy_in_force, survive_oom"
+    callbacks = (
+        "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, strategy_in_force, survive_oom"
+    )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown
 
 
 def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> None:
-    done = run(tmp_path, "+trainer_plugins=memory_safe", "trainer_plugins.callbacks.cuda_cache.interval=0")
+    done = run(
+        tmp_path, "+trainer_plugins=memory_safe", "trainer_plugins.callbacks.cuda_cache.interval=0"
+    )
 
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
@@ -156,7 +195,10 @@ def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> No
     ("words", "says"),
     [
         (["+trainer_plugins=surviv"], "memory_safe"),  # one of those that there are
-        (["+trainer_plugins=memory_safe", "trainer_plugins.callbacks.cuda_cache.intervall=5"], "intervall"),
+        (
+            ["+trainer_plugins=memory_safe", "trainer_plugins.callbacks.cuda_cache.intervall=5"],
+            "intervall",
+        ),
     ],
 )
 def test_what_hydra_refuses_by_itself(tmp_path: Path, words: list[str], says: str) -> None:
@@ -174,7 +216,9 @@ def app():
         yield lambda *overrides: compose("config", [*overrides])
 
 
-def test_a_job_attaches_to_each_of_its_trainers_and_leaves_nothing_behind(app, make_trainer) -> None:
+def test_a_job_attaches_to_each_of_its_trainers_and_leaves_nothing_behind(
+    app, make_trainer
+) -> None:
     hydra, config = AttachToJob(), app("+trainer_plugins=observe")
 
     def watchdog():
@@ -198,14 +242,19 @@ def test_the_presets_of_hydra_are_those_of_python(app, preset) -> None:
     assert tuple(entry._target_ for entry in entries) == preset.callbacks
 
 
-@pytest.mark.parametrize("name", ["cuda_cache", "eval_cleanup", "kv_cache_guard", "memory_watchdog"])
+@pytest.mark.parametrize(
+    "name", ["cuda_cache", "eval_cleanup", "kv_cache_guard", "memory_watchdog"]
+)
 def test_each_callback_has_a_config_with_its_own_defaults(app, name: str) -> None:
     config = app(f"+trainer_plugins/callback@it={name}").it
 
     made = instantiate(config)
     parameters = inspect.signature(type(made)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in ("device", "timeline")}
-    assert OmegaConf.to_container(config) == {"_target_": f"{CALLBACKS}.{type(made).__name__}", **defaults}
+    assert OmegaConf.to_container(config) == {
+        "_target_": f"{CALLBACKS}.{type(made).__name__}",
+        **defaults,
+    }
 
 
 def test_a_resolver_that_hydra_does_not_take_ends_no_app(monkeypatch) -> None:
@@ -216,7 +265,9 @@ def test_a_resolver_that_hydra_does_not_take_ends_no_app(monkeypatch) -> None:
 
     monkeypatch.delattr(OmegaConf, "register_resolver")  # of which 2.4 made what the other one was
     monkeypatch.setattr(OmegaConf, "register_new_resolver", taken)
-    with pytest.raises(ImportError, match="another age"):  # of which Hydra warns; any other error would end it
+    with pytest.raises(
+        ImportError, match="another age"
+    ):  # of which Hydra warns; any other error would end it
         importlib.reload(plugin)
 
 
@@ -230,7 +281,9 @@ def test_the_plugin_has_nothing_to_be_warned_of() -> None:
         "assert OmegaConf.has_resolver('trainer_plugins.callbacks')\n"
         "print([str(one.message) for one in caught if one.filename.startswith(tuple(plugin.__path__))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
+    )
     assert done.stdout == "[]\n"
 
 
@@ -238,7 +291,9 @@ def test_the_names_of_omegaconf_2_4(monkeypatch) -> None:
     plugin = importlib.import_module("hydra_plugins.trainer_plugins_searchpath")
     registered = []
 
-    def register_resolver(name, resolver, *, replace=False, use_cache=False, annotation_validation="warn"):
+    def register_resolver(
+        name, resolver, *, replace=False, use_cache=False, annotation_validation="warn"
+    ):
         registered.append((name, replace))
 
     def register_new_resolver(*args, **kwargs):

@@ -50,8 +50,17 @@ def client(tmp_path_factory) -> Path:
     ("recipe", "num_ranks"),
     [
         pytest.param(RECIPES[0], 1, id="run"),
-        pytest.param(RECIPES[1].replace("--num_processes 2", "--num_processes 1"), 1, id="accelerate-launch-alone"),
-        pytest.param(RECIPES[2].partition(" --accelerate_config")[0], 1, id="exec-alone", marks=pytest.mark.slow),
+        pytest.param(
+            RECIPES[1].replace("--num_processes 2", "--num_processes 1"),
+            1,
+            id="accelerate-launch-alone",
+        ),
+        pytest.param(
+            RECIPES[2].partition(" --accelerate_config")[0],
+            1,
+            id="exec-alone",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(RECIPES[1], 2, id="accelerate-launch"),
         pytest.param(RECIPES[2], 2, id="exec", marks=pytest.mark.slow),
     ],

@@ -1,4 +1,7 @@
-"""What every device promises. The simulated card is held to the same promises as the card that it stands for."""
+"""What every device promises.
+
+The simulated card is held to the same promises as the card that it stands for.
+"""
 
 import copy
 import gc
@@ -41,7 +44,12 @@ def test_sizes_are_ordered(device: Device) -> None:
     assert 0 <= reading.free_bytes <= reading.total_bytes
     assert reading.allocated_bytes <= reading.peak_allocated_bytes
     assert 0 <= reading.pressure <= 1
-    parts = reading.non_torch_bytes + reading.allocated_bytes + reading.cached_bytes + reading.free_bytes
+    parts = (
+        reading.non_torch_bytes
+        + reading.allocated_bytes
+        + reading.cached_bytes
+        + reading.free_bytes
+    )
     assert parts >= reading.total_bytes
 
 
@@ -97,7 +105,10 @@ def test_a_card_beyond_the_last_is_refused(simgpu) -> None:
     num_cards = torch.accelerator.device_count()
 
     assert open_device(f"simgpu:{num_cards - 1}").name == f"simgpu:{num_cards - 1}"
-    with pytest.raises(ValueError, match=f"cannot read the memory of simgpu:{num_cards}: there are {num_cards} of its"):
+    with pytest.raises(
+        ValueError,
+        match=f"cannot read the memory of simgpu:{num_cards}: there are {num_cards} of its",
+    ):
         open_device(f"simgpu:{num_cards}")
 
 
@@ -116,7 +127,11 @@ def test_memory_of_another_process_is_neither_free_nor_ours(simgpu) -> None:
     simgpu.card().hold(4242, 100 * MIB, "python infer.py")
 
     after = device.read()
-    assert before.free_bytes - after.free_bytes == 100 * MIB == after.non_torch_bytes - before.non_torch_bytes
+    assert (
+        before.free_bytes - after.free_bytes
+        == 100 * MIB
+        == after.non_torch_bytes - before.non_torch_bytes
+    )
     assert after.reserved_bytes == before.reserved_bytes
 
 
@@ -124,7 +139,13 @@ def test_memory_of_another_process_is_neither_free_nor_ours(simgpu) -> None:
     "sizes", [{"total_bytes": 0}, {"total_bytes": -1}, {"free_bytes": 81}, {"allocated_bytes": -1}]
 )
 def test_numbers_that_cannot_be_are_no_reading(sizes: dict[str, int]) -> None:
-    sound = {"total_bytes": 80, "free_bytes": 0, "reserved_bytes": 90, "allocated_bytes": 1, "peak_allocated_bytes": 1}
+    sound = {
+        "total_bytes": 80,
+        "free_bytes": 0,
+        "reserved_bytes": 90,
+        "allocated_bytes": 1,
+        "peak_allocated_bytes": 1,
+    }
 
     assert MemoryReading(device="cuda:0", **sound).non_torch_bytes == 0  # counted a moment apart
     with pytest.raises(ValueError, match="cuda:0 says of its memory what cannot be"):
@@ -137,7 +158,9 @@ def test_a_copy_reads_too(device: Device) -> None:
 
 
 def test_an_accelerator_that_torch_does_not_count_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))  # as on a Mac
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("mps")
+    )  # as on a Mac
 
     with pytest.raises(ValueError, match="cannot read the memory of mps: torch does not count it"):
         open_device("mps")

@@ -22,7 +22,9 @@ def cgroup_v2(root: Path, groups: dict[str, tuple[str, int, int]]) -> HostDevice
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{current}\n")
-        (folder / "memory.stat").write_text(f"anon {current - inactive}\ninactive_file {inactive}\n")
+        (folder / "memory.stat").write_text(
+            f"anon {current - inactive}\ninactive_file {inactive}\n"
+        )
         (folder / "memory.events").write_text(f"low 0\noom 3\noom_kill {9 - 2 * path.count('/')}\n")
     return HostDevice(proc, cgroups)
 
@@ -53,8 +55,12 @@ def test_the_tightest_group_around_the_process_counts(tmp_path: Path) -> None:
     reading = host.read()
 
     assert reading.total_bytes == 2 * GIB
-    assert reading.free_bytes == 768 * MIB  # 2 GiB less a working set of 1.5 GiB less 256 MiB that can be dropped
-    assert host.facts().num_oom_kills == 5  # of the innermost group; those around it count their neighbours' too
+    assert (
+        reading.free_bytes == 768 * MIB
+    )  # 2 GiB less a working set of 1.5 GiB less 256 MiB that can be dropped
+    assert (
+        host.facts().num_oom_kills == 5
+    )  # of the innermost group; those around it count their neighbours' too
 
 
 def test_version_1_counts_too(tmp_path: Path) -> None:
@@ -76,7 +82,11 @@ def test_a_container_that_sees_only_its_own_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("files", ["none", "no limit"])
 def test_without_a_limit_it_is_the_machine(tmp_path: Path, files: str) -> None:
-    host = HostDevice(tmp_path, tmp_path) if files == "none" else cgroup_v2(tmp_path, {"group": ("max", GIB, 0)})
+    host = (
+        HostDevice(tmp_path, tmp_path)
+        if files == "none"
+        else cgroup_v2(tmp_path, {"group": ("max", GIB, 0)})
+    )
 
     assert host.read().total_bytes == psutil.virtual_memory().total
 
@@ -99,7 +109,9 @@ def test_the_peak_is_not_the_launchers() -> None:
         f"import subprocess, sys; b = bytearray(b'x') * (900 << 20); "
         f"print(subprocess.run([sys.executable, '-c', {child!r}], check=True, capture_output=True, text=True).stdout)"
     )
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
 
     peak = re.search(r"peak_allocated_bytes=(\d+)", said)
     assert peak is not None

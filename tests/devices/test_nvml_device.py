@@ -22,7 +22,10 @@ BARE = "8a5f0e2c-1111-2222-3333-444444444444"
 CARD, SLICE = f"GPU-{BARE}", f"MIG-{BARE}"
 USABLE_BYTES = 80 * GIB - 600 * MIB
 MEMORY, OLD_MEMORY = "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"
-PROCESSES, NEW_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses_v3"
+PROCESSES, NEW_PROCESSES = (
+    "nvmlDeviceGetComputeRunningProcesses_v2",
+    "nvmlDeviceGetComputeRunningProcesses_v3",
+)
 
 
 def error_of(function: Callable[..., object], *arguments: object) -> NvmlError:
@@ -40,7 +43,9 @@ def test_it_reads_the_card_and_what_this_process_holds(tmp_path):
     assert (device.name, device.uuid, reading.device) == ("cuda:0", CARD, "cuda:0")
     assert reading.total_bytes == USABLE_BYTES
     assert reading.free_bytes == USABLE_BYTES - 5 * GIB
-    assert reading.reserved_bytes == reading.allocated_bytes == reading.peak_allocated_bytes == 2 * GIB
+    assert (
+        reading.reserved_bytes == reading.allocated_bytes == reading.peak_allocated_bytes == 2 * GIB
+    )
     assert reading.non_torch_bytes == 3 * GIB
     assert NvmlDevice.open(CARD).memory() == (reading.total_bytes, reading.free_bytes)
     assert device.release_cached() == 0
@@ -68,7 +73,11 @@ def test_a_card_is_found_by_its_uuid_however_it_is_written(tmp_path):
     assert NvmlDevice.open(BARE).memory()[0] == USABLE_BYTES
 
     # In a MIG slice torch's bare text is the slice's: its total and its processes.
-    cut = other.mig_slice(SLICE, total_bytes=10 * GIB).process(os.getpid(), GIB).process(4_000_000, GIB)
+    cut = (
+        other.mig_slice(SLICE, total_bytes=10 * GIB)
+        .process(os.getpid(), GIB)
+        .process(4_000_000, GIB)
+    )
     cut.write()
     device = NvmlDevice.open(BARE)
     assert (device.uuid, device.is_mig) == (SLICE, True)
@@ -87,9 +96,13 @@ def test_a_card_is_found_by_its_uuid_however_it_is_written(tmp_path):
 @alone
 def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
     card = ScriptedNvml(tmp_path).card(CARD)
-    card.process(100, GIB, says_bytes=False).process(4_000_001, GIB, graphics=True).write().preload()
+    card.process(100, GIB, says_bytes=False).process(
+        4_000_001, GIB, graphics=True
+    ).write().preload()
     device = NvmlDevice.open(CARD)
-    assert [(process.pid, process.used_bytes) for process in device.processes() or ()] == [(100, None)]
+    assert [(process.pid, process.used_bytes) for process in device.processes() or ()] == [
+        (100, None)
+    ]
     assert device.memory()[1] == USABLE_BYTES - 2 * GIB
 
     # Hidden from this container: used, and not listed.
@@ -97,17 +110,28 @@ def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
     assert device.processes() == ()
     assert device.memory()[1] == USABLE_BYTES - GIB
 
-    # A process may be listed several times, and one without a number in this container is nobody that could be named.
-    twice = card.process(4_000_000, GIB).process(4_000_000, 2 * GIB).process(4_000_000, GIB, says_bytes=False)
+    # A process may be listed several times, and one without a number in this container is nobody
+    # that could be named.
+    twice = (
+        card.process(4_000_000, GIB)
+        .process(4_000_000, 2 * GIB)
+        .process(4_000_000, GIB, says_bytes=False)
+    )
     twice.process(0, GIB).write()
     assert device.processes() == (GpuProcess(4_000_000, 2 * GIB, None),)
 
-    # Impossible numbers mean that the list was read with the wrong layout: then none of it is known.
+    # Impossible numbers mean that the list was read with the wrong layout: then none of it is
+    # known.
     for impossible in card.process(1 << 22, GIB), card.process(100, GIB).process(200, 81 * GIB):
         impossible.write()
         assert device.processes() is None
-    # Drivers of the 535s return long records from version 3 of the call, so it has to be version 2, if that is there.
-    three = card.driver(version="535.54.03", process_record_bytes=32).process(100, GIB).process(200, GIB)
+    # Drivers of the 535s return long records from version 3 of the call, so it has to be version 2,
+    # if that is there.
+    three = (
+        card.driver(version="535.54.03", process_record_bytes=32)
+        .process(100, GIB)
+        .process(200, GIB)
+    )
     skewed = three.process(os.getpid(), 3 * GIB).write()
     assert [process.pid for process in device.processes() or ()] == [100, 200, os.getpid()]
     assert device.read().reserved_bytes == 3 * GIB
@@ -118,7 +142,11 @@ def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
     assert [process.pid for process in device.processes() or ()] == [100]
 
     # Not allowed or not able to say is not the same as nobody.
-    for code in pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+    for code in (
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    ):
         card.process(100, GIB).fault(PROCESSES, code).fault(NEW_PROCESSES, code).write()
         assert device.processes() is None
         assert device.read().free_bytes == USABLE_BYTES - GIB
@@ -173,7 +201,11 @@ def test_every_failure_has_its_kind_and_its_remedy(tmp_path):
     at_the_memory = [
         (pynvml.NVML_ERROR_NOT_SUPPORTED, NvmlErrorKind.NOT_SUPPORTED, "do without"),
         (pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, NvmlErrorKind.NOT_SUPPORTED, "update it"),
-        (pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH, NvmlErrorKind.NOT_SUPPORTED, "update the older"),
+        (
+            pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+            NvmlErrorKind.NOT_SUPPORTED,
+            "update the older",
+        ),
         (pynvml.NVML_ERROR_NO_PERMISSION, NvmlErrorKind.NO_PERMISSION, "/dev/nvidia*"),
         (pynvml.NVML_ERROR_GPU_IS_LOST, NvmlErrorKind.LOST, "reboot"),
         (pynvml.NVML_ERROR_RESET_REQUIRED, NvmlErrorKind.LOST, f"nvidia-smi --gpu-reset -i {CARD}"),
@@ -216,7 +248,8 @@ def test_it_lives_through_forks_and_through_what_others_do_to_nvml(tmp_path):
     pynvml.nvmlShutdown()
     assert device.memory()[0] == USABLE_BYTES
 
-    # Initialisation is counted, so each device and each failure to open one leaves the count as it was.
+    # Initialisation is counted, so each device and each failure to open one leaves the count as it
+    # was.
     error_of(NvmlDevice.open, "GPU-nobody")
     device.close()
     device.close()
@@ -240,6 +273,8 @@ def test_it_starts_no_thread_and_asks_for_no_cuda(tmp_path):
         "assert threading.active_count() == before; print(open('/proc/self/maps').read())"
     )
     env = ScriptedNvml(tmp_path).card(CARD).write().env()
-    outcome = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert "libnvidia-ml.so.1" in outcome.stdout
     assert "libcuda.so" not in outcome.stdout

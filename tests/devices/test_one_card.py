@@ -22,9 +22,15 @@ CAPACITY_BYTES = 256 * MIB
 
 def one_card(tmp_path) -> tuple[SimCard, ScriptedNvml]:
     """A card in a file, which torch trains on and NVML tells of."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CUDA build of torch would believe the scripted driver, and look for it
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # a CUDA build of torch would believe the scripted driver, and look for it
+    )
     card = SimCard.create(tmp_path / "card", CAPACITY_BYTES)
-    driver = ScriptedNvml(tmp_path / "driver").card_from_file(tmp_path / "card", reserved_bytes=8 * MIB).write()
+    driver = (
+        ScriptedNvml(tmp_path / "driver")
+        .card_from_file(tmp_path / "card", reserved_bytes=8 * MIB)
+        .write()
+    )
     driver.preload()
     simgpu.enable(CAPACITY_BYTES, card)
     return card, driver
@@ -41,11 +47,19 @@ def test_torch_and_the_driver_agree(tmp_path):
     card.hold(4242, 32 * MIB, "python infer.py")
 
     free_bytes, total_bytes = torch.simgpu.mem_get_info(0)  # type: ignore[attr-defined]
-    assert driver.memory() == (total_bytes, free_bytes) == (CAPACITY_BYTES, CAPACITY_BYTES - 96 * MIB)
+    assert (
+        driver.memory() == (total_bytes, free_bytes) == (CAPACITY_BYTES, CAPACITY_BYTES - 96 * MIB)
+    )
     reading = device.read()
     assert device.uuid == card.uuid
-    assert (reading.total_bytes, reading.free_bytes, reading.non_torch_bytes) == (*driver.memory(), 32 * MIB)
-    assert {(p.pid, p.used_bytes) for p in device.processes() or ()} == {(os.getpid(), 64 * MIB), (4242, 32 * MIB)}
+    assert (reading.total_bytes, reading.free_bytes, reading.non_torch_bytes) == (
+        *driver.memory(),
+        32 * MIB,
+    )
+    assert {(p.pid, p.used_bytes) for p in device.processes() or ()} == {
+        (os.getpid(), 64 * MIB),
+        (4242, 32 * MIB),
+    }
     del tensor
     assert device.release_cached() == 64 * MIB
     assert driver.memory()[1] == device.read().free_bytes == CAPACITY_BYTES - 32 * MIB
@@ -69,7 +83,10 @@ def test_a_neighbour_is_named_when_the_driver_names_it(tmp_path):
     timeline = Timeline()
     args = TrainingArguments(str(tmp_path), max_steps=5, report_to="none", disable_tqdm=True)
     Trainer(
-        tiny_llama(), args, train_dataset=token_rows(), callbacks=[Intruder(), MemoryWatchdog(timeline=timeline)]
+        tiny_llama(),
+        args,
+        train_dataset=token_rows(),
+        callbacks=[Intruder(), MemoryWatchdog(timeline=timeline)],
     ).train()
 
     (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]
@@ -123,14 +140,21 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
 
         timeline = Timeline()
         args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
-        callbacks = [Break(), CudaCacheCallback(1), EvalGenerateCleanup(), MemoryWatchdog(timeline=timeline)]
+        callbacks = [
+            Break(),
+            CudaCacheCallback(1),
+            EvalGenerateCleanup(),
+            MemoryWatchdog(timeline=timeline),
+        ]
         trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks)
         trainer.train()
         card.release(4242)
 
         assert trainer.state.global_step == 6, name
         samples = [entry.reading for entry in timeline if isinstance(entry, Sample)]
-        assert {reading.total_bytes for reading in samples} == {CAPACITY_BYTES}, name  # torch counts the same bytes
+        assert {reading.total_bytes for reading in samples} == {CAPACITY_BYTES}, (
+            name
+        )  # torch counts the same bytes
         findings = [entry.finding for entry in timeline if isinstance(entry, Remark)]
         assert [finding.code for finding in findings] == ["foreign-memory"], (name, findings)
         assert sum("NVML does not answer" in message for message in said) == 1, (name, said)
@@ -148,14 +172,20 @@ def test_numbers_that_cannot_be_are_refused_once(tmp_path):
         )
         said, readings = train_while(broken, tmp_path)
 
-        assert sum("bytes of GPU-" in message and "cannot be" in message for message in said) == 1, said
-        assert {reading.total_bytes for reading in readings} == {CAPACITY_BYTES}  # as torch counts them
+        assert (
+            sum("bytes of GPU-" in message and "cannot be" in message for message in said) == 1
+        ), said
+        assert {reading.total_bytes for reading in readings} == {
+            CAPACITY_BYTES
+        }  # as torch counts them
 
 
 @alone
 def test_a_driver_that_hangs_is_waited_for_once(tmp_path):
     one_card(tmp_path)
-    healthy = ScriptedNvml(tmp_path / "driver").card_from_file(tmp_path / "card", reserved_bytes=8 * MIB)
+    healthy = ScriptedNvml(tmp_path / "driver").card_from_file(
+        tmp_path / "card", reserved_bytes=8 * MIB
+    )
     said, readings = train_while(healthy.hang("nvmlDeviceGetMemoryInfo_v2"), tmp_path)
 
     assert sum("the driver hangs: no answer within 5 s" in message for message in said) == 1, said
@@ -199,7 +229,12 @@ def train_while(broken: ScriptedNvml, tmp_path) -> tuple[list[str], list]:
 
     timeline = Timeline()
     args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
-    callbacks = [Break(), CudaCacheCallback(1), EvalGenerateCleanup(), MemoryWatchdog(timeline=timeline)]
+    callbacks = [
+        Break(),
+        CudaCacheCallback(1),
+        EvalGenerateCleanup(),
+        MemoryWatchdog(timeline=timeline),
+    ]
     trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks)
     trainer.train()
     assert trainer.state.global_step == 6

@@ -11,8 +11,8 @@ from pathlib import Path
 from trainer_plugins.launch.extensions import lock_findings, read_locks
 
 ROOT = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(sys.prefix) / "torch_extensions")
-"""Of this environment alone. In the folder that torch has for all of them each would compile anew what another one did:
-the path of torch is part of how a compiler is called."""
+"""Of this environment alone. In the folder that torch has for all of them each would compile anew
+what another one did: the path of torch is part of how a compiler is called."""
 
 BUILD = """
 from deepspeed.accelerator import get_accelerator
@@ -32,7 +32,8 @@ def folder(accelerator: str) -> Path:
 def build(accelerator: str) -> None:
     """Compile them, or wait for another test process that does. Minutes the first time.
 
-    In a session of its own, which holds the lock: whoever ends the tests meanwhile lets the build end too.
+    In a session of its own, which holds the lock: whoever ends the tests meanwhile lets the build
+    end too.
 
     Raises:
         AssertionError: a lock lies there on which every launch would wait, or a build failed.
@@ -43,7 +44,8 @@ def build(accelerator: str) -> None:
     where.mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(where), "DS_ACCELERATOR": accelerator}
     environ["PATH"] = (
-        f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"  # ninja is beside the Python that runs
+        # ninja is beside the Python that runs
+        f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     )
     log = where / "build.log"
     with (where / "building").open("w") as lock:

@@ -19,7 +19,9 @@ cpu = torch.device("cpu")
 wrapped: dict[str, Any] = {
     "orig_params": FullyShardedDataParallel(tiny_llama(), device_id=cpu, use_orig_params=True),
     "flat_params": FullyShardedDataParallel(tiny_llama(), device_id=cpu, use_orig_params=False),
-    "offload": FullyShardedDataParallel(tiny_llama(), device_id=cpu, cpu_offload=CPUOffload(offload_params=True)),
+    "offload": FullyShardedDataParallel(
+        tiny_llama(), device_id=cpu, cpu_offload=CPUOffload(offload_params=True)
+    ),
 }
 wrapped["compiled"] = torch.compile(wrapped["flat_params"])
 found = {

@@ -1,6 +1,7 @@
 """examples/train.py with accelerate's FSDP branch taken on the CPU, which it takes for accelerators only.
 
-For tests alone: accelerate calls two gloo ranks MULTI_CPU, and FSDP asks for MULTI_GPU (accelerate/state.py).
+For tests alone: accelerate calls two gloo ranks MULTI_CPU, and FSDP asks for MULTI_GPU
+(accelerate/state.py).
 """
 
 import runpy

@@ -18,7 +18,16 @@ from trainer_plugins.strategy import Strategy
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN = ROOT / "examples" / "train.py"
-QUIET = ("--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "1", "--per_device_train_batch_size", "2")
+QUIET = (
+    "--report_to",
+    "none",
+    "--disable_tqdm",
+    "true",
+    "--logging_steps",
+    "1",
+    "--per_device_train_batch_size",
+    "2",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,9 @@ class Launched:
     def strategies(self) -> list[Strategy]:
         """As what the last training ran, by rank."""
         files = sorted(self.output_dir.glob("memory/rank-*.jsonl"))
-        began = [[e.strategy for e in read_timeline(file) if isinstance(e, Beginning)] for file in files]
+        began = [
+            [e.strategy for e in read_timeline(file) if isinstance(e, Beginning)] for file in files
+        ]
         assert all(began), self.text[-3000:]
         return [strategies[-1] for strategies in began]
 
@@ -57,12 +68,24 @@ def free_port() -> str:
 def command(config: str | Path, flags: tuple[str, ...] = (), script: Path = TRAIN) -> list[str]:
     file = path(config) if isinstance(config, str) else config
     flags = ("--num_processes", "2", "--main_process_port", free_port(), *flags)
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *flags, str(script)]
+    return [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(file),
+        *flags,
+        str(script),
+    ]
 
 
 def environment(**more: str) -> dict[str, str]:
     """The variables of a launch on the CPU; DeepSpeed finds ninja beside the Python that runs."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "FSDP_"))
+    }
     tools = str(Path(sys.executable).parent)
     accelerator = more.get("DS_ACCELERATOR", "cpu")
     return kept | {
@@ -77,7 +100,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(call: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """Begin a launch that is judged later, by `finished`. What it prints goes into a file, which never blocks."""
+    """Begin a launch that is judged later, by `finished`.
+
+    What it prints goes into a file, which never blocks.
+    """
     environ = environment(**variables)
     extensions.build(environ["DS_ACCELERATOR"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +125,8 @@ def ended(process: subprocess.Popen[bytes], folder: Path) -> str:
 def finished(process: subprocess.Popen[bytes], folder: Path, output_dir: Path) -> Launched:
     """Wait for a launch, and look that it did its work."""
     text = ended(process, folder)
-    # gloo now and then aborts a process at its end, after the work: the last thing that training writes counts.
+    # gloo now and then aborts a process at its end, after the work: the last thing that training
+    # writes counts.
     assert process.returncode == 0 or (output_dir / "model.safetensors").is_file(), text[-5000:]
     return Launched(output_dir, text)
 

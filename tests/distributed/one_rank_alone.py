@@ -1,6 +1,9 @@
-"""Trainings of two ranks in which one of them does something alone. Launched by test_one_rank_alone.py.
+"""Trainings of two ranks in which one of them does something alone.
 
-Each story runs in two processes of its own, forked from this one, which has imported what takes long.
+Launched by test_one_rank_alone.py.
+
+Each story runs in two processes of its own, forked from this one, which has imported what takes
+long.
 """
 
 import contextlib
@@ -76,7 +79,9 @@ class Evaluates(Trainer):
             if self.args.process_index == 0:
                 batch = next(iter(self.get_eval_dataloader()))
                 with torch.no_grad():
-                    self.model(**{name: value.to(self.args.device) for name, value in batch.items()})
+                    self.model(
+                        **{name: value.to(self.args.device) for name, value in batch.items()}
+                    )
                 self.callback_handler.on_evaluate(self.args, self.state, self.control, {})
             return {}
         if self.where == "fails" and self.args.process_index == 1:
@@ -93,7 +98,11 @@ def train(rank: int, folder: Path, story: str) -> None:
         eval_strategy="steps", eval_steps=3, eval_on_start=True, save_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = Evaluates(
-        tiny_llama(), args, train_dataset=token_rows(), eval_dataset=token_rows(4), callbacks=CALLBACKS[given](rank)
+        tiny_llama(),
+        args,
+        train_dataset=token_rows(),
+        eval_dataset=token_rows(4),
+        callbacks=CALLBACKS[given](rank),
     )
     steps = []
     for _ in range(2):
@@ -152,4 +161,6 @@ def run(folder: Path, story: str) -> dict[str, object]:
 if __name__ == "__main__":
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     for number, story in enumerate(json.loads(sys.argv[2])):
-        print(json.dumps({"story": story, **run(Path(sys.argv[1]) / str(number), story)}), flush=True)
+        print(
+            json.dumps({"story": story, **run(Path(sys.argv[1]) / str(number), story)}), flush=True
+        )

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-spec = spec_from_file_location("train", Path(__file__).parent.parent.parent / "examples" / "train.py")
+spec = spec_from_file_location(
+    "train", Path(__file__).parent.parent.parent / "examples" / "train.py"
+)
 assert spec is not None
 assert spec.loader is not None
 train = module_from_spec(spec)

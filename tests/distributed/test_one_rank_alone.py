@@ -11,18 +11,31 @@ SCRIPT = Path(__file__).with_name("one_rank_alone.py")
 
 # Who has callbacks / who evaluates.
 STORIES = [
-    *(f"{given} / {evaluates}" for given in ("all", "rank 0") for evaluates in ("all", "rank 0", "fails")),
+    *(
+        f"{given} / {evaluates}"
+        for given in ("all", "rank 0")
+        for evaluates in ("all", "rank 0", "fails")
+    ),
     "rank 1 / rank 0",
     "another order / rank 0",
     "a tracker on one / rank 0",
     "another interval / rank 0",
     "given twice on one / rank 0",
 ]
-NOBODY = {"rank 0": "is on 1 of 2 ranks", "rank 1": "is on 1 of 2 ranks", "another order": "in the same order"}
+NOBODY = {
+    "rank 0": "is on 1 of 2 ranks",
+    "rank 1": "is on 1 of 2 ranks",
+    "another order": "in the same order",
+}
 
 
 def test_nobody_waits_for_a_rank_that_may_not_come(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     done = subprocess.run(
         [sys.executable, SCRIPT, tmp_path, json.dumps(STORIES)],
         check=False, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=1800,

@@ -18,7 +18,16 @@ from tests import processes, rounding
 from tests.distributed.launched import QUIET, ROOT, TRAIN, Launched, environment, free_port, launch
 from trainer_plugins.finding import Severity
 
-FOUR_STEPS = ("--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2")
+FOUR_STEPS = (
+    "--max_steps",
+    "4",
+    "--eval_strategy",
+    "steps",
+    "--eval_steps",
+    "2",
+    "--save_steps",
+    "2",
+)
 FSDP_SCRIPT = Path(__file__).with_name("fsdp_on_cpu.py")
 ZERO = ["zero2", "zero3", "zero3_offload_all"]
 # What wraps the model, the ZeRO stage, what is offloaded, and which optimizer updates the weights.
@@ -31,7 +40,9 @@ RUNS = {
 }
 
 TERMS = rounding.terms_of(num_layers=2, width=1024)  # of the model that examples/train.py makes
-OF_A_LOSS = rounding.of_a_mean(TERMS, num_values=2 * 2 * 31)  # two rows of 32 tokens, each but the last, on two ranks
+OF_A_LOSS = rounding.of_a_mean(
+    TERMS, num_values=2 * 2 * 31
+)  # two rows of 32 tokens, each but the last, on two ranks
 
 
 def script_for(name: str) -> Path:
@@ -46,7 +57,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the package as its wheel installs it."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "--outdir",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     into = [
@@ -67,7 +87,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 def config_of(site: str, name: str) -> Path:
     """What `$(trainer-plugins configs path NAME)` says where only the wheel is installed."""
     say = [sys.executable, "-m", "trainer_plugins", "configs", "path", name]
-    done = subprocess.run(say, check=True, capture_output=True, text=True, cwd=site, env=environment(PYTHONPATH=site))
+    done = subprocess.run(
+        say, check=True, capture_output=True, text=True, cwd=site, env=environment(PYTHONPATH=site)
+    )
     file = Path(done.stdout.strip())
     assert file.is_relative_to(site)
     return file
@@ -77,7 +99,15 @@ def config_of(site: str, name: str) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """The same training in one process: the same rows, in batches of four instead of two times two."""
     folder = tmp_path_factory.mktemp("alone")
-    call = [sys.executable, str(TRAIN), *QUIET, "--per_device_train_batch_size", "4", "--use_cpu", *FOUR_STEPS]
+    call = [
+        sys.executable,
+        str(TRAIN),
+        *QUIET,
+        "--per_device_train_batch_size",
+        "4",
+        "--use_cpu",
+        *FOUR_STEPS,
+    ]
     done = processes.run([*call, "--output_dir", str(folder / "run")], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return Launched(folder / "run", done.stdout + done.stderr)
@@ -94,8 +124,16 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
     family, stage, offload, optimizer = RUNS[name]
     assert len(ran.strategies) == 2
     for strategy in ran.strategies:
-        assert (strategy.family, strategy.zero_stage, dict(strategy.offload)) == (family, stage, offload)
-        assert (strategy.world_size, strategy.device, strategy.optimizer_class) == (2, "cpu", optimizer)
+        assert (strategy.family, strategy.zero_stage, dict(strategy.offload)) == (
+            family,
+            stage,
+            offload,
+        )
+        assert (strategy.world_size, strategy.device, strategy.optimizer_class) == (
+            2,
+            "cpu",
+            optimizer,
+        )
         assert strategy.num_params == alone.strategies[0].num_params
         divided = family == "FSDP" or stage == 3
         assert strategy.partitioned_fraction == pytest.approx(1.0 if divided else 0.0, abs=1e-3)
@@ -115,12 +153,16 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
         assert rounding.after_adam(tensor, expected[key], learning_rates, TERMS) <= 1, key
 
     if name not in ZERO and Version(transformers.__version__) < Version("5"):
-        return  # transformers 4 loads the optimizer of a CPU rank to "cpu:0", which torch knows no storage for
+        # transformers 4 loads the optimizer of a CPU rank to "cpu:0", which torch knows no storage
+        # for
+        return
     checkpoint = str(ran.output_dir / "checkpoint-2")
     arguments = (*FOUR_STEPS, "--resume_from_checkpoint", checkpoint)
     resumed = launch(tmp_path / "resumed", file, *arguments, script=script, PYTHONPATH=site)
     assert [s.family for s in resumed.strategies] == [family] * 2
-    assert resumed.losses("checkpoint-4") == pytest.approx(ran.losses("checkpoint-4"), rel=OF_A_LOSS)
+    assert resumed.losses("checkpoint-4") == pytest.approx(
+        ran.losses("checkpoint-4"), rel=OF_A_LOSS
+    )
     for key, tensor in weights(resumed.output_dir).items():
         if Version(transformers.__version__) >= Version("5"):
             assert rounding.after_adam(tensor, final[key], learning_rates[2:], TERMS) <= 1, key
@@ -138,7 +180,15 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
 def test_fsdp_1_is_read_too(tmp_path: Path) -> None:
     """No file for it is shipped, and it is accelerate's default version of FSDP."""
     script = Path(__file__).with_name("fsdp_1.py")
-    call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    call = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+    ]
     done = processes.run([*call, str(script), str(tmp_path)], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -146,7 +196,10 @@ def test_fsdp_1_is_read_too(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         num_params = found.pop("num_params")
         for name, strategy in found.items():
-            assert (strategy["family"], strategy["wrapped_class"]) == ("FSDP", "FullyShardedDataParallel"), name
+            assert (strategy["family"], strategy["wrapped_class"]) == (
+                "FSDP",
+                "FullyShardedDataParallel",
+            ), name
             assert strategy["num_params"] == strategy["num_partitioned"] == num_params
             assert strategy["homes"] == {"cpu": num_params // 2}
             assert strategy["offload"] == ({"fsdp": "cpu"} if name == "offload" else {})
@@ -170,16 +223,27 @@ def test_the_weights_are_gathered_in_16_bits_and_are_those_of_the_optimizer(tmp_
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 @pytest.mark.parametrize(
     ("name", "family", "homes", "optimizer"),
-    [("single_device", "nothing", {"cuda"}, "AdamW"), ("zero3_offload_all", "DeepSpeed", {"cpu"}, "DeepSpeedCPUAdam")],
+    [
+        ("single_device", "nothing", {"cuda"}, "AdamW"),
+        ("zero3_offload_all", "DeepSpeed", {"cpu"}, "DeepSpeedCPUAdam"),
+    ],
 )
-def test_a_shipped_file_on_a_card(name: str, family: str, homes: set[str], optimizer: str, tmp_path: Path) -> None:
+def test_a_shipped_file_on_a_card(
+    name: str, family: str, homes: set[str], optimizer: str, tmp_path: Path
+) -> None:
     if family == "DeepSpeed":
         pytest.importorskip("deepspeed")
     flags = ("--num_processes", "1")
-    ran = launch(tmp_path, name, *FOUR_STEPS, "--bf16", flags=flags, use_cpu=False, DS_ACCELERATOR="cuda")
+    ran = launch(
+        tmp_path, name, *FOUR_STEPS, "--bf16", flags=flags, use_cpu=False, DS_ACCELERATOR="cuda"
+    )
 
     (strategy,) = ran.strategies
-    assert (strategy.family, strategy.device, strategy.optimizer_class) == (family, "cuda", optimizer)
+    assert (strategy.family, strategy.device, strategy.optimizer_class) == (
+        family,
+        "cuda",
+        optimizer,
+    )
     most = max(strategy.homes, key=lambda home: strategy.homes[home])
     assert {most} == homes
     assert not [f for f in ran.findings.values() if f.severity >= Severity.WARNING]

@@ -77,7 +77,8 @@ def test_fsdp_on_the_cpu_is_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    Version(accelerate.__version__) < Version("1.11"), reason="accelerate 1.10 makes a group of them all the same"
+    Version(accelerate.__version__) < Version("1.11"),
+    reason="accelerate 1.10 makes a group of them all the same",
 )
 def test_without_a_device_each_process_trains_alone(tmp_path: Path) -> None:
     ran = launch(tmp_path, "fsdp2", *ONE_STEP, use_cpu=False)
@@ -91,12 +92,19 @@ def test_a_misspelt_deepspeed_config_file_is_zero_2_without_offload(tmp_path: Pa
     ran = launch(tmp_path, file, *ONE_STEP)
 
     assert [(s.zero_stage, dict(s.offload)) for s in ran.strategies] == [(2, {})] * 2
-    assert {"zero-stage-not-in-force", "offload-not-in-force"} == {c for c in ran.findings if "-not-" in c}
+    assert {"zero-stage-not-in-force", "offload-not-in-force"} == {
+        c for c in ran.findings if "-not-" in c
+    }
     assert "nobody reads `deepspeed_config_fle`" in str(ran.findings["zero-stage-not-in-force"])
 
 
 def test_a_machine_of_several_trains_alone_without_the_standard_launcher(tmp_path: Path) -> None:
-    file = changed(tmp_path, "zero3_multinode", "deepspeed_multinode_launcher: standard", "zero3_init_flag: true")
+    file = changed(
+        tmp_path,
+        "zero3_multinode",
+        "deepspeed_multinode_launcher: standard",
+        "zero3_init_flag: true",
+    )
     file.write_text(file.read_text().replace("  zero3_init_flag: true\n", "", 1))
     flags = ("--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
     ran = launch(tmp_path, file, *ONE_STEP, flags=flags)
@@ -113,14 +121,18 @@ def test_a_zero_stage_on_the_command_line_is_passed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_library("aio") is None, reason="needs libaio (Debian: apt-get install libaio-dev)")
+@pytest.mark.skipif(
+    find_library("aio") is None, reason="needs libaio (Debian: apt-get install libaio-dev)"
+)
 @pytest.mark.skipif("CI" in os.environ, reason="DeepSpeed's async_io takes minutes to compile")
 def test_weights_too_small_for_the_drive_stay_in_memory(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     values = {"device": "nvme", "nvme_path": drive}
     overrides = [
-        f"zero_optimization.offload_{what}.{k}={v}" for what in ("optimizer", "param") for k, v in values.items()
+        f"zero_optimization.offload_{what}.{k}={v}"
+        for what in ("optimizer", "param")
+        for k, v in values.items()
     ]
     file = copy("zero3_offload_nvme", tmp_path, overrides)
     ran = launch(tmp_path, file, *ONE_STEP, "--hidden_size", "256")
@@ -138,4 +150,6 @@ def test_activation_checkpointing_in_the_json_does_nothing(tmp_path: Path) -> No
     assert "--gradient_checkpointing" in only_finding(ran, "checkpointing-not-in-force")
     again = launch(tmp_path / "again", file, *ONE_STEP, "--gradient_checkpointing")
     assert [s.is_checkpointing for s in again.strategies] == [True, True]
-    assert not [finding for finding in again.findings.values() if finding.severity >= Severity.WARNING]
+    assert not [
+        finding for finding in again.findings.values() if finding.severity >= Severity.WARNING
+    ]

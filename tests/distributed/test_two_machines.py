@@ -47,20 +47,35 @@ def machines(request: pytest.FixtureRequest) -> Iterator[tuple[list[list[str]], 
 
 
 @pytest.mark.slow
-def test_two_machines_train_together(machines: tuple[list[list[str]], str, list[str]], tmp_path: Path) -> None:
+def test_two_machines_train_together(
+    machines: tuple[list[list[str]], str, list[str]], tmp_path: Path
+) -> None:
     prefixes, address, networks = machines
     output_dir, port = tmp_path / "run", free_port()
     running = []
     for rank, (prefix, network) in enumerate(zip(prefixes, networks, strict=True)):
         flags = ("--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", address)
         call = command("zero3_offload_all_multinode", (*flags, "--main_process_port", port))
-        call += [*QUIET, "--use_cpu", "--max_steps", "2", "--save_steps", "2", "--output_dir", str(output_dir)]
+        call += [
+            *QUIET,
+            "--use_cpu",
+            "--max_steps",
+            "2",
+            "--save_steps",
+            "2",
+            "--output_dir",
+            str(output_dir),
+        ]
         # A machine's own name often leads to 127.0.0.1, where gloo would wait for the other one.
         running.append(start([*prefix, *call], tmp_path / str(rank), GLOO_SOCKET_IFNAME=network))
     processes.end(*running)
-    first, _ = [finished(process, tmp_path / str(rank), output_dir) for rank, process in enumerate(running)]
+    first, _ = [
+        finished(process, tmp_path / str(rank), output_dir) for rank, process in enumerate(running)
+    ]
 
-    assert [(s.world_size, s.num_machines, s.zero_stage) for s in first.strategies] == [(2, 2, 3)] * 2
+    assert [(s.world_size, s.num_machines, s.zero_stage) for s in first.strategies] == [
+        (2, 2, 3)
+    ] * 2
     assert [dict(s.offload) for s in first.strategies] == [{"optimizer": "cpu", "param": "cpu"}] * 2
     assert all(s.partitioned_fraction > 0.99 for s in first.strategies)
     assert not {code for code in first.findings if "-not-" in code}

@@ -25,13 +25,22 @@ def launch(tmp_path: Path, story: str, device: str, launcher: str) -> tuple[list
     if launcher == "torchrun":
         command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     else:
-        command = ["accelerate.commands.launch", "--num_processes", "2", "--main_process_port", port, "--multi_gpu"]
+        command = [
+            "accelerate.commands.launch",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            port,
+            "--multi_gpu",
+        ]
     if device == "simgpu":
         if (reason := simgpu.unavailable_reason()) is not None:
             pytest.skip(reason)
         command += ["-m", "trainer_plugins.testing.simgpu", "--capacity", "256MiB"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = processes.run([sys.executable, "-m", *command, SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ)
+    done = processes.run(
+        [sys.executable, "-m", *command, SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
     timelines = [read_timeline(tmp_path / "memory" / f"rank-{rank}.jsonl") for rank in (0, 1)]
@@ -51,7 +60,9 @@ def flush_steps(timeline: list) -> list[int]:
 def peak_bytes(tmp_path: Path, rank: int) -> int:
     """What this rank gave Prometheus."""
     text = (tmp_path / "prometheus" / f"trainer_plugins-rank-{rank}.prom").read_text()
-    (value,) = re.findall(rf'^trainer_plugins_memory_peak_bytes{{rank="{rank}",.*}} (\d+)$', text, re.MULTILINE)
+    (value,) = re.findall(
+        rf'^trainer_plugins_memory_peak_bytes{{rank="{rank}",.*}} (\d+)$', text, re.MULTILINE
+    )
     return int(value)
 
 
@@ -61,7 +72,9 @@ def test_what_one_rank_caches_both_release(tmp_path: Path) -> None:
     assert flush_steps(first) == flush_steps(second)
     assert {2, 4, 6, 8} <= set(flush_steps(first))
     assert sum(e.released_bytes for e in second if isinstance(e, Flush)) >= 4 * 64 << 20
-    assert sum(e.released_bytes for e in first if isinstance(e, Flush)) < 64 << 20  # rank 0 had nothing to gain
+    assert (
+        sum(e.released_bytes for e in first if isinstance(e, Flush)) < 64 << 20
+    )  # rank 0 had nothing to gain
     assert [fact["step"] for fact in facts] == [8, 8]
     peaks = [peak_bytes(tmp_path, rank) for rank in (0, 1)]
     assert peaks[0] < 64 << 20 <= peaks[1]
@@ -79,7 +92,9 @@ def test_after_an_evaluation_on_one_rank_both_release_where_both_come(tmp_path: 
     for timeline in timelines:
         (release,) = [entry for entry in timeline if isinstance(entry, Flush)]
         assert (release.step, release.reason) == (10, "after eval")
-    assert [sum(e.released_bytes for e in t if isinstance(e, Flush)) >= 64 << 20 for t in timelines] == [False, True]
+    assert [
+        sum(e.released_bytes for e in t if isinstance(e, Flush)) >= 64 << 20 for t in timelines
+    ] == [False, True]
 
 
 def test_where_one_rank_must_stop_both_stop(tmp_path: Path) -> None:
@@ -93,4 +108,7 @@ def test_where_one_rank_must_stop_both_stop(tmp_path: Path) -> None:
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     _, timelines = launch(tmp_path, "release", "cpu", "torchrun")
 
-    assert all({e.reading.device for e in timeline if isinstance(e, Sample)} == {"cpu"} for timeline in timelines)
+    assert all(
+        {e.reading.device for e in timeline if isinstance(e, Sample)} == {"cpu"}
+        for timeline in timelines
+    )

@@ -1,4 +1,7 @@
-"""A training of two ranks in which rank 1 alone has something to say. Launched by test_two_ranks.py."""
+"""A training of two ranks in which rank 1 alone has something to say.
+
+Launched by test_two_ranks.py.
+"""
 
 import json
 import os
@@ -27,8 +30,12 @@ class OnlyRankOne(TrainerCallback):
         if RANK == 1 and SIMGPU:
             mib = 250 if STORY == "stop" and state.global_step == 3 else 64
             torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
-        if RANK == 0 and state.global_step == 5:  # a preview, as people write it: no vote may wait for rank 1
-            kwargs["model"].generate(torch.ones(1, 4, dtype=torch.long, device=args.device), max_new_tokens=2)
+        if (
+            RANK == 0 and state.global_step == 5
+        ):  # a preview, as people write it: no vote may wait for rank 1
+            kwargs["model"].generate(
+                torch.ones(1, 4, dtype=torch.long, device=args.device), max_new_tokens=2
+            )
         if RANK == 0 and STORY == "hold" and state.global_step == 3:
             simgpu.card().hold(4242, 100 * MIB, "python infer.py")
 
@@ -55,7 +62,9 @@ args = TrainingArguments(
     dataloader_pin_memory=False, use_cpu=not SIMGPU,
 )  # fmt: skip
 trainer_class = OnlyRankOneEvaluates if STORY == "evaluate" else Trainer
-trainer = trainer_class(tiny_llama(), args, train_dataset=token_rows(), eval_dataset=token_rows(4), callbacks=callbacks)
+trainer = trainer_class(
+    tiny_llama(), args, train_dataset=token_rows(), eval_dataset=token_rows(4), callbacks=callbacks
+)
 trainer.train()
 
 alone = Agreement(timeout_seconds=1.0)

@@ -14,7 +14,15 @@ from trainer_plugins.launch.lint import Document, read_document
 from trainer_plugins.launch.lint.names import offload_devices
 
 FAMILY = {
-    *("single_device", "ddp", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload_all", "zero3_offload_nvme"),
+    *(
+        "single_device",
+        "ddp",
+        "zero2",
+        "zero3",
+        "zero3_offload_optimizer",
+        "zero3_offload_all",
+        "zero3_offload_nvme",
+    ),
     *("one_gpu_7b_offload", "fsdp2", "fsdp2_offload"),
     *("ddp_multinode", "zero3_multinode", "zero3_offload_all_multinode", "fsdp2_multinode"),
 }
@@ -47,7 +55,10 @@ def test_a_file_does_what_its_name_says(name: str) -> None:
     if name.startswith(("single", "one_gpu")):
         assert accelerate["num_processes"] == 1
     if name.startswith("fsdp2"):
-        assert (accelerate["distributed_type"], accelerate["fsdp_config"]["fsdp_version"]) == ("FSDP", 2)
+        assert (accelerate["distributed_type"], accelerate["fsdp_config"]["fsdp_version"]) == (
+            "FSDP",
+            2,
+        )
     assert (accelerate["num_machines"] > 1) is name.endswith("_multinode")
     if name.endswith("_multinode") and found.deepspeed:
         assert accelerate["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
@@ -56,7 +67,14 @@ def test_a_file_does_what_its_name_says(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in configs.names() if name.endswith("_multinode")])
 def test_a_multinode_file_differs_from_its_sibling_in_the_machines_only(name: str) -> None:
     many, one = document(name), document(name.removesuffix("_multinode"))
-    machines = {"num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"}
+    machines = {
+        "num_machines",
+        "num_processes",
+        "main_process_ip",
+        "main_process_port",
+        "rdzv_backend",
+        "same_network",
+    }
     differ = {
         key
         for key in {*(many.accelerate or {}), *(one.accelerate or {})} - {"deepspeed_config"}
@@ -74,12 +92,18 @@ def test_the_header_says_for_whom_and_at_what_price(name: str) -> None:
     assert "# For: " in header
     assert "Cost" in header or "PRICE" in header
     assert f"configs/accelerate/{name}.yaml" in header
-    assert name == "single_device" or "ot yet measured on a GPU" in header or "not yet measured" in header
+    assert (
+        name == "single_device"
+        or "ot yet measured on a GPU" in header
+        or "not yet measured" in header
+    )
     assert max(map(len, configs.read(name).splitlines())) <= 120
 
 
 def test_list_show_and_path() -> None:
-    listed, shown, where = (command("configs", *words) for words in (("list",), ("show", "zero3"), ("path", "zero3")))
+    listed, shown, where = (
+        command("configs", *words) for words in (("list",), ("show", "zero3"), ("path", "zero3"))
+    )
 
     assert all(name in listed.stdout for name in configs.names())
     assert yaml.safe_load(shown.stdout)["distributed_type"] == "DEEPSPEED"
@@ -87,7 +111,8 @@ def test_list_show_and_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("show", "zero3_ofload_all"), ("path", "zero3_ofload_all"), ("copy", "zero3_ofload_all")]
+    "words",
+    [("show", "zero3_ofload_all"), ("path", "zero3_ofload_all"), ("copy", "zero3_ofload_all")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(words: tuple[str, str]) -> None:
     done = command("configs", *words)
@@ -101,7 +126,11 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_a_copy_with_other_values_keeps_its_comments(tmp_path: Path) -> None:
-    words = ["zero_optimization.reduce_bucket_size=2e8", "num_processes=4", "deepspeed_config.zero3_init_flag=false"]
+    words = [
+        "zero_optimization.reduce_bucket_size=2e8",
+        "num_processes=4",
+        "deepspeed_config.zero3_init_flag=false",
+    ]
     words += ["zero_optimization.sub_group_size=5e8"]
 
     target = configs.copy("zero3_offload_all", tmp_path / "new", words)
@@ -110,7 +139,10 @@ def test_a_copy_with_other_values_keeps_its_comments(tmp_path: Path) -> None:
     zero = (copied.deepspeed or {})["zero_optimization"]
     assert zero.pop("sub_group_size") == 500_000_000
     assert zero["reduce_bucket_size"] == 200_000_000
-    assert zero == {**(shipped.deepspeed or {})["zero_optimization"], "reduce_bucket_size": 200_000_000}
+    assert zero == {
+        **(shipped.deepspeed or {})["zero_optimization"],
+        "reduce_bucket_size": 200_000_000,
+    }
     assert (copied.accelerate or {})["num_processes"] == 4
     assert (copied.accelerate or {})["deepspeed_config"]["zero3_init_flag"] is False
     assert target.read_text().count("#") == configs.read("zero3_offload_all").count("#")
@@ -119,18 +151,28 @@ def test_a_copy_with_other_values_keeps_its_comments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "override", "answer"),
     [
-        ("zero3", "zero_optimization.reduce_bucket_sise=2e8", "did you mean zero_optimization.reduce_bucket_size?"),
+        (
+            "zero3",
+            "zero_optimization.reduce_bucket_sise=2e8",
+            "did you mean zero_optimization.reduce_bucket_size?",
+        ),
         ("zero3", "reduce_bucket_size=2e8", "did you mean zero_optimization.reduce_bucket_size?"),
         ("zero3", "zero_optimization.reduce_bucket_size=large", "config-wrong-type"),
         ("zero3", "zero_optimization.reduce_bucket_size", "key=value"),
         ("zero3", "mixed_precision=bf16", "config-refused-beside-json"),
-        ("zero3_offload_nvme", "zero_optimization.offload_optimizer.nvme_path=swap", "config-nvme-path"),
+        (
+            "zero3_offload_nvme",
+            "zero_optimization.offload_optimizer.nvme_path=swap",
+            "config-nvme-path",
+        ),
         ("zero3", "num_processes=many", "config-wrong-type"),
         ("ddp", "zero_optimization.stage=2", "runs no DeepSpeed"),
         ("ddp", "fsdp_config.fsdp_version=2", "has no fsdp_config"),
     ],
 )
-def test_an_override_that_would_not_run_is_refused(tmp_path: Path, name: str, override: str, answer: str) -> None:
+def test_an_override_that_would_not_run_is_refused(
+    tmp_path: Path, name: str, override: str, answer: str
+) -> None:
     done = command("configs", "copy", name, tmp_path, "--set", override)
 
     assert done.returncode == 2
@@ -160,8 +202,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot be written" in said(done)
 
 
-@pytest.mark.parametrize(("name", "words"), [("ddp", ["--num_processes", "2"]), ("zero3_offload_all_multinode", [])])
-def test_accelerate_launch_from_another_directory(tmp_path: Path, name: str, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"), [("ddp", ["--num_processes", "2"]), ("zero3_offload_all_multinode", [])]
+)
+def test_accelerate_launch_from_another_directory(
+    tmp_path: Path, name: str, words: list[str]
+) -> None:
     """The real launch: ranks come up, and the DeepSpeed JSON arrives in them."""
     (tmp_path / "train.py").write_text(
         "import json, os\n"
@@ -177,7 +223,15 @@ def test_accelerate_launch_from_another_directory(tmp_path: Path, name: str, wor
     path = command("configs", "path", name).stdout.strip()
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, *words, "train.py"],
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            path,
+            *words,
+            "train.py",
+        ],
         cwd=tmp_path,
         env=environment,
         check=False,
@@ -188,5 +242,7 @@ def test_accelerate_launch_from_another_directory(tmp_path: Path, name: str, wor
     assert done.returncode == 0, done.stderr
     stage = None if name == "ddp" else 3
     world = 2 if name == "ddp" else 1
-    found = {path.read_text() for path in tmp_path.glob("rank-*")}  # not stdout, into which ranks print at once
+    found = {
+        path.read_text() for path in tmp_path.glob("rank-*")
+    }  # not stdout, into which ranks print at once
     assert found == {f"{rank} of {world}, stage {stage}" for rank in range(world)}

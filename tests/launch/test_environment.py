@@ -37,18 +37,25 @@ def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def in_shell(shell: str, script: str, **variables: str) -> dict[str, str]:
     """Run a script in a shell, and give the environment of the programs it would start then."""
-    show = f"{shlex.quote(sys.executable)} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    show = (
+        f"{shlex.quote(sys.executable)} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    )
     command = [
         shell,
         "-c",
-        script.replace("ENV", f"{shlex.quote(sys.executable)} -m trainer_plugins env") + f"\n{show}",
+        script.replace("ENV", f"{shlex.quote(sys.executable)} -m trainer_plugins env")
+        + f"\n{show}",
     ]
-    done = subprocess.run(command, env=clean(**variables), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=clean(**variables), capture_output=True, text=True, check=True
+    )
     return dict(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("shell", [name for name in ("bash", "dash") if shutil.which(name)])
-@pytest.mark.parametrize("own", ["", "max_split_size_mb:128", "max_split_size_mb: 128 ,", "expandable_segments:False"])
+@pytest.mark.parametrize(
+    "own", ["", "max_split_size_mb:128", "max_split_size_mb: 128 ,", "expandable_segments:False"]
+)
 def test_a_shell_reads_it(shell: str, own: str) -> None:
     variables = {"PYTORCH_CUDA_ALLOC_CONF": own} if own else {}
     after = in_shell(shell, 'eval "$(ENV)"', **variables)
@@ -62,8 +69,12 @@ def test_a_shell_reads_it(shell: str, own: str) -> None:
 
 
 def test_what_the_user_puts_into_a_variable_is_never_run() -> None:
-    hostile = "max_split_size_mb:64'; exit 3 $(exit 4) \\ #"  # torch takes it for 64, so it is mirrored
-    after = in_shell("bash", 'eval "$(ENV 2>/dev/null)"', PYTORCH_ALLOC_CONF=hostile, OMP_NUM_THREADS="3")
+    hostile = (
+        "max_split_size_mb:64'; exit 3 $(exit 4) \\ #"  # torch takes it for 64, so it is mirrored
+    )
+    after = in_shell(
+        "bash", 'eval "$(ENV 2>/dev/null)"', PYTORCH_ALLOC_CONF=hostile, OMP_NUM_THREADS="3"
+    )
 
     assert after["PYTORCH_CUDA_ALLOC_CONF"] == after["PYTORCH_ALLOC_CONF"] == hostile
     assert after["OMP_NUM_THREADS"] == "3"
@@ -71,7 +82,9 @@ def test_what_the_user_puts_into_a_variable_is_never_run() -> None:
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
 def test_fish_reads_it() -> None:
-    after = in_shell("fish", "ENV --shell fish | source", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128")
+    after = in_shell(
+        "fish", "ENV --shell fish | source", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128"
+    )
 
     assert after["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:128"
 
@@ -108,7 +121,9 @@ def test_it_imports_nothing_heavy() -> None:
         "import atexit\natexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr))\n"
         "from trainer_plugins.cli import main\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=clean(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean(), capture_output=True, text=True, check=True
+    )
     assert done.stderr.strip() == "set()"
 
 

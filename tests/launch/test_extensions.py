@@ -21,7 +21,8 @@ import sys
 from torch.utils.cpp_extension import load
 load("slow", [sys.argv[1]])
 """
-# Answers what torch asks of a compiler, says that it compiles, and does not end before it is told to.
+# Answers what torch asks of a compiler, says that it compiles, and does not end before it is told
+# to.
 COMPILER = """#!/bin/sh
 for word in "$@"; do
     [ "$word" != -c ] || { echo compiling > "$BEGAN"; read -r _ < "$ENDS"; exit 1; }
@@ -51,14 +52,22 @@ def left(extensions: Path) -> Path:
 @pytest.fixture
 def building(extensions: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process in the middle of a build by torch."""
-    began, ends, compiler, source = (tmp_path / name for name in ("began", "ends", "compiler", "slow.cpp"))
+    began, ends, compiler, source = (
+        tmp_path / name for name in ("began", "ends", "compiler", "slow.cpp")
+    )
     os.mkfifo(began)
     os.mkfifo(ends)
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
     source.write_text("int one() { return 1; }")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where ninja is
-    environ = {**os.environ, "CXX": str(compiler), "BEGAN": str(began), "ENDS": str(ends), "PATH": path}
+    environ = {
+        **os.environ,
+        "CXX": str(compiler),
+        "BEGAN": str(began),
+        "ENDS": str(ends),
+        "PATH": path,
+    }
     process = processes.start([sys.executable, "-c", BUILD, source], environ=environ)
     try:
         assert began.read_text() == "compiling\n"
@@ -67,7 +76,9 @@ def building(extensions: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
         processes.kill(process)
 
 
-def test_a_build_that_runs_has_its_lock_and_one_that_was_killed_left_it(building, extensions: Path) -> None:
+def test_a_build_that_runs_has_its_lock_and_one_that_was_killed_left_it(
+    building, extensions: Path
+) -> None:
     (lock,) = read_locks(os.environ)
     assert (lock.path, lock.holder) == (extensions / "slow" / "lock", building.pid)
     assert not list(lock_findings([lock]))
@@ -103,13 +114,17 @@ def test_where_its_owner_cannot_be_seen_no_more_is_said_than_its_age(tmp_path: P
 
 def test_the_folder_is_that_of_this_python(left: Path, tmp_path: Path) -> None:
     tag = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    ours, others = (tmp_path / "torch_extensions" / f"{python}_cu128" / "one" for python in (tag, "py20"))
+    ours, others = (
+        tmp_path / "torch_extensions" / f"{python}_cu128" / "one" for python in (tag, "py20")
+    )
     for folder in (ours, others):
         folder.mkdir(parents=True)
         (folder / "lock").touch()
 
     assert [lock.path for lock in read_locks({"XDG_CACHE_HOME": str(tmp_path)})] == [ours / "lock"]
-    assert [lock.path for lock in read_locks({"TORCH_EXTENSIONS_DIR": str(left.parent.parent)})] == [left]
+    assert [
+        lock.path for lock in read_locks({"TORCH_EXTENSIONS_DIR": str(left.parent.parent)})
+    ] == [left]
 
 
 def test_a_torch_that_locks_the_file_itself_leaves_no_trap(left: Path, tmp_path: Path) -> None:
@@ -117,16 +132,22 @@ def test_a_torch_that_locks_the_file_itself_leaves_no_trap(left: Path, tmp_path:
     utils = tmp_path / "later" / "torch" / "utils"
     utils.mkdir(parents=True)
     (utils.parent / "__init__.py").touch()
-    (utils / "cpp_extension.py").write_text("lock = FileLock(os.path.join(build_directory, 'lock'))")
+    (utils / "cpp_extension.py").write_text(
+        "lock = FileLock(os.path.join(build_directory, 'lock'))"
+    )
     code = "import os, trainer_plugins.launch.extensions as e; print(len(e.read_locks(os.environ)))"
     for path, num_locks in (([], 1), ([str(utils.parent.parent)], 0)):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
-        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        )
         assert int(done.stdout) == num_locks
 
 
 @pytest.mark.parametrize("inserted", [False, True], ids=["given", "inserted"])
-def test_a_run_says_it_when_its_trainer_is_built(left: Path, make_trainer, caplog, inserted: bool) -> None:
+def test_a_run_says_it_when_its_trainer_is_built(
+    left: Path, make_trainer, caplog, inserted: bool
+) -> None:
     caplog.set_level(logging.WARNING, logger="trainer_plugins")
     trainer = make_trainer(*([] if inserted else [StrategyInForce()]), max_steps=1)
     if inserted:
@@ -137,12 +158,25 @@ def test_a_run_says_it_when_its_trainer_is_built(left: Path, make_trainer, caplo
     assert "[extension-lock]" in said
     assert f"{left} is 2 h old" in said
     assert caplog.text.count("[extension-lock]") == 1
-    remarks = [entry.finding for entry in timeline_of_run(trainer.args.output_dir, 0) if isinstance(entry, Remark)]
+    remarks = [
+        entry.finding
+        for entry in timeline_of_run(trainer.args.output_dir, 0)
+        if isinstance(entry, Remark)
+    ]
     assert [finding.code for finding in remarks] == ["extension-lock"]
 
 
 def test_exec_says_it_and_runs_the_command(left: Path) -> None:
-    command = [sys.executable, "-m", "trainer_plugins", "exec", "--", sys.executable, "-c", "print('it ran')"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer_plugins",
+        "exec",
+        "--",
+        sys.executable,
+        "-c",
+        "print('it ran')",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
 
     assert done.stdout == "it ran\n"

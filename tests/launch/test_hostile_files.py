@@ -12,31 +12,65 @@ from trainer_plugins.launch.lint import check, training_arguments
 
 def anchors(line: str) -> str:
     """Nine levels, each of which refers nine times to the one below: 600 bytes that stand for 387 million values."""
-    levels = [line.format(level=level, below=", ".join([f"*l{level - 1}"] * 9)) for level in range(1, 10)]
+    levels = [
+        line.format(level=level, below=", ".join([f"*l{level - 1}"] * 9)) for level in range(1, 10)
+    ]
     return "\n".join(["distributed_type: MULTI_GPU", "l0: &l0 {a: 1}", *levels]) + "\n"
 
 
 HOSTILE = [
-    ("list.yaml", anchors("l{level}: &l{level} [{below}]"), "more than 5,000 values once its anchors are followed"),
-    ("merge.yaml", anchors("l{level}: &l{level} {{<<: [{below}]}}"), "more than 5,000 values once its anchors"),
-    ("circle.yaml", "distributed_type: MULTI_GPU\nx: &x {y: *x}\n", "an anchor that holds itself, in x"),
+    (
+        "list.yaml",
+        anchors("l{level}: &l{level} [{below}]"),
+        "more than 5,000 values once its anchors are followed",
+    ),
+    (
+        "merge.yaml",
+        anchors("l{level}: &l{level} {{<<: [{below}]}}"),
+        "more than 5,000 values once its anchors",
+    ),
+    (
+        "circle.yaml",
+        "distributed_type: MULTI_GPU\nx: &x {y: *x}\n",
+        "an anchor that holds itself, in x",
+    ),
     ("deep.yaml", "fsdp_config: " + "[" * 3000 + "]" * 3000, "more than 50 levels"),
-    ("less_deep.yaml", "fsdp_config: " + "[" * 60 + "]" * 60, "more than 50 levels, one inside another"),
+    (
+        "less_deep.yaml",
+        "fsdp_config: " + "[" * 60 + "]" * 60,
+        "more than 50 levels, one inside another",
+    ),
     ("deep.json", '{"aio": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 50 levels"),
-    ("wide.json", "{" + ", ".join(f'"key{n}": {n}' for n in range(40_000)) + "}", "more than 5,000 values"),
+    (
+        "wide.json",
+        "{" + ", ".join(f'"key{n}": {n}' for n in range(40_000)) + "}",
+        "more than 5,000 values",
+    ),
     ("large.yaml", "# x\n" * 300_000, "more than 1 MiB"),
     ("nan.yaml", "distributed_type: MULTI_GPU\nnum_processes: .nan\n", "num_processes is nan"),
     ("nan.json", '{"zero_optimization": {"stage": NaN}}', "zero_optimization.stage is nan"),
     ("huge.json", '{"zero_optimization": {"stage": 1e999}}', "zero_optimization.stage is inf"),
     ("digits.json", '{"train_batch_size": ' + "9" * 5000 + "}", "train_batch_size is inf"),
-    ("digits.yaml", "num_processes: " + "9" * 400, "num_processes is 99999999999999999999..., and no number"),
-    ("more_digits.yaml", "num_processes: " + "9" * 5000, "more_digits.yaml, line 1: num_processes is '999"),
+    (
+        "digits.yaml",
+        "num_processes: " + "9" * 400,
+        "num_processes is 99999999999999999999..., and no number",
+    ),
+    (
+        "more_digits.yaml",
+        "num_processes: " + "9" * 5000,
+        "more_digits.yaml, line 1: num_processes is '999",
+    ),
     (
         "date.yaml",
         "num_processes: 2\nmain_process_ip: 2024-13-45\n",
         "date.yaml, line 2: main_process_ip is '2024-13-45'",
     ),
-    ("latin.yaml", "num_processes: 2\n# M\xfcller\n", "latin.yaml is not UTF-8: byte 0xfc in line 2"),
+    (
+        "latin.yaml",
+        "num_processes: 2\n# M\xfcller\n",
+        "latin.yaml is not UTF-8: byte 0xfc in line 2",
+    ),
     ("tab.yaml", "num_processes: 2\n\tdebug: true\n", "tab.yaml is not YAML: while scanning"),
 ]
 
@@ -62,7 +96,9 @@ def test_it_is_refused_on_one_line(tmp_path: Path, name: str, text: str, says: s
 
 def test_anchors_as_people_use_them(tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nnum_machines: &one 1\nmachine_rank: 0\nnum_processes: *one\n")
+    file.write_text(
+        "distributed_type: MULTI_GPU\nnum_machines: &one 1\nmachine_rank: 0\nnum_processes: *one\n"
+    )
 
     assert not check(file)
 
@@ -70,7 +106,10 @@ def test_anchors_as_people_use_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{" + '"aio": ' + "[" * 5000 + "]" * 5000 + "}", "deepspeed_config_file has more than 50 levels"),
+        (
+            "{" + '"aio": ' + "[" * 5000 + "]" * 5000 + "}",
+            "deepspeed_config_file has more than 50 levels",
+        ),
         ('{"aio": NaN}', "deepspeed_config_file: aio is nan"),
     ],
 )
@@ -94,7 +133,9 @@ def test_the_json_beside_is_named(tmp_path: Path) -> None:
 def test_what_accelerate_leaves_to_the_trainer_is_right(tmp_path: Path) -> None:
     """DeepSpeedPlugin takes the word (accelerate/utils/dataclasses.py), and the Trainer puts its own number there."""
     file = tmp_path / "auto.yaml"
-    file.write_text(deepspeed("zero_stage: 2\ngradient_accumulation_steps: auto\ngradient_clipping: auto"))
+    file.write_text(
+        deepspeed("zero_stage: 2\ngradient_accumulation_steps: auto\ngradient_clipping: auto")
+    )
 
     found = check(file, training=training_arguments(["--gradient_accumulation_steps", "8"]))
 
@@ -108,13 +149,25 @@ def test_who_says_what_when_they_do_not_agree(tmp_path: Path) -> None:
     found = check(file, training=training_arguments(["--gradient_accumulation_steps", "8"]))
 
     (mismatch,) = (each for each in found if each.code == "config-training-mismatch")
-    assert mismatch.summary == "gradient_accumulation_steps: the file says 4, the training arguments say 8"
+    assert (
+        mismatch.summary
+        == "gradient_accumulation_steps: the file says 4, the training arguments say 8"
+    )
 
 
 def test_parameters_are_counted_in_numbers(tmp_path: Path) -> None:
     file = tmp_path / "good.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 1\n")
-    command = [sys.executable, "-m", "trainer_plugins", "configs", "check", str(file), "--params", "inf"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer_plugins",
+        "configs",
+        "check",
+        str(file),
+        "--params",
+        "inf",
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 2

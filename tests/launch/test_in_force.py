@@ -38,7 +38,14 @@ ASKED = Asked(
     bf16_master=True,
     checkpointing=True,
 )
-PLAIN = replace(ZERO3, family="nothing", zero_stage=None, offload={}, homes={"cuda": 1_000_000}, num_partitioned=0)
+PLAIN = replace(
+    ZERO3,
+    family="nothing",
+    zero_stage=None,
+    offload={},
+    homes={"cuda": 1_000_000},
+    num_partitioned=0,
+)
 DP = replace(PLAIN, wrapped_class="DataParallel", family="DataParallel", world_size=1)
 DDP = replace(PLAIN, wrapped_class="DistributedDataParallel", family="DDP")
 FSDP = replace(PLAIN, wrapped_class="FSDPLlama", family="FSDP", num_partitioned=1_000_000)
@@ -69,7 +76,9 @@ FSDP = replace(PLAIN, wrapped_class="FSDPLlama", family="FSDP", num_partitioned=
         (ASKED, replace(ZERO3, is_checkpointing=False), "checkpointing-not-in-force", "--gradient_checkpointing"),
     ],
 )  # fmt: skip
-def test_each_difference_is_named_with_its_usual_cause(asked: Asked, runs: Strategy, code: str, cause: str) -> None:
+def test_each_difference_is_named_with_its_usual_cause(
+    asked: Asked, runs: Strategy, code: str, cause: str
+) -> None:
     (finding,) = verify(asked, runs)
 
     assert finding.code == code
@@ -84,11 +93,20 @@ def test_each_difference_is_named_with_its_usual_cause(asked: Asked, runs: Strat
         (Asked(world_size=8), ZERO3),
         (replace(ASKED, num_machines=2), replace(ZERO3, num_machines=None)),  # all ranks are there
         (Asked(distributed_type="MULTI_GPU", world_size=8), DDP),
-        (Asked(distributed_type="MULTI_GPU", world_size=8), replace(PLAIN, num_partitioned=500_000)),  # by tensor
+        (
+            Asked(distributed_type="MULTI_GPU", world_size=8),
+            replace(PLAIN, num_partitioned=500_000),
+        ),  # by tensor
         (Asked(distributed_type="MULTI_GPU", world_size=1), replace(PLAIN, world_size=1)),
-        (Asked(distributed_type="FSDP", world_size=8), replace(PLAIN, family="unknown", device="xla")),
+        (
+            Asked(distributed_type="FSDP", world_size=8),
+            replace(PLAIN, family="unknown", device="xla"),
+        ),
         (Asked(distributed_type="NO", world_size=1), replace(PLAIN, world_size=1)),
-        (Asked(distributed_type="DEEPSPEED", world_size=1, one_process_for="--cpu"), replace(PLAIN, world_size=1)),
+        (
+            Asked(distributed_type="DEEPSPEED", world_size=1, one_process_for="--cpu"),
+            replace(PLAIN, world_size=1),
+        ),
         (Asked(distributed_type="MEGATRON_LM", world_size=8), PLAIN),
     ],
 )
@@ -124,16 +142,26 @@ FSDP_FILE = {
         ("--use_megatron_lm", ZERO2_FILE),
     ],
 )
-def test_flags_and_files_are_read_as_accelerate_reads_them(flags: str, file: dict | None, tmp_path: Path) -> None:
+def test_flags_and_files_are_read_as_accelerate_reads_them(
+    flags: str, file: dict | None, tmp_path: Path
+) -> None:
     (tmp_path / "z3.json").write_text(json.dumps(JSON))
     arguments = flags.split()
     if file is not None:
-        full = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "use_cpu": False, **file}
+        full = {
+            "compute_environment": "LOCAL_MACHINE",
+            "num_machines": 1,
+            "machine_rank": 0,
+            "use_cpu": False,
+            **file,
+        }
         (tmp_path / "mine.json").write_text(json.dumps(full))
         arguments = ["--config_file", str(tmp_path / "mine.json"), *arguments]
     asked = Asked(**of_launcher(Launcher((*arguments, "train.py"), tmp_path)))
 
-    resolved, _, _ = _validate_launch_command(launch_command_parser().parse_args([*arguments, "train.py"]))
+    resolved, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args([*arguments, "train.py"])
+    )
     assert asked.family == (
         "DeepSpeed"
         if resolved.use_deepspeed
@@ -148,31 +176,40 @@ def test_flags_and_files_are_read_as_accelerate_reads_them(flags: str, file: dic
     if resolved.use_deepspeed and resolved.deepspeed_config_file:
         assert (asked.zero_stage, asked.offload) == (3, {"optimizer": "cpu"})
     elif resolved.use_deepspeed:
-        devices = {"optimizer": resolved.offload_optimizer_device, "param": resolved.offload_param_device}
+        devices = {
+            "optimizer": resolved.offload_optimizer_device,
+            "param": resolved.offload_param_device,
+        }
         assert asked.zero_stage == int(resolved.zero_stage)
-        assert asked.offload == {what: where for what, where in devices.items() if where not in (None, "none")}
+        assert asked.offload == {
+            what: where for what, where in devices.items() if where not in (None, "none")
+        }
     elif resolved.use_fsdp:
         assert bool(asked.offload) == (str(resolved.fsdp_offload_params).lower() == "true")
 
 
 def test_flags_that_accelerate_passes_over_were_meant(tmp_path: Path) -> None:
     (tmp_path / "z3.json").write_text(json.dumps(JSON))
-    arguments = (
-        "--use_deepspeed --deepspeed_config_file z3.json --zero_stage 2 --offload_optimizer_device none train.py"
-    )
+    arguments = "--use_deepspeed --deepspeed_config_file z3.json --zero_stage 2 --offload_optimizer_device none train.py"
     asked = Asked(**of_launcher(Launcher(tuple(arguments.split()), tmp_path)))
 
     assert (asked.zero_stage, asked.offload) == (2, {})
     assert asked.flags_beside_json == ("--offload_optimizer_device", "--zero_stage")
 
 
-def test_a_launcher_of_another_version_is_not_guessed_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_of_another_version_is_not_guessed_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert of_launcher(Launcher(("--of-a-later-version", "train.py"), tmp_path)) == {}
     assert capsys.readouterr().err == ""
 
 
 def test_training_arguments_count_more_than_the_environment() -> None:
-    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none", "WORLD_SIZE": "2"}
+    environ = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
+        "WORLD_SIZE": "2",
+    }
     given = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
         "activation_checkpointing": {"x": 1},

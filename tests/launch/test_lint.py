@@ -19,7 +19,9 @@ def test_there_are_enough_bad_files() -> None:
     assert len(BAD) >= 40
 
 
-@pytest.mark.parametrize(("code", "name", "text"), BAD, ids=[f"{code[7:]}-{name}" for code, name, _ in BAD])
+@pytest.mark.parametrize(
+    ("code", "name", "text"), BAD, ids=[f"{code[7:]}-{name}" for code, name, _ in BAD]
+)
 def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
 
@@ -34,7 +36,9 @@ def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> No
 
 
 @pytest.mark.parametrize("name", configs.names())
-@pytest.mark.parametrize("words", [None, [], ["--bf16", "--gradient_accumulation_steps", "8", "--save_only_model"]])
+@pytest.mark.parametrize(
+    "words", [None, [], ["--bf16", "--gradient_accumulation_steps", "8", "--save_only_model"]]
+)
 def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
     training = None if words is None else training_arguments(words)
 
@@ -67,7 +71,9 @@ def test_the_nearest_right_key_is_named(tmp_path: Path, wrong: str, right: str) 
         ('"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, ', "", True),
     ],
 )
-def test_training_arguments_that_do_not_agree(tmp_path: Path, top: str, words: str, clashes: bool) -> None:
+def test_training_arguments_that_do_not_agree(
+    tmp_path: Path, top: str, words: str, clashes: bool
+) -> None:
     (tmp_path / "ds.json").write_text(zero3(top=top))
 
     found = codes(tmp_path / "ds.json", training=training_arguments(words.split()))
@@ -76,7 +82,9 @@ def test_training_arguments_that_do_not_agree(tmp_path: Path, top: str, words: s
 
 
 def test_a_missing_accumulation_is_one_and_clashes_with_eight(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}}')
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}}'
+    )
 
     assert "config-training-mismatch" in codes(
         tmp_path / "ds.json", training=training_arguments(["--gradient_accumulation_steps", "8"])
@@ -118,7 +126,13 @@ def test_the_command(tmp_path: Path) -> None:
 
     wrong = command("configs", "check", tmp_path / "ds.json")
     right = command(
-        "configs", "check", configs.path("zero3"), "--training-args", "--bf16 --max_grad_norm 0.3", "--params", "7e9"
+        "configs",
+        "check",
+        configs.path("zero3"),
+        "--training-args",
+        "--bf16 --max_grad_norm 0.3",
+        "--params",
+        "7e9",
     )
 
     assert wrong.returncode == 1

@@ -1,7 +1,8 @@
-"""Real messages, as they stand where `seen` says, each with the class that raised it, or `log` where nothing was "
-"raised.
+"""Real messages, as they stand where `seen` says, each with the class that raised it, or `log`
+where nothing was " "raised.
 
-`owner/name#1` is an issue or a pull request. Tracebacks are left out, and what follows the words is cut.
+`owner/name#1` is an issue or a pull request. Tracebacks are left out, and what follows the words is
+cut.
 """
 
 from typing import NamedTuple
@@ -29,9 +30,7 @@ OLD_HINT = (
     "for Memory Management and PYTORCH_CUDA_ALLOC_CONF"
 )
 XPU_HINT = "Please use `empty_cache` to release all unoccupied cached memory."
-MPS_HINT = (
-    "Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations (may cause system failure)."
-)
+MPS_HINT = "Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations (may cause system failure)."
 ASYNC = (
     "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
     "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
@@ -160,7 +159,8 @@ POSITIVES = (
         OOM,
         "XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 13.74 GiB. Of the allocated "
         "memory "
-        "10.10 GiB is allocated by PyTorch, and 3.47 GiB is reserved by PyTorch but unallocated. " + XPU_HINT,
+        "10.10 GiB is allocated by PyTorch, and 3.47 GiB is reserved by PyTorch but unallocated. "
+        + XPU_HINT,
         "intel/intel-extension-for-pytorch#851",
         "allocator",
     ),
@@ -284,7 +284,12 @@ POSITIVES = (
         certain=False,
     ),
     # the driver
-    Case("torch.AcceleratorError", "CUDA error: out of memory\n" + ASYNC, "deepbeepmeep/Wan2GP#1083", "driver"),
+    Case(
+        "torch.AcceleratorError",
+        "CUDA error: out of memory\n" + ASYNC,
+        "deepbeepmeep/Wan2GP#1083",
+        "driver",
+    ),
     Case(
         RUNTIME,
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call,so the "
@@ -379,7 +384,13 @@ POSITIVES = (
         "library",
         certain=False,
     ),
-    Case(RUNTIME, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "pytorch/pytorch#81620", "library", certain=False),
+    Case(
+        RUNTIME,
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "pytorch/pytorch#81620",
+        "library",
+        certain=False,
+    ),
     Case(
         RUNTIME,
         "Unable to find a valid cuDNN algorithm to run convolution",
@@ -402,7 +413,13 @@ POSITIVES = (
         certain=False,
     ),
     Case(RUNTIME, "cuFFT error: CUFFT_ALLOC_FAILED", "pytorch/pytorch#6511", "library"),
-    Case(RUNTIME, "cuFFT error: CUFFT_INTERNAL_ERROR", "pytorch/pytorch#119420", "library", certain=False),
+    Case(
+        RUNTIME,
+        "cuFFT error: CUFFT_INTERNAL_ERROR",
+        "pytorch/pytorch#119420",
+        "library",
+        certain=False,
+    ),
     # collectives
     Case(
         "log",
@@ -439,7 +456,12 @@ POSITIVES = (
         survivable=False,
         certain=False,
     ),
-    Case(RUNTIME, "Workspace can't be allocated, no enough memory.", "daswer123/xtts-webui#25", "deepspeed"),
+    Case(
+        RUNTIME,
+        "Workspace can't be allocated, no enough memory.",
+        "daswer123/xtts-webui#25",
+        "deepspeed",
+    ),
     # page-locked and shared memory
     Case(
         "log",
@@ -534,7 +556,12 @@ POSITIVES = (
     ),
     Case("MemoryError", "", "apache/arrow#12121", "host"),
     Case("OSError", "[Errno 12] Cannot allocate memory", "microsoft/Graphormer#7", "host"),
-    Case("log", "pyarrow.lib.ArrowMemoryError: realloc of size 2172846080 failed", "rom1504/img2dataset#443", "host"),
+    Case(
+        "log",
+        "pyarrow.lib.ArrowMemoryError: realloc of size 2172846080 failed",
+        "rom1504/img2dataset#443",
+        "host",
+    ),
     Case(
         "log",
         "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
@@ -559,7 +586,13 @@ POSITIVES = (
         "host",
         survivable=False,
     ),
-    Case("log", "srun: error: node107: task 0: Out Of Memory", "brain-score/vision#950", "host", survivable=False),
+    Case(
+        "log",
+        "srun: error: node107: task 0: Out Of Memory",
+        "brain-score/vision#950",
+        "host",
+        survivable=False,
+    ),
     Case(
         "log",
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
@@ -612,13 +645,16 @@ NEGATIVES = (
         "huggingface/diffusers#12422",
     ),
     # errors of the device that are none
-    Case(RUNTIME, "CUDA error: an illegal memory access was encountered", "deepspeedai/DeepSpeed#308"),
+    Case(
+        RUNTIME, "CUDA error: an illegal memory access was encountered", "deepspeedai/DeepSpeed#308"
+    ),
     Case(RUNTIME, "CUDA error: device-side assert triggered", "karpathy/nanoGPT#470"),
     Case(
         "log",
         "[rank9]:[E113 11:43:02.241131296 ProcessGroupNCCL.cpp:1899] [PG ID 5 PG GUID 55(mesh_replicate) Rank 1] "
         "Process "
-        "group watchdog thread terminated with exception: CUDA error: unspecified launch failure\n" + ASYNC,
+        "group watchdog thread terminated with exception: CUDA error: unspecified launch failure\n"
+        + ASYNC,
         "hao-ai-lab/FastVideo#1008",
     ),
     Case(
@@ -634,7 +670,11 @@ NEGATIVES = (
         "HIP error: no kernel image is available for execution on the device",
         "huggingface/autotrain-advanced#737",
     ),
-    Case(RUNTIME, "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", "pytorch/pytorch#190972"),
+    Case(
+        RUNTIME,
+        "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+        "pytorch/pytorch#190972",
+    ),
     Case(RUNTIME, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "askforalfred/alfred#23"),
     Case(RUNTIME, "cuFFT error: CUFFT_EXEC_FAILED", "adefossez/julius#16"),
     Case(
@@ -677,7 +717,11 @@ NEGATIVES = (
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
         "msr-fiddle/pipedream#28",
     ),
-    Case(RUNTIME, "DataLoader worker (pid 75890) is killed by signal: Killed.", "thangvubk/SoftGroup#18"),
+    Case(
+        RUNTIME,
+        "DataLoader worker (pid 75890) is killed by signal: Killed.",
+        "thangvubk/SoftGroup#18",
+    ),
     Case(
         "log",
         "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 0 (pid: 27657) of "
@@ -686,7 +730,9 @@ NEGATIVES = (
         "lm-sys/FastChat#568",
     ),
     Case(
-        RUNTIME, "CUDA out of memory encountered on a different rank", "mosaicml/composer, composer/trainer/trainer.py"
+        RUNTIME,
+        "CUDA out of memory encountered on a different rank",
+        "mosaicml/composer, composer/trainer/trainer.py",
     ),
     Case(RUNTIME, "No executable batch size found, reached zero.", "huggingface/accelerate#1934"),
     # the disk
@@ -712,7 +758,11 @@ NEGATIVES = (
         "engine.",
         "QwenLM/Qwen3#12",
     ),
-    Case("AttributeError", "module 'torch.cuda' has no attribute 'OutOfMemoryError'", "milesial/Pytorch-UNet#431"),
+    Case(
+        "AttributeError",
+        "module 'torch.cuda' has no attribute 'OutOfMemoryError'",
+        "milesial/Pytorch-UNet#431",
+    ),
     Case(
         "AttributeError",
         "module 'torch._C' has no attribute '_cuda_attach_out_of_memory_observer'",
@@ -731,10 +781,28 @@ NEGATIVES = (
         "consider adjusting settings to reduce memory consumption.",
         "jzhang38/EasyContext#11",
     ),
-    Case("log", "        raise RuntimeError('CUDA out of memory.')", "mosaicml/composer, tests/trainer/test_fsdp.py"),
+    Case(
+        "log",
+        "        raise RuntimeError('CUDA out of memory.')",
+        "mosaicml/composer, tests/trainer/test_fsdp.py",
+    ),
     # somebody's data; the only texts here that were written for the test
-    Case("log", '{"prompt": "CUDA out of memory. Tried to allocate 2.00 GiB", "label": 1}', "a row of a dataset"),
-    Case("log", "step 4: the 3 words most seen were RuntimeError, OOM and out of memory.", "a line of a log"),
-    Case("KeyError", "CUDA out of memory. Tried to allocate 2.00 GiB", "a label that is not in a table"),
-    Case("ValueError", "CUDA error: out of memory is not one of the labels", "a check of a dataset"),
+    Case(
+        "log",
+        '{"prompt": "CUDA out of memory. Tried to allocate 2.00 GiB", "label": 1}',
+        "a row of a dataset",
+    ),
+    Case(
+        "log",
+        "step 4: the 3 words most seen were RuntimeError, OOM and out of memory.",
+        "a line of a log",
+    ),
+    Case(
+        "KeyError",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "a label that is not in a table",
+    ),
+    Case(
+        "ValueError", "CUDA error: out of memory is not one of the labels", "a check of a dataset"
+    ),
 )

@@ -60,11 +60,15 @@ def a_tensor_is_pinned() -> BaseException:
     """torch pins a batch in a thread, and says that it cannot in the driver's words."""
 
     def pin_memory() -> None:
-        raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ...")
+        raise torch.AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."
+        )
 
     with pytest.raises(RuntimeError) as raised:
         pin_memory()
-    wrapped = ExceptionWrapper((raised.type, raised.value, raised.tb), "in pin memory thread for device 0")
+    wrapped = ExceptionWrapper(
+        (raised.type, raised.value, raised.tb), "in pin memory thread for device 0"
+    )
     with pytest.raises(RuntimeError) as again:
         wrapped.reraise()
     return again.value
@@ -72,7 +76,9 @@ def a_tensor_is_pinned() -> BaseException:
 
 def a_collective_runs_out() -> BaseException:
     """The frame of NVIDIA/nccl#1410, with the number and the name of cudaErrorMemoryAllocation."""
-    return torch.distributed.DistBackendError(NCCL_NOT_MEMORY.text.replace("1 'invalid argument'", "2 'out of memory'"))
+    return torch.distributed.DistBackendError(
+        NCCL_NOT_MEMORY.text.replace("1 'invalid argument'", "2 'out of memory'")
+    )
 
 
 def everything_found() -> list[OutOfMemory | None]:
@@ -87,9 +93,15 @@ def test_a_real_oom_is_one(case: Case) -> None:
     error = error_of(case)
     found = found_in(error)
 
-    assert (found.source, found.is_survivable, found.is_certain) == (case.source, case.survivable, case.certain)
+    assert (found.source, found.is_survivable, found.is_certain) == (
+        case.source,
+        case.survivable,
+        case.certain,
+    )
     if not isinstance(error, str):  # and in the log of that run, with what a launcher puts in front
-        in_log = found_in(f"[rank3]:   File 'train.py', line 3, in <module>\n[rank3]: {case.raised}: {case.text}\n")
+        in_log = found_in(
+            f"[rank3]:   File 'train.py', line 3, in <module>\n[rank3]: {case.raised}: {case.text}\n"
+        )
         assert (in_log.source, in_log.fatal) == (found.source, found.fatal)
 
 
@@ -108,7 +120,9 @@ def test_the_corpus_is_large_and_without_repetition() -> None:
 @pytest.mark.parametrize("number", range(len(RULES._RULES)))
 def test_each_rule_is_needed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = everything_found()
-    monkeypatch.setattr(RULES, "_COMPILED", RULES._COMPILED[:number] + RULES._COMPILED[number + 1 :])
+    monkeypatch.setattr(
+        RULES, "_COMPILED", RULES._COMPILED[:number] + RULES._COMPILED[number + 1 :]
+    )
 
     assert everything_found() != with_it
 
@@ -156,7 +170,12 @@ def said(requested: str, total: str, free: str, more: str) -> str:
         ),
         # microsoft/WSL#11050: what NVML says where it does not know
         (
-            said("20.00 MiB", "23.99 GiB", "0 bytes", "this process has 17179869184.00 GiB memory in use."),
+            said(
+                "20.00 MiB",
+                "23.99 GiB",
+                "0 bytes",
+                "this process has 17179869184.00 GiB memory in use.",
+            ),
             "17179869184.00 GiB of a device",
         ),
         (said("20.00 MiB", "23.99 GiB", "24.99 GiB", ""), "24.99 GiB free of 23.99 GiB"),
@@ -173,14 +192,23 @@ def test_numbers_that_cannot_be_true_are_not_counted_on(text: str, why: str) -> 
 
 
 def test_a_neighbour_that_holds_as_much_is_still_a_neighbour() -> None:
-    reserved = (
-        "Of the allocated memory 8.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
-    )
-    for others, own in (("Process 1 has 8.50", [1]), ("Process 1 has 9.40", [None]), ("Process 1 has 14.00", [1])):
-        found = found_in(said("9.00 GiB", "24.00 GiB", "1.00 GiB", f"{others} GiB memory in use. {reserved}"))
+    reserved = "Of the allocated memory 8.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+    for others, own in (
+        ("Process 1 has 8.50", [1]),
+        ("Process 1 has 9.40", [None]),
+        ("Process 1 has 14.00", [1]),
+    ):
+        found = found_in(
+            said("9.00 GiB", "24.00 GiB", "1.00 GiB", f"{others} GiB memory in use. {reserved}")
+        )
         assert [pid for pid, _ in found.process_bytes] == own
     twins = "Process 1 has 9.90 GiB memory in use. Process 2 has 9.40 GiB memory in use."
-    assert found_in(said("9.00 GiB", "24.00 GiB", "1.00 GiB", f"{twins} {reserved}")).process_bytes[0][0] == 1
+    assert (
+        found_in(said("9.00 GiB", "24.00 GiB", "1.00 GiB", f"{twins} {reserved}")).process_bytes[0][
+            0
+        ]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,19 +216,44 @@ def test_a_neighbour_that_holds_as_much_is_still_a_neighbour() -> None:
     [
         (
             "CUDA out of memory. Tried to allocate 1.69 GiB (GPU 0",
-            {"requested": 1.69 * GIB, "total": 14.56 * GIB, "free": 1.31 * GIB, "reserved": 1.01 * GIB},
+            {
+                "requested": 1.69 * GIB,
+                "total": 14.56 * GIB,
+                "free": 1.31 * GIB,
+                "reserved": 1.01 * GIB,
+            },
         ),
-        ("CUDA out of memory. Tried to allocate 1024.00 MiB", {"requested": GIB, "unused": 607 * KIB}),
+        (
+            "CUDA out of memory. Tried to allocate 1024.00 MiB",
+            {"requested": GIB, "unused": 607 * KIB},
+        ),
         ("CUDA out of memory. Tried to allocate more than 1EB", {"requested": None, "total": None}),
-        ("HIP out of memory. Tried to allocate 2.00 MiB", {"limit": 1.05 * GIB, "total": 287.98 * GIB}),
-        ("HIP out of memory. Tried to allocate 16.00 GiB", {"requested": 16 * GIB, "allocated": 0, "unused": 0}),
-        ("MPS backend out of memory (MPS allocated: 9.57", {"requested": 292.5 * MIB, "limit": 27.2 * GIB}),
-        ("MPS backend out of memory (MPS allocated: 16.00", {"requested": 256, "allocated": 16 * GIB}),
+        (
+            "HIP out of memory. Tried to allocate 2.00 MiB",
+            {"limit": 1.05 * GIB, "total": 287.98 * GIB},
+        ),
+        (
+            "HIP out of memory. Tried to allocate 16.00 GiB",
+            {"requested": 16 * GIB, "allocated": 0, "unused": 0},
+        ),
+        (
+            "MPS backend out of memory (MPS allocated: 9.57",
+            {"requested": 292.5 * MIB, "limit": 27.2 * GIB},
+        ),
+        (
+            "MPS backend out of memory (MPS allocated: 16.00",
+            {"requested": 256, "allocated": 16 * GIB},
+        ),
         ("[Rank:0] FATAL ERROR", {"requested": 234881024}),
         ("FATAL ERROR :: MODULE:SYNHELPER", {"requested": 14493510400}),
         (
             "Allocation on device 0 would",
-            {"requested": 320 * MIB, "total": 23.69 * GIB, "free": 2.94 * MIB, "allocated": 6.89 * GIB},
+            {
+                "requested": 320 * MIB,
+                "total": 23.69 * GIB,
+                "free": 2.94 * MIB,
+                "allocated": 6.89 * GIB,
+            },
         ),
         ("ng30903", {"requested": 6291456}),
         ("NCCL error in: /opt", {"requested": 1920}),
@@ -216,7 +269,9 @@ def test_the_numbers_of_the_others(start: str, numbers: dict[str, float | None])
     found = by_text(start)
 
     told = {name: getattr(found, f"{name}_bytes") for name in numbers}
-    assert told == {name: None if number is None else int(number) for name, number in numbers.items()}
+    assert told == {
+        name: None if number is None else int(number) for name, number in numbers.items()
+    }
 
 
 def test_a_training_that_does_not_fit(simgpu, make_trainer) -> None:
@@ -225,7 +280,12 @@ def test_a_training_that_does_not_fit(simgpu, make_trainer) -> None:
         make_trainer(per_device_train_batch_size=64).train()
     found = found_in(raised.value)
 
-    assert (found.source, found.is_survivable, found.is_certain, found.device) == ("allocator", True, True, 0)
+    assert (found.source, found.is_survivable, found.is_certain, found.device) == (
+        "allocator",
+        True,
+        True,
+        0,
+    )
     assert found.total_bytes == 12 * MIB
     assert found.requested_bytes is not None
     assert found.free_bytes is not None
@@ -257,12 +317,17 @@ def test_main_memory_that_does_not_fit() -> None:
 
 
 def test_an_error_of_a_worker_is_read_through_what_wraps_it() -> None:
-    full = RuntimeError("unable to write to file </torch_31911_952036340_6686>: No space left on device (28)")
+    full = RuntimeError(
+        "unable to write to file </torch_31911_952036340_6686>: No space left on device (28)"
+    )
     found = found_in(reraised(full, "in DataLoader worker process 0"))
 
     assert found.source == "shared"
     assert found.text.startswith("RuntimeError: unable to write")
-    assert classify(reraised(ValueError("CUDA out of memory."), "in DataLoader worker process 0")) is None
+    assert (
+        classify(reraised(ValueError("CUDA out of memory."), "in DataLoader worker process 0"))
+        is None
+    )
 
 
 def test_a_batch_that_cannot_be_pinned_is_not_the_card() -> None:
@@ -283,13 +348,19 @@ def test_page_locked_memory_is_known_by_the_line_that_asked() -> None:
     found = found_in(raised.value)
 
     assert (found.source, found.is_survivable) == ("pinned", False)
-    assert found_in(torch.AcceleratorError("CUDA error: out of memory")).is_survivable  # of the device, for all we know
+    assert found_in(
+        torch.AcceleratorError("CUDA error: out of memory")
+    ).is_survivable  # of the device, for all we know
 
 
 def test_a_collective_takes_its_ranks_with_it() -> None:
     found = found_in(a_collective_runs_out())
 
-    assert (found.source, found.text, found.is_survivable) == ("nccl", "Cuda failure 2 'out of memory'", False)
+    assert (found.source, found.text, found.is_survivable) == (
+        "nccl",
+        "Cuda failure 2 'out of memory'",
+        False,
+    )
 
 
 def test_the_cause_is_read_and_so_is_the_context() -> None:
@@ -351,7 +422,9 @@ def test_one_of_a_group_is_enough() -> None:
 
     assert found_in(groups["ExceptionGroup"]("two tasks", several)).source == "allocator"
     assert classify(groups["ExceptionGroup"]("one task", several[:1])) is None
-    assert classify(groups["BaseExceptionGroup"]("stopped", [KeyboardInterrupt(), *several])) is None
+    assert (
+        classify(groups["BaseExceptionGroup"]("stopped", [KeyboardInterrupt(), *several])) is None
+    )
 
 
 def test_a_subclass_is_what_its_base_is() -> None:
@@ -384,7 +457,8 @@ def test_words_are_kept_and_nothing_else() -> None:
     assert alive() is None
     assert len(found.text.splitlines()) == 6
     assert found == found_in(
-        f"{WatchedError.__module__}.{WatchedError.__qualname__}: CUDA error: out of memory\n" + "a line\n" * 50
+        f"{WatchedError.__module__}.{WatchedError.__qualname__}: CUDA error: out of memory\n"
+        + "a line\n" * 50
     )
 
 
@@ -392,8 +466,16 @@ def test_each_repetition_in_a_rule_has_a_bound() -> None:
     """What is tried at each place then takes a time that has a bound too, and a log one that grows with its length."""
     numbers = [one for patterns in RULES._NUMBERS.values() for one in patterns]
     rules = [rule.pattern for rule in RULES._RULES]
-    for pattern in (*rules, *numbers, RULES._DEVICE.pattern, RULES._HOLDER.pattern, RULES._STICKY.pattern):
-        operators = re.sub(r"\\.|\[[^\]]*\]", "", pattern)  # what is escaped or of a set repeats nothing
+    for pattern in (
+        *rules,
+        *numbers,
+        RULES._DEVICE.pattern,
+        RULES._HOLDER.pattern,
+        RULES._STICKY.pattern,
+    ):
+        operators = re.sub(
+            r"\\.|\[[^\]]*\]", "", pattern
+        )  # what is escaped or of a set repeats nothing
         assert not re.search(r"[*+]|\{\d*,\}", operators), pattern
         assert all(int(most) <= 500 for most in re.findall(r"\{\d+,(\d+)\}", operators)), pattern
 
@@ -417,7 +499,9 @@ print("done")
 
 
 def test_hostile_text_is_read_in_time() -> None:
-    done = subprocess.run([sys.executable, "-c", HOSTILE], check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE], check=True, capture_output=True, text=True, timeout=300
+    )
 
     assert done.stdout == "done\n"
 

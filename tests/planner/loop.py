@@ -1,4 +1,7 @@
-"""The closed loop: predict, then really run on the simulated card, and compare. No figure is written by hand."""
+"""The closed loop: predict, then really run on the simulated card, and compare.
+
+No figure is written by hand.
+"""
 
 import gc
 import os
@@ -26,10 +29,14 @@ class Loop:
         self.outcomes: dict[str, MemoryPlan | PlanError] = {}
 
     def goes_round(self, name: str, folder: Path) -> MemoryPlan:
-        """What was predicted of this run, which the card has then held. Asks for the fixture `simgpu`."""
+        """What was predicted of this run, which the card has then held.
+
+        Asks for the fixture `simgpu`.
+        """
         plan = self._planned(name, folder)
         assert isinstance(plan, MemoryPlan), plan
-        gc.unfreeze()  # other tests set garbage aside, and what it holds of the card would be counted here
+        # other tests set garbage aside, and what it holds of the card would be counted here
+        gc.unfreeze()
         gc.collect()
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
@@ -37,13 +44,20 @@ class Loop:
 
         self.runs[name](folder).train()
 
-        assert plan.allocated_peak_bytes == pytest.approx(torch.accelerator.max_memory_allocated() - held, rel=0.002)
-        assert plan.reserved_peak_bytes == pytest.approx(torch.accelerator.max_memory_reserved() - kept, rel=0.01)
+        assert plan.allocated_peak_bytes == pytest.approx(
+            torch.accelerator.max_memory_allocated() - held, rel=0.002
+        )
+        assert plan.reserved_peak_bytes == pytest.approx(
+            torch.accelerator.max_memory_reserved() - kept, rel=0.01
+        )
         assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes
         return plan
 
     def refuses(self, name: str, folder: Path, line: str) -> None:
-        """This run is not predicted, and that is what is said of it. Asks for the fixture `simgpu`."""
+        """This run is not predicted, and that is what is said of it.
+
+        Asks for the fixture `simgpu`.
+        """
         assert line in str(self._planned(name, folder))
 
     def _planned(self, name: str, folder: Path) -> MemoryPlan | PlanError:

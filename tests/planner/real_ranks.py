@@ -1,6 +1,9 @@
-"""Train under DDP and FSDP2 on real ranks, and note what they send each other. Launched by test_ranks.py.
+"""Train under DDP and FSDP2 on real ranks, and note what they send each other.
 
-accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks MULTI_CPU (accelerate/state.py).
+Launched by test_ranks.py.
+
+accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks MULTI_CPU
+(accelerate/state.py).
 """
 
 import json
@@ -31,8 +34,18 @@ def initialise_as_multi_gpu(self, *args, **kwargs):
 
 def make(folder: Path, **arguments) -> Trainer:
     AcceleratorState._reset_state()
-    settings = {"max_steps": 3, "per_device_train_batch_size": 2, "use_cpu": True, "save_strategy": "no"}
-    quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "dataloader_pin_memory": False}
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
+    quiet = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "dataloader_pin_memory": False,
+    }
     args = TrainingArguments(output_dir=str(folder), **settings, **quiet, **arguments)
     return Trainer(model=tiny_llama(**WIDE), args=args, train_dataset=token_rows())
 
@@ -80,12 +93,16 @@ def fsdp2(folder: Path, **arguments) -> tuple[dict, bytes]:
 
     def copied_out(result, params, *args, **kwargs):
         copy_out(result, params, *args, **kwargs)
-        sent["unsharded"] += [num_bytes(output) for each in params for output in each.all_gather_outputs]
+        sent["unsharded"] += [
+            num_bytes(output) for each in params for output in each.all_gather_outputs
+        ]
 
     def reduced(params, *args, **kwargs):
         result = reduce(params, *args, **kwargs)
         sent["reduced"].append(num_bytes(result[0]))
-        sent["gradients"].append(params[0].sharded_param.grad._local_tensor.untyped_storage().nbytes())
+        sent["gradients"].append(
+            params[0].sharded_param.grad._local_tensor.untyped_storage().nbytes()
+        )
         return result
 
     with (
@@ -100,7 +117,12 @@ def fsdp2(folder: Path, **arguments) -> tuple[dict, bytes]:
         **sent,
         "wrapped": type(trainer.model).__name__,
         "weights": sum(map(num_bytes, local)),
-        "states": sum(num_bytes(value._local_tensor) for state in states for value in state.values() if value.ndim),
+        "states": sum(
+            num_bytes(value._local_tensor)
+            for state in states
+            for value in state.values()
+            if value.ndim
+        ),
     }, request
 
 
@@ -121,7 +143,9 @@ def main(folder: Path) -> None:
         facts[name] |= {"world_size": dist.get_world_size(), "backend": dist.get_backend()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
     if rank == 0:
-        (folder / "requests").write_bytes(pickle.dumps([pickle.loads(each) for each in requests.values()]))
+        (folder / "requests").write_bytes(
+            pickle.dumps([pickle.loads(each) for each in requests.values()])
+        )
     sys.stdout.flush()
     os._exit(0)  # gloo now and then aborts a process at its end
 

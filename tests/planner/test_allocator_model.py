@@ -89,7 +89,12 @@ def test_nothing_is_left_behind(text):
             except AllocatorFull:
                 for _ in range(min(len(live), 8)):
                     model.free(live.pop(chance.randrange(len(live)))[0])
-        assert model.allocated_bytes == sum(block.size_bytes for block, _ in live) <= model.reserved_bytes <= GIB
+        assert (
+            model.allocated_bytes
+            == sum(block.size_bytes for block, _ in live)
+            <= model.reserved_bytes
+            <= GIB
+        )
         taken = sorted((block.address, block.address + block.size_bytes) for block, _ in live)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
         assert all(block.size_bytes >= num_bytes for block, num_bytes in live)
@@ -100,7 +105,10 @@ def test_nothing_is_left_behind(text):
 
 
 def test_sizes_are_rounded_to_divisions_of_a_power_of_2():
-    """The example of torch's notes on CUDA: 1200 with 4 divisions is 1280. There in MiB, where the intervals are."""
+    """The example of torch's notes on CUDA: 1200 with 4 divisions is 1280.
+
+    There in MiB, where the intervals are.
+    """
     model = AllocatorModel(rules=rules("roundup_power2_divisions:4"))
     assert model.round_size(1200 * MIB) == 1280 * MIB
     assert model.round_size(1024 * MIB) == 1024 * MIB

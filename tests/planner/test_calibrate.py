@@ -27,7 +27,9 @@ CONTEXT = 300 * MIB
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache of its own that has the compiled libraries of the usual one."""
-    usual = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
+    usual = Path(
+        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
+    )
     folder = tmp_path / "cache"
     folder.mkdir()
     for library in usual.glob("*.so"):
@@ -43,9 +45,18 @@ def make(simgpu, make_trainer):
 
 
 def evaluating(make_trainer) -> Trainer:
-    settings = {"max_steps": 4, "per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 4}
+    settings = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
     made = make_trainer(
-        MemoryWatchdog(), StrategyInForce(), model=llama(), **{**EVALUATES, "eval_steps": 4}, **settings
+        MemoryWatchdog(),
+        StrategyInForce(),
+        model=llama(),
+        **{**EVALUATES, "eval_steps": 4},
+        **settings,
     )
     made.train_dataset, made.eval_dataset = rows(), rows(16)
     assert isinstance(made, Trainer)
@@ -86,7 +97,9 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
         if counter != "card":
             assert fraction == pytest.approx(0, abs=0.01), (moment, counter)
     assert -0.9 < met["train", "card"] < -0.3  # it knew of no context
-    assert [abs(each.fraction) for each in found.differences] == sorted(map(abs, met.values()), reverse=True)
+    assert [abs(each.fraction) for each in found.differences] == sorted(
+        map(abs, met.values()), reverse=True
+    )
     for words in (
         "train",
         f"{met['train', 'allocated']:+.2%}",
@@ -101,10 +114,15 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     again = plan_run(make())
     assert again.context_bytes == CONTEXT
     assert again.nvidia_smi_peak_bytes == again.reserved_peak_bytes + CONTEXT
-    assert any(str(found.kept_in) in line and "--no-calibration" in line for line in again.assumptions)
+    assert any(
+        str(found.kept_in) in line and "--no-calibration" in line for line in again.assumptions
+    )
     assert counters(calibrate(again, folder))["train", "card"] == pytest.approx(0, abs=0.01)
 
-    twice = tampered(folder, lambda line: {**line, "peak_allocated_bytes": 2 * line.get("peak_allocated_bytes", 0)})
+    twice = tampered(
+        folder,
+        lambda line: {**line, "peak_allocated_bytes": 2 * line.get("peak_allocated_bytes", 0)},
+    )
     assert counters(calibrate(again, twice))["train", "allocated"] == pytest.approx(-0.5, abs=0.01)
     refusals(again, folder)
 
@@ -113,7 +131,10 @@ def refusals(plan: MemoryPlan, folder: Path) -> None:
     for other, line in (
         (replace(plan, num_parameters=17), "parameters, the plan is for one of 17"),
         (replace(plan, num_gpus=8), "the run had 1 ranks, the plan has 8 GPUs"),
-        (replace(plan, capacity_bytes=80 * GIB), "of 4.00 GiB, the plan is for simgpu of 80.00 GiB"),
+        (
+            replace(plan, capacity_bytes=80 * GIB),
+            "of 4.00 GiB, the plan is for simgpu of 80.00 GiB",
+        ),
     ):
         with pytest.raises(PlanError, match=line):
             calibrate(other, folder)
@@ -130,10 +151,15 @@ def refusals(plan: MemoryPlan, folder: Path) -> None:
 
 def test_runs_without_readings_are_bad_input(tmp_path):
     (tmp_path / "memory").mkdir()
-    for content, line in ((None, "has no memory/rank-*.jsonl"), ("half a li", "has no reading of a training step")):
+    for content, line in (
+        (None, "has no memory/rank-*.jsonl"),
+        ("half a li", "has no reading of a training step"),
+    ):
         if content is not None:
             (tmp_path / "memory" / "rank-0.jsonl").write_text(content)
-        done = CliRunner().invoke(app, ["plan", "--model", "/no/such/place", "--calibrate", str(tmp_path)])
+        done = CliRunner().invoke(
+            app, ["plan", "--model", "/no/such/place", "--calibrate", str(tmp_path)]
+        )
         assert done.exit_code == 2
         assert line in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
@@ -153,19 +179,33 @@ def test_the_command_compares_and_keeps(cache, make, tmp_path):
     trainer.train()
     config = tmp_path / "config.json"
     config.write_text(json.dumps(trainer.model.config.to_dict()))
-    asked = ["--model", str(config), "--seq-length", "128", "--per_device_train_batch_size", "8", "--gpu", "4GiB"]
-    done = CliRunner().invoke(app, ["plan", *asked, "--calibrate", trainer.args.output_dir, "--json"])
+    asked = [
+        "--model",
+        str(config),
+        "--seq-length",
+        "128",
+        "--per_device_train_batch_size",
+        "8",
+        "--gpu",
+        "4GiB",
+    ]
+    done = CliRunner().invoke(
+        app, ["plan", *asked, "--calibrate", trainer.args.output_dir, "--json"]
+    )
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     entries = read_timeline(Path(trainer.args.output_dir) / "memory" / "rank-0.jsonl")
     peaks = [
-        each.reading.peak_allocated_bytes for each in entries if isinstance(each, Sample) and each.moment == "train"
+        each.reading.peak_allocated_bytes
+        for each in entries
+        if isinstance(each, Sample) and each.moment == "train"
     ]
     assert {
         "moment": "train",
         "counter": "allocated",
         "predicted_bytes": max(
-            printed["moments"][name]["allocated_bytes"] for name in ("forward", "backward", "optimizer step")
+            printed["moments"][name]["allocated_bytes"]
+            for name in ("forward", "backward", "optimizer step")
         ),
         "measured_bytes": max(peaks),
     } in printed["calibration"]["differences"]

@@ -1,4 +1,7 @@
-"""Predict a run, then really run it on the simulated card, and compare. No figure here is written by hand."""
+"""Predict a run, then really run it on the simulated card, and compare.
+
+No figure here is written by hand.
+"""
 
 import pytest
 import torch
@@ -26,22 +29,38 @@ VOCABULARY = 2000
 
 def llama(dtype=torch.float32, **config) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "vocab_size": VOCABULARY,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, **config})).to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, **config})).to(
+        dtype
+    )
 
 
 def with_lora(model):
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=3, n_head=4, n_positions=256))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=3, n_head=4, n_positions=256)
+    )
 
 
 def bert() -> BertForMaskedLM:
-    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
     return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **sizes))
 
 
@@ -53,7 +72,9 @@ def t5() -> T5ForConditionalGeneration:
 
 
 def rows(count=32, length=128, padded=False) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(1, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        1, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0)
+    )
     made = [{"input_ids": row, "labels": row} for row in tokens]
     if padded:
         for index, row in enumerate(made):
@@ -72,7 +93,9 @@ class TwiceTheLoss(Trainer):
         return (losses.mean(), outputs) if return_outputs else losses.mean()
 
 
-def run(tmp_path, model, trainer_class=Trainer, data=None, evaluation=None, metrics=None, **arguments):
+def run(
+    tmp_path, model, trainer_class=Trainer, data=None, evaluation=None, metrics=None, **arguments
+):
     args_class = Seq2SeqTrainingArguments if trainer_class is Seq2SeqTrainer else TrainingArguments
     settings = {
         "output_dir": str(tmp_path),
@@ -124,18 +147,35 @@ RUNS = {
     "bf16 weights": lambda path: run(path, llama(torch.bfloat16)),
     "sgd": lambda path: run(path, llama(), optim="sgd"),
     "adafactor": lambda path: run(path, llama(), optim="adafactor"),
-    "foreach": lambda path: run(path, llama(hidden_size=256), optim="adamw_torch", data=rows(length=32)),
-    "fused": lambda path: run(path, llama(hidden_size=256), optim="adamw_torch_fused", data=rows(length=32)),
+    "foreach": lambda path: run(
+        path, llama(hidden_size=256), optim="adamw_torch", data=rows(length=32)
+    ),
+    "fused": lambda path: run(
+        path, llama(hidden_size=256), optim="adamw_torch_fused", data=rows(length=32)
+    ),
     "padded": lambda path: run(path, llama(), data=rows(padded=True)),
     "frozen": lambda path: run(path, frozen(llama())),
     "evaluation": lambda path: run(path, llama(), evaluation=rows(20), **EVALUATES),
-    "evaluation keeps logits": lambda path: run(path, llama(), evaluation=rows(60), metrics=no_metrics, **EVALUATES),
+    "evaluation keeps logits": lambda path: run(
+        path, llama(), evaluation=rows(60), metrics=no_metrics, **EVALUATES
+    ),
     "evaluation moves logits": lambda path: run(
-        path, llama(), evaluation=rows(60), metrics=no_metrics, eval_accumulation_steps=2, **EVALUATES
+        path,
+        llama(),
+        evaluation=rows(60),
+        metrics=no_metrics,
+        eval_accumulation_steps=2,
+        **EVALUATES,
     ),
     "t5": lambda path: run(path, t5()),
     "t5 generates": lambda path: run(
-        path, t5(), Seq2SeqTrainer, evaluation=rows(16), metrics=no_metrics, **EVALUATES, **GENERATES
+        path,
+        t5(),
+        Seq2SeqTrainer,
+        evaluation=rows(16),
+        metrics=no_metrics,
+        **EVALUATES,
+        **GENERATES,
     ),
     "gpt2": lambda path: run(path, gpt2()),
     "bert": lambda path: run(path, bert(), data=rows(length=384, padded=True)),

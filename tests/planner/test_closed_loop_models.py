@@ -18,8 +18,19 @@ from tests.planner.test_closed_loop import llama, rows, run
 
 peft = pytest.importorskip("peft")
 
-TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-VISION = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "image_size": 56, "patch_size": 14}
+TEXT = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
 PICTURE = 999  # the token that stands for a piece of a picture
 
 
@@ -27,14 +38,22 @@ def llava() -> LlavaForConditionalGeneration:
     text = LlamaConfig(vocab_size=1000, pad_token_id=0, **TEXT)
     vision = CLIPVisionConfig(num_hidden_layers=3, **VISION)
     return LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_index=PICTURE, image_seq_length=16)
+        LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=PICTURE, image_seq_length=16
+        )
     )
 
 
 def idefics() -> Idefics3ForConditionalGeneration:
     text, vision = LlamaConfig(vocab_size=1000, **TEXT), {"num_hidden_layers": 2, **VISION}
     return Idefics3ForConditionalGeneration(
-        Idefics3Config(vision_config=vision, text_config=text, image_token_id=PICTURE, scale_factor=2, pad_token_id=0)
+        Idefics3Config(
+            vision_config=vision,
+            text_config=text,
+            image_token_id=PICTURE,
+            scale_factor=2,
+            pad_token_id=0,
+        )
     )
 
 
@@ -43,7 +62,14 @@ def with_pictures(pieces: int, **pixels: torch.Tensor) -> list[dict[str, torch.T
     for row in made:
         tokens = row["input_ids"].clamp(max=900)
         tokens[2 : 2 + pieces] = PICTURE
-        row.update({"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens), **pixels})
+        row.update(
+            {
+                "input_ids": tokens,
+                "labels": tokens,
+                "attention_mask": torch.ones_like(tokens),
+                **pixels,
+            }
+        )
     return made
 
 
@@ -77,21 +103,28 @@ RUNS = {
     "idefics": lambda path: run(
         path,
         idefics(),
-        data=with_pictures(4, pixel_values=torch.ones(1, 3, 56, 56), pixel_attention_mask=torch.ones(1, 56, 56).long()),
+        data=with_pictures(
+            4,
+            pixel_values=torch.ones(1, 3, 56, 56),
+            pixel_attention_mask=torch.ones(1, 56, 56).long(),
+        ),
     ),
     "ia3": lambda path: run(path, adapted(peft.IA3Config(task_type="CAUSAL_LM"))),
     "prompt tuning": lambda path: run(
         path, adapted(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
     ),
     "dora": lambda path: run(
-        path, adapted(peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", use_dora=True))
+        path,
+        adapted(peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", use_dora=True)),
     ),
     "vera": lambda path: run(
         path, adapted(peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"]))
     ),
     "ln tuning": lambda path: run(path, adapted(peft.LNTuningConfig(task_type="CAUSAL_LM"))),
     "scores picked": lambda path: run(path, llama(), PicksTheScores),
-    "adamw, one by one": lambda path: one_by_one(run(path, llama(hidden_size=256), data=rows(length=32))),
+    "adamw, one by one": lambda path: one_by_one(
+        run(path, llama(hidden_size=256), data=rows(length=32))
+    ),
 }
 
 
@@ -103,6 +136,8 @@ def loop() -> Loop:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     if name == "llava" and int(transformers.__version__.partition(".")[0]) < 5:
-        loop.refuses(name, tmp_path, "Image features and image tokens do not match")  # asks how much a mask picks
+        loop.refuses(
+            name, tmp_path, "Image features and image tokens do not match"
+        )  # asks how much a mask picks
     else:
         loop.goes_round(name, tmp_path)

@@ -1,4 +1,7 @@
-"""TRL's Trainers: predicted, then really run on the simulated card. On CUDA their head is kernels in Triton."""
+"""TRL's Trainers: predicted, then really run on the simulated card.
+
+On CUDA their head is kernels in Triton.
+"""
 
 import pytest
 
@@ -40,10 +43,17 @@ LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, VOCABULARY)}}
+    words = {
+        "<pad>": 0,
+        "<eos>": 1,
+        "<unk>": 2,
+        **{f"w{index}": index for index in range(3, VOCABULARY)},
+    }
     fast = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def words(count: int) -> str:
@@ -57,21 +67,31 @@ def texts(*lengths: int) -> Dataset:
 def sft(path, data=None, peft_config=None, **settings) -> SFTTrainer:
     args = SFTConfig(str(path), per_device_train_batch_size=ROWS, **{**SETTINGS, **settings})
     data = data if data is not None else texts(*[LONGEST, 80] * 16)
-    return SFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer(), peft_config=peft_config)
+    return SFTTrainer(
+        llama(), args, train_dataset=data, processing_class=tokenizer(), peft_config=peft_config
+    )
 
 
 def dpo(path, ref_model=None, peft_config=None, **settings) -> DPOTrainer:
     """The longest answers are at the end of the data, where a prediction that takes the first ones would not look."""
     args = DPOConfig(str(path), per_device_train_batch_size=4, **{**SETTINGS, **settings})
     return DPOTrainer(
-        llama(), ref_model, args, train_dataset=pairs(), processing_class=tokenizer(), peft_config=peft_config
+        llama(),
+        ref_model,
+        args,
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
     )
 
 
 def pairs() -> Dataset:
     answers = [(40, 50), (40, 50), *[(80, 50), (50, 80)] * 7]
     return Dataset.from_list(
-        [{"prompt": words(40), "chosen": f" {words(a)}", "rejected": f" {words(b)}"} for a, b in answers]
+        [
+            {"prompt": words(40), "chosen": f" {words(a)}", "rejected": f" {words(b)}"}
+            for a, b in answers
+        ]
     )
 
 
@@ -83,13 +103,16 @@ def reward(path) -> RewardTrainer:
 
 RUNS = {
     "sft": sft,
-    # four texts of 32 tokens to a row, told apart by their positions: attention makes a mask of them
+    # four texts of 32 tokens to a row, told apart by their positions: attention makes a mask of
+    # them
     "sft, packed": lambda path: sft(path, texts(*[31] * 256), packing=True, max_length=128),
     "sft, autocast, checkpointing, lora": lambda path: sft(
         path, bf16=True, gradient_checkpointing=True, peft_config=LORA
     ),
     "dpo, autocast": lambda path: dpo(path, llama(), bf16=True),
-    "dpo, reference computed before": lambda path: dpo(path, llama(), precompute_ref_log_probs=True),
+    "dpo, reference computed before": lambda path: dpo(
+        path, llama(), precompute_ref_log_probs=True
+    ),
     "dpo, lora": lambda path: dpo(path, peft_config=LORA),
     "reward": reward,
 }
@@ -106,8 +129,12 @@ def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
         loop.refuses(name, tmp_path, "DPO of a TRL without a head of its own")
         return
     plan = loop.goes_round(name, tmp_path)
-    if "dpo" in name and "lora" not in name:  # two models of the same size; the reference is not trained
-        assert plan.breakdown["frozen weights"] == pytest.approx(plan.breakdown["weights"], rel=0.01)
+    if (
+        "dpo" in name and "lora" not in name
+    ):  # two models of the same size; the reference is not trained
+        assert plan.breakdown["frozen weights"] == pytest.approx(
+            plan.breakdown["weights"], rel=0.01
+        )
 
 
 @pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
@@ -115,7 +142,9 @@ def test_on_cuda_the_head_needs_one_tile_of_logits(tmp_path, monkeypatch):
     """trl/kernels/chunked_logprob.py: a buffer of 4096 tokens and 32768 words at most, and nothing like it beside."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     plan = plan_run(sft(tmp_path, bf16=True, gradient_checkpointing=True), gpu="a100-40gb")
-    tokens = ROWS * LONGEST  # and the end of each text, without the last one, which predicts nothing
+    tokens = (
+        ROWS * LONGEST
+    )  # and the end of each text, without the last one, which predicts nothing
     tile = [tensor for tensor in plan.top_tensors if tensor.shape == (tokens, 32 * KIB)]
     assert [tensor.num_bytes for tensor in tile] == [2 * tokens * 32 * KIB]
     assert plan.breakdown.get("logits and loss", 0) == 0

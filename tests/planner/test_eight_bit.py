@@ -35,13 +35,19 @@ MAP = rounded(4 * 256)
 SMALL = sum(in_8_bits(each) for each in MATRICES)
 SMALL_IN_32 = sum(rounded(4 * each) for each in MATRICES)
 BY_HAND = {
-    "adamw_bnb_8bit": 2 * (rounded(4 * EMBEDDING, *[4 * each for each in NORMS]) + in_8_bits(HEAD) + SMALL + MAP),
+    "adamw_bnb_8bit": 2
+    * (rounded(4 * EMBEDDING, *[4 * each for each in NORMS]) + in_8_bits(HEAD) + SMALL + MAP),
     # What has 100 thousand elements or more is not on the card, but for its scales.
     "paged_adamw_8bit": 2 * (rounded(*[4 * each for each in NORMS]) + scales(HEAD) + SMALL + MAP),
     "paged_adamw_32bit": 2 * (rounded(*[4 * each for each in NORMS]) + SMALL_IN_32),
-    "lion_8bit": rounded(4 * EMBEDDING, *[4 * each for each in NORMS]) + in_8_bits(HEAD) + SMALL + MAP,
+    "lion_8bit": rounded(4 * EMBEDDING, *[4 * each for each in NORMS])
+    + in_8_bits(HEAD)
+    + SMALL
+    + MAP,
     # Two averages in the first state.
-    "ademamix_8bit": rounded(8 * EMBEDDING, 4 * EMBEDDING, *[8 * each for each in NORMS], *[4 * each for each in NORMS])
+    "ademamix_8bit": rounded(
+        8 * EMBEDDING, 4 * EMBEDDING, *[8 * each for each in NORMS], *[4 * each for each in NORMS]
+    )
     + in_8_bits(HEAD, 2)
     + in_8_bits(HEAD)
     + sum(in_8_bits(each, 2) + in_8_bits(each) for each in MATRICES)
@@ -52,7 +58,9 @@ BY_HAND = {
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, MemoryPlan | PlanError]:
     config = tiny(vocab_size=VOCABULARY)
-    flags: dict[str, tuple[str, ...]] = {name: ("--optim", name, "--save_only_model", "True") for name in NAMES}
+    flags: dict[str, tuple[str, ...]] = {
+        name: ("--optim", name, "--save_only_model", "True") for name in NAMES
+    }
     flags["resumed"] = ("--optim", "paged_adamw_8bit")
     asked = [request(config, *each, sequence_length=8, dtype="float32") for each in flags.values()]
     return dict(zip(flags, predict_all(asked, ENDS_A_HANG), strict=True))
@@ -75,16 +83,22 @@ def test_paged_states_that_are_loaded_are_on_the_card(outcomes):
     assert more == 2 * (4 * EMBEDDING + HEAD) + 2 * len(MATRICES) * MAP
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "paged_ademamix" not in name])  # asks for a card
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if "paged_ademamix" not in name]
+)  # asks for a card
 def test_bitsandbytes_makes_the_same(name):
     optim = pytest.importorskip("bitsandbytes").optim
     shapes = ((300,), (4096,), (64, 63), (64, 64), (1000, 130), (7, 13, 97))
     embedding = torch.nn.Embedding(50, 128)
     parameters = [*(torch.nn.Parameter(torch.ones(shape)) for shape in shapes), embedding.weight]
     declared = OPTIMIZERS[name]
-    kind = {"ada": "AdamW", "pag": "AdamW", "ade": "AdEMAMix", "lio": "Lion", "rms": "RMSprop"}[name[:3]]
+    kind = {"ada": "AdamW", "pag": "AdamW", "ade": "AdEMAMix", "lio": "Lion", "rms": "RMSprop"}[
+        name[:3]
+    ]
     paged = {"is_paged": declared.is_paged} if kind != "RMSprop" else {}
-    theirs = getattr(optim, "Lion" if "lion" in name else kind)(parameters, optim_bits=declared.bits, **paged)
+    theirs = getattr(optim, "Lion" if "lion" in name else kind)(
+        parameters, optim_bits=declared.bits, **paged
+    )
     if declared.bits == 8:
         manager = optim.GlobalOptimManager.get_instance()
         manager.register_module_override(embedding, "weight", {"optim_bits": 32})
@@ -95,7 +109,11 @@ def test_bitsandbytes_makes_the_same(name):
         theirs.init_state(theirs.param_groups[0], parameter, 0, number)
     ours.step()
     for parameter in parameters:
-        made = {name: value for name, value in theirs.state[parameter].items() if isinstance(value, torch.Tensor)}
+        made = {
+            name: value
+            for name, value in theirs.state[parameter].items()
+            if isinstance(value, torch.Tensor)
+        }
         found = ours.state[parameter]
         assert {name: (value.shape, value.dtype) for name, value in made.items()} == {
             name: (value.shape, value.dtype) for name, value in found.items()

@@ -42,20 +42,28 @@ def _leaves_nothing(tmp_path, monkeypatch):
 
 def _is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which waits for whoever has inherited it
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # which waits for whoever has inherited it
     except psutil.NoSuchProcess:
         return False
 
 
 def test_a_crash_says_where(make_trainer):
-    with pytest.raises(PlanError, match=r"crashed with SIGSEGV in compute_loss \(test_ends.py, line \d+\)"):
+    with pytest.raises(
+        PlanError, match=r"crashed with SIGSEGV in compute_loss \(test_ends.py, line \d+\)"
+    ):
         plan_run(make_trainer(trainer_class=Crashing))
 
 
 @pytest.mark.parametrize(
     ("compiler", "timeout", "line"),
     [
-        ("kill -KILL $PPID", "100", "the prediction was killed, most likely because main memory ran out"),
+        (
+            "kill -KILL $PPID",
+            "100",
+            "the prediction was killed, most likely because main memory ran out",
+        ),
         # Slower than the imports before it on any machine where this can be decided at all.
         ("exec tail -f /dev/null", "40", "the prediction was given up after 40 s, when it was "),
     ],
@@ -117,7 +125,14 @@ def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
     assert list(scratch.iterdir()) == []
 
 
-SMALL = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+SMALL = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 1000,
+    "n_positions": 128,
+}
 
 
 def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
@@ -128,7 +143,9 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
         (folder / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user was imported')")
     (folder / "config.json").write_text(json.dumps(SMALL))
     (folder / "launch.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
-    program = Path(sys.executable).parent / "trainer-plugins"  # python -m would look there by itself
+    program = (
+        Path(sys.executable).parent / "trainer-plugins"
+    )  # python -m would look there by itself
     words = ["--model", ".", "--seq-length", "64", "--accelerate-config", "launch.yaml", "--json"]
     done = subprocess.run(
         [program, "plan", *words],
@@ -147,19 +164,34 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--timeout", "-1"], "the time limit is a number of seconds, above 0 and of a week at most, got -1"),
+        (
+            ["--timeout", "-1"],
+            "the time limit is a number of seconds, above 0 and of a week at most, got -1",
+        ),
         (["--timeout", "0"], "got 0"),
         (["--timeout", "nan"], "the time limit is a number of seconds"),
         (["--timeout", "inf"], "the time limit is a number of seconds"),
-        (["--timeout", "-1", "--search", "--gpu", "24GiB"], "the time limit is a number of seconds"),
-        (["--seq-length", str(10**15)], "a sequence length is a number of tokens from 1 to 16,777,216, got 1,000,000,"),
+        (
+            ["--timeout", "-1", "--search", "--gpu", "24GiB"],
+            "the time limit is a number of seconds",
+        ),
+        (
+            ["--seq-length", str(10**15)],
+            "a sequence length is a number of tokens from 1 to 16,777,216, got 1,000,000,",
+        ),
         (["--seq-length", "0"], "got 0"),
         (["--seq-length", "-5"], "got -5"),
         (["--target-length", "0"], "a target length is a number of tokens"),
         (["--eval-batches", "-1"], "an evaluation has from 1 to 16,777,216 batches, got -1"),
         (["--lora-r", "0"], "--lora-r is a rank from 1"),
-        (["--per_device_train_batch_size", str(10**15)], "per_device_train_batch_size is a number of rows from 1 to"),
-        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is a number of rows from 1 to"),
+        (
+            ["--per_device_train_batch_size", str(10**15)],
+            "per_device_train_batch_size is a number of rows from 1 to",
+        ),
+        (
+            ["--per_device_train_batch_size", "0"],
+            "per_device_train_batch_size is a number of rows from 1 to",
+        ),
     ],
 )
 def test_numbers_that_nobody_can_mean_are_refused(words, says):
@@ -185,7 +217,14 @@ def test_a_terminal_sees_what_it_is_doing_and_then_nothing_of_it(tmp_path):
     script.write_text(f"#!/bin/sh\nread line < {seen_it}\nkill -KILL $PPID\n")
     script.chmod(0o755)
     ours, theirs = pty.openpty()
-    command = [str(Path(sys.executable).parent / "trainer-plugins"), "plan", "--model", BERT, "--timeout", "240"]
+    command = [
+        str(Path(sys.executable).parent / "trainer-plugins"),
+        "plan",
+        "--model",
+        BERT,
+        "--timeout",
+        "240",
+    ]
     started = subprocess.Popen(
         command,
         stderr=theirs,

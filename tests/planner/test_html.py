@@ -11,7 +11,14 @@ from typer.testing import CliRunner
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 
-CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+CONFIG = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 1000,
+    "n_positions": 128,
+}
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
 
@@ -51,7 +58,17 @@ class Page(HTMLParser):
 def written(tmp_path_factory) -> tuple[MemoryPlan, str]:
     folder = tmp_path_factory.mktemp("page")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    asked = ["--model", str(folder), "--seq-length", "64", "--gpu", "600MiB", "--eval_strategy", "epoch", "--json"]
+    asked = [
+        "--model",
+        str(folder),
+        "--seq-length",
+        "64",
+        "--gpu",
+        "600MiB",
+        "--eval_strategy",
+        "epoch",
+        "--json",
+    ]
     done = CliRunner().invoke(app, ["plan", *asked, "--html", str(folder / "plan.html")])
     assert done.exit_code in (0, 3), done.output
     return MemoryPlan.from_json(done.stdout), (folder / "plan.html").read_text(encoding="utf-8")
@@ -75,7 +92,13 @@ def test_every_figure_is_on_the_page(written):
         assert not shape or f"{tensor['dtype']}{shape}" in page.words
     assert _numbers(fields) <= page.figures
     assert plan.margin_bytes in page.figures
-    for words in (*plan.assumptions, *plan.versions, plan.known_error, *plan.breakdown, *plan.moments):
+    for words in (
+        *plan.assumptions,
+        *plan.versions,
+        plan.known_error,
+        *plan.breakdown,
+        *plan.moments,
+    ):
         assert words in page.words
 
 
@@ -86,7 +109,10 @@ def test_the_chart_is_as_high_as_the_peaks(written):
     height = float(top) - 40
     assert plan.capacity_bytes is not None
     scale = 1.05 * max(plan.capacity_bytes - plan.context_bytes, plan.reserved_peak_bytes)
-    for name, peak in (("allocated", plan.allocated_peak_bytes), ("reserved", plan.reserved_peak_bytes)):
+    for name, peak in (
+        ("allocated", plan.allocated_peak_bytes),
+        ("reserved", plan.reserved_peak_bytes),
+    ):
         lowest = min(float(y) for y in re.findall(r"V([\d.]+)", page.paths[name]))
         assert height - lowest == pytest.approx(height * peak / scale, abs=0.1)
     names = [moment for moment, *_ in plan.timeline]
@@ -98,7 +124,9 @@ def test_it_loads_nothing(written):
     _, text = written
     page = Page(text)
     assert "http" not in text.replace("http-equiv", "")
-    assert not [name for name, _ in page.attributes if name in ("src", "href", "action", "data", "srcset")]
+    assert not [
+        name for name, _ in page.attributes if name in ("src", "href", "action", "data", "srcset")
+    ]
     assert "@import" not in text
     assert "url(" not in text
     assert "default-src 'none'" in text
@@ -110,7 +138,13 @@ def test_text_of_the_user_is_text(written):
     plan, _ = written
     fields = json.loads(plan.to_json())
     fields |= {"gpu": "<b>card</b>", "capacity_bytes": None, "fits": None, "timeline": []}
-    page = Page(plan_page(MemoryPlan.from_json(json.dumps(fields | {"not_reliable": ["<script>alert()</script>"]}))))
+    page = Page(
+        plan_page(
+            MemoryPlan.from_json(
+                json.dumps(fields | {"not_reliable": ["<script>alert()</script>"]})
+            )
+        )
+    )
     assert "<script>alert()</script>" in page.words
     assert page.paths == {}
 

@@ -14,7 +14,14 @@ from trainer_plugins.units import KIB, MIB
 
 LENGTH, HEADS = 640, 4
 GROUPS = tiny(num_key_value_heads=2)
-GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 1,
+    "n_head": 4,
+    "vocab_size": 1000,
+    "n_positions": 128,
+}
 REQUESTS = {
     "heads on t4": request(tiny(), gpu="t4", sequence_length=LENGTH, dtype="float16"),
     "groups on t4": request(GROUPS, gpu="t4", sequence_length=LENGTH, dtype="float16"),
@@ -25,7 +32,9 @@ REQUESTS = {
     "bf16": request(tiny(), "--bf16", "True", gpu="a10g", sequence_length=32, dtype="float32"),
     "fp16": request(tiny(), "--fp16", "True", gpu="a10g", sequence_length=32, dtype="float32"),
 }
-CUBLAS = (4096 * 2 + 16 * 8) * KIB  # aten/src/ATen/cuda/CublasHandlePool.cpp, of a card that is no Hopper
+CUBLAS = (
+    4096 * 2 + 16 * 8
+) * KIB  # aten/src/ATen/cuda/CublasHandlePool.cpp, of a card that is no Hopper
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +43,8 @@ def outcomes() -> dict[str, MemoryPlan | PlanError]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"), [("heads on t4", 0), ("groups on t4", 1), ("bfloat16 on t4", 1), ("groups on a10g", 0)]
+    ("name", "stored"),
+    [("heads on t4", 0), ("groups on t4", 1), ("bfloat16 on t4", 1), ("groups on a10g", 0)],
 )
 def test_scores_are_stored_where_no_kernel_avoids_it(outcomes, name, stored):
     """aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash from 8.0 on; the other fused one knows no groups."""
@@ -49,7 +59,9 @@ def test_scores_are_stored_where_no_kernel_avoids_it(outcomes, name, stored):
 def test_a_product_with_a_bias_has_a_workspace_of_its_own(outcomes, name, lt_bytes):
     plan = outcomes[name]
     assert isinstance(plan, MemoryPlan), plan
-    assert plan.breakdown["workspaces"] == 2 * CUBLAS + lt_bytes  # cuBLAS for the backward's thread too
+    assert (
+        plan.breakdown["workspaces"] == 2 * CUBLAS + lt_bytes
+    )  # cuBLAS for the backward's thread too
 
 
 def test_fp16_needs_three_numbers_more_than_bf16(outcomes):
@@ -70,7 +82,9 @@ class SumsTheLogits(Trainer):
 
 def test_what_cublas_cannot_read_is_copied(make_trainer):
     """aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas: `tensor.clone(at::MemoryFormat::Contiguous)`."""
-    plan = plan_run(make_trainer(trainer_class=SumsTheLogits, model=tiny_llama(vocab_size=4096)), gpu="a10g")
+    plan = plan_run(
+        make_trainer(trainer_class=SumsTheLogits, model=tiny_llama(vocab_size=4096)), gpu="a10g"
+    )
     logits = 2 * 32 * 4096 * 4
     assert plan.moment == "backward"
     assert plan.breakdown["workspaces"] == 2 * CUBLAS + logits

@@ -10,7 +10,12 @@ from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 
 CONFIGS = Path(__file__).parent / "configs"
-CHECKPOINTING = ("--gradient-checkpointing", "True", "--gradient-checkpointing-kwargs", '{"use_reentrant": false}')
+CHECKPOINTING = (
+    "--gradient-checkpointing",
+    "True",
+    "--gradient-checkpointing-kwargs",
+    '{"use_reentrant": false}',
+)
 QWEN_LORA = [
     "--model",
     str(CONFIGS / "qwen2.5-7b.json"),
@@ -43,9 +48,18 @@ def test_a_run_that_does_not_fit_is_exit_code_3():
 
 
 def test_the_report_for_people(tmp_path: Path):
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 1000,
+        "n_positions": 128,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = plan("--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4", "--eval_strategy", "epoch")
+    done = plan(
+        "--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4", "--eval_strategy", "epoch"
+    )
     assert done.exit_code == 0, done.output
     for words in (
         "Fits on t4 (14.56 GiB)",
@@ -77,11 +91,20 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str):
 
 
 def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 1000,
+        "n_positions": 128,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["--model", str(tmp_path), "--seq-length", "64", "--json"]
     by_hand = CliRunner().invoke(
-        app, ["plan", *asked], env={"CXX": "/no/such/compiler", "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")}
+        app,
+        ["plan", *asked],
+        env={"CXX": "/no/such/compiler", "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")},
     )
     if by_hand.exit_code:  # torch 2.9 has no way by hand, and says so
         assert "needs torch 2.10, or a C++ compiler" in by_hand.stderr

@@ -1,4 +1,7 @@
-"""Plans for real cards, against what arithmetic knows about them; all in one subprocess. Nothing is downloaded."""
+"""Plans for real cards, against what arithmetic knows about them; all in one subprocess.
+
+Nothing is downloaded.
+"""
 
 import json
 from pathlib import Path
@@ -39,7 +42,9 @@ def request(
     dtype="bfloat16",
     **source,
 ) -> PlanRequest:
-    content = json.loads((CONFIGS / f"{config}.json").read_text()) if isinstance(config, str) else config
+    content = (
+        json.loads((CONFIGS / f"{config}.json").read_text()) if isinstance(config, str) else config
+    )
     content = {**content, **dict(changed)}
     arguments = ("--output_dir", "runs", "--per_device_train_batch_size", str(rows), *flags)
     return PlanRequest(
@@ -53,7 +58,13 @@ def request(
 
 def tiny(**fields) -> dict:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
-    return {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, **sizes, **fields}
+    return {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        **sizes,
+        **fields,
+    }
 
 
 REQUESTS = {
@@ -71,14 +82,22 @@ REQUESTS = {
     "fused": request("llama-3-8b", *ADAM, changed=TWO_LAYERS),
     "foreach": request("llama-3-8b", "--optim", "adamw_torch", changed=TWO_LAYERS),
     "autocast": request("llama-3-8b", *ADAM, "--bf16", "True", dtype="float32", changed=TWO_LAYERS),
-    "qwen lora": request("qwen2.5-7b", *CHECKPOINTING, gpu="rtx4090", sequence_length=1024, peft={**LORA, "r": 128}),
-    "t5-xl": request("t5-xl", *CHECKPOINTING, "--bf16", "True", rows=8, sequence_length=512, dtype="float32"),
+    "qwen lora": request(
+        "qwen2.5-7b", *CHECKPOINTING, gpu="rtx4090", sequence_length=1024, peft={**LORA, "r": 128}
+    ),
+    "t5-xl": request(
+        "t5-xl", *CHECKPOINTING, "--bf16", "True", rows=8, sequence_length=512, dtype="float32"
+    ),
     "mixtral": request("mixtral-4.7b", *CHECKPOINTING, rows=2, sequence_length=1024),
     "bert": request("bert-base", rows=16, sequence_length=512, dtype="float32"),
-    "bert, padded": request("bert-base", rows=16, sequence_length=512, dtype="float32", padded=True),
+    "bert, padded": request(
+        "bert-base", rows=16, sequence_length=512, dtype="float32", padded=True
+    ),
     "wide": request(tiny(**WIDE), "--optim", "sgd", rows=8),
     "wide, checkpointing": request(tiny(**WIDE), "--optim", "sgd", *CHECKPOINTING, rows=8),
-    "wide, reentrant": request(tiny(**WIDE), "--optim", "sgd", "--gradient_checkpointing", "True", *REENTRANT, rows=8),
+    "wide, reentrant": request(
+        tiny(**WIDE), "--optim", "sgd", "--gradient_checkpointing", "True", *REENTRANT, rows=8
+    ),
     # What is wrong, and what nothing is known about.
     "no model": request({"hello": 1}),
     "unknown model": request({"model_type": "no-such-model"}),
@@ -94,7 +113,9 @@ REQUESTS = {
     "flash": request(tiny(attn_implementation="flash_attention_2")),
     "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
     "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 0}}'),
-    "zero": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3, "reduce_bucket": 1}}', num_gpus=2),
+    "zero": request(
+        tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3, "reduce_bucket": 1}}', num_gpus=2
+    ),
 }
 
 
@@ -109,7 +130,10 @@ def plan_of(outcomes, name) -> MemoryPlan:
     assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes <= plan.reserved_peak_bytes
     assert set(plan.breakdown) <= set(CATEGORIES)
     assert set(plan.moments) <= set(MOMENTS)
-    assert max(peak.allocated_bytes for peak in plan.moments.values()) >= plan.moments[plan.moment].allocated_bytes
+    assert (
+        max(peak.allocated_bytes for peak in plan.moments.values())
+        >= plan.moments[plan.moment].allocated_bytes
+    )
     assert plan.nvidia_smi_peak_bytes == plan.reserved_peak_bytes + plan.context_bytes
     return plan
 
@@ -131,7 +155,10 @@ def test_llama_3_8b_has_its_parameters_and_twelve_bytes_for_each(outcomes):
 def test_foreach_needs_the_model_once_more(outcomes):
     """torch/optim/adamw.py, _multi_tensor_adamw: the square roots of all second moments at once."""
     fused, foreach = plan_of(outcomes, "fused"), plan_of(outcomes, "foreach")
-    more = foreach.moments["optimizer step"].allocated_bytes - fused.moments["optimizer step"].allocated_bytes
+    more = (
+        foreach.moments["optimizer step"].allocated_bytes
+        - fused.moments["optimizer step"].allocated_bytes
+    )
     assert more == pytest.approx(2 * fused.num_parameters, rel=1e-3)
     assert foreach.moment == "optimizer step"
 
@@ -154,23 +181,32 @@ def test_expandable_segments_save_a_run_that_does_not_fit(outcomes):
 
 def test_autocast_keeps_sixteen_bytes_for_each_parameter(outcomes):
     plan = plan_of(outcomes, "autocast")
-    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(16 * plan.num_parameters, rel=0.01)
+    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(
+        16 * plan.num_parameters, rel=0.01
+    )
 
 
 def test_lora_of_a_7b_model_on_24_gb(outcomes):
     plan = plan_of(outcomes, "qwen lora")
     frozen = plan.num_parameters - plan.num_trainable_parameters
     assert frozen == 7_615_616_512
-    # 18944 * 3584 numbers are 129.5 MiB: the segment has 130, and what is left of it is too small to be split off.
-    assert plan.breakdown["frozen weights"] == pytest.approx(2 * frozen + 28 * 3 * MIB // 2, rel=1e-3)
-    assert plan.breakdown["weights"] == pytest.approx(4 * plan.num_trainable_parameters, rel=0.02)  # adapters in float
+    # 18944 * 3584 numbers are 129.5 MiB: the segment has 130, and what is left of it is too small
+    # to be split off.
+    assert plan.breakdown["frozen weights"] == pytest.approx(
+        2 * frozen + 28 * 3 * MIB // 2, rel=1e-3
+    )
+    assert plan.breakdown["weights"] == pytest.approx(
+        4 * plan.num_trainable_parameters, rel=0.02
+    )  # adapters in float
     assert plan.fits is True
     assert plan.gpu == "rtx4090"
 
 
 def test_an_encoder_decoder(outcomes):
     plan = plan_of(outcomes, "t5-xl")
-    assert plan.num_parameters == 2_849_757_184  # of google/t5-v1_1-xl, whose head has weights of its own
+    assert (
+        plan.num_parameters == 2_849_757_184
+    )  # of google/t5-v1_1-xl, whose head has weights of its own
     assert plan.moments["save"].allocated_bytes == pytest.approx(12 * plan.num_parameters, rel=0.01)
 
 
@@ -214,10 +250,16 @@ def test_padding_makes_masks(outcomes):
         ("unknown model", "knows no model_type 'no-such-model'"),
         ("sizes", "no model can be built from the config"),
         ("no target", "peft refuses the adapter: Target modules .*nowhere.* not found"),
-        ("flag", "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?"),
+        (
+            "flag",
+            "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?",
+        ),
         ("contradiction", "At most one of fp16 and bf16 can be True"),
         ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
-        ("zero", "the DeepSpeed config: zero_optimization.reduce_bucket is no key that is read here"),
+        (
+            "zero",
+            "the DeepSpeed config: zero_optimization.reduce_bucket is no key that is read here",
+        ),
         ("allocator", "allocator settings: max_split_size_mb needs at least 20"),
     ],
 )
@@ -253,7 +295,12 @@ def test_a_plan_survives_json(outcomes):
     assert MemoryPlan.from_json(plan.to_json()) == plan
     flat = json.loads(plan.to_json())
     assert {
-        *("allocated_peak_bytes", "reserved_peak_bytes", "nvidia_smi_peak_bytes", "host_ram_bytes_per_node"),
+        *(
+            "allocated_peak_bytes",
+            "reserved_peak_bytes",
+            "nvidia_smi_peak_bytes",
+            "host_ram_bytes_per_node",
+        ),
         *("capacity_bytes", "fits", "moment", "breakdown", "top_tensors", "not_predicted"),
     } <= set(flat)
     assert len(flat["top_tensors"]) == 10
@@ -268,7 +315,10 @@ def test_a_prediction_that_takes_too_long_is_given_up():
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("h100", "no card is known by the name 'h100': is it h100-80gb?"), ("0GiB", "--gpu: a size is a positive number")],
+    [
+        ("h100", "no card is known by the name 'h100': is it h100-80gb?"),
+        ("0GiB", "--gpu: a size is a positive number"),
+    ],
 )
 def test_a_card_nobody_knows(text, line):
     with pytest.raises(PlanError, match=line.replace("?", r"\?")):
@@ -288,5 +338,7 @@ def test_a_card_nobody_knows(text, line):
 )
 def test_what_is_for_a_config_is_refused_with_a_trainer(make_trainer, given, why):
     (name,) = given
-    with pytest.raises(PlanError, match=f"{name} is for the config of a model, and here is a Trainer: .*{why}"):
+    with pytest.raises(
+        PlanError, match=f"{name} is for the config of a model, and here is a Trainer: .*{why}"
+    ):
         plan_run(make_trainer(), **given)

@@ -32,12 +32,23 @@ def test_each_row_can_be_found_again_and_says_what_it_is() -> None:
         if row.complete:
             assert row.versions.keys() == {"torch", "transformers", "peft"}, row.key
             assert row.loop, row.key
-            assert {"config", "dtype", "batch", "seq_length", "optimizer", "attention"} <= row.settings.keys(), row.key
+            assert {
+                "config",
+                "dtype",
+                "batch",
+                "seq_length",
+                "optimizer",
+                "attention",
+            } <= row.settings.keys(), row.key
 
 
 def test_no_row_needs_more_for_its_tensors_than_was_reserved_or_than_the_card_showed() -> None:
     for row in published():
-        sizes = [row.measured[name] for name in ("allocated", "reserved", "nvidia_smi") if name in row.measured]
+        sizes = [
+            row.measured[name]
+            for name in ("allocated", "reserved", "nvidia_smi")
+            if name in row.measured
+        ]
         assert sizes == sorted(sizes), row.key
 
 

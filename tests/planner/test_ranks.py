@@ -41,7 +41,13 @@ def real(tmp_path_factory) -> tuple[dict[str, Any], Path]:
 def predicted(real) -> dict[str, tuple[dict[str, Any], Counter[tuple[str, int, int]]]]:
     """For each run the plan, and how often what was made: its category, its stream, its bytes."""
     facts, folder = real
-    call = [sys.executable, "-m", "tests.planner.traced", str(folder / "requests"), str(folder / "results")]
+    call = [
+        sys.executable,
+        "-m",
+        "tests.planner.traced",
+        str(folder / "requests"),
+        str(folder / "results"),
+    ]
     done = processes.run(call, cwd=ROOT, environ=environment())
     assert done.returncode == 0, done.stderr
     results = json.loads((folder / "results").read_text())
@@ -56,12 +62,26 @@ def predicted(real) -> dict[str, tuple[dict[str, Any], Counter[tuple[str, int, i
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2, accumulation"])
 def test_fsdp2_gathers_and_reduces_what_real_ranks_do(real, predicted, name):
     facts, (plan, made) = real[0][name], predicted[name]
-    assert (facts["wrapped"], facts["world_size"], facts["backend"]) == ("FSDPLlamaForCausalLM", 2, "gloo")
-    buffers = Counter({(stream, size): n for (kind, stream, size), n in made.items() if kind == "sharding buffers"})
+    assert (facts["wrapped"], facts["world_size"], facts["backend"]) == (
+        "FSDPLlamaForCausalLM",
+        2,
+        "gloo",
+    )
+    buffers = Counter(
+        {
+            (stream, size): n
+            for (kind, stream, size), n in made.items()
+            if kind == "sharding buffers"
+        }
+    )
     sent = Counter(facts["gathered"]) + Counter(facts["unsharded"]) + Counter(facts["reduced"])
     assert sum_by_size(buffers) == sent
     reduced = Counter(
-        {size: n for (kind, stream, size), n in made.items() if (kind, stream) == ("gradients", REDUCED_TO)}
+        {
+            size: n
+            for (kind, stream, size), n in made.items()
+            if (kind, stream) == ("gradients", REDUCED_TO)
+        }
     )
     assert reduced == Counter(facts["gradients"])
     assert plan["num_gpus"] == 2
@@ -80,17 +100,32 @@ def sum_by_size(made: Counter[tuple[int, int]]) -> Counter[int]:
 @pytest.mark.parametrize("name", ["ddp", "ddp, unused"])
 def test_ddp_has_the_buckets_of_real_ranks(real, predicted, name):
     facts, (plan, made) = real[0][name], predicted[name]
-    assert (facts["wrapped"], facts["world_size"], facts["backend"]) == ("DistributedDataParallel", 2, "gloo")
-    buckets = Counter({size: n for (kind, _, size), n in made.items() if kind == "sharding buffers" and size > 1024})
-    # From the second step on as gradients were ready; not where the reducer looks for unused parameters.
+    assert (facts["wrapped"], facts["world_size"], facts["backend"]) == (
+        "DistributedDataParallel",
+        2,
+        "gloo",
+    )
+    buckets = Counter(
+        {
+            size: n
+            for (kind, _, size), n in made.items()
+            if kind == "sharding buffers" and size > 1024
+        }
+    )
+    # From the second step on as gradients were ready; not where the reducer looks for unused
+    # parameters.
     rebuilt = Counter(facts["buckets"]) if facts["first"] != facts["buckets"] else Counter()
     assert len(facts["buckets"]) == 9
     assert buckets == Counter(facts["first"]) + rebuilt
     assert plan["breakdown"]["sharding buffers"] == pytest.approx(sum(facts["buckets"]), abs=512)
-    assert plan["breakdown"]["gradients"] == sum(facts["buckets"])  # gradients are no views of buckets
+    assert plan["breakdown"]["gradients"] == sum(
+        facts["buckets"]
+    )  # gradients are no views of buckets
 
 
-def file_like(folder: Path, name: str, shipped: str = "fsdp2", without: str = "", **changed: Any) -> str:
+def file_like(
+    folder: Path, name: str, shipped: str = "fsdp2", without: str = "", **changed: Any
+) -> str:
     """A shipped launch file with other values."""
     config = {**yaml.safe_load(path(shipped).read_text()), **changed}
     config.pop(without, None)
@@ -99,13 +134,20 @@ def file_like(folder: Path, name: str, shipped: str = "fsdp2", without: str = ""
 
 
 def small(*flags: str, launch_file: str | None = None, num_gpus: int = 8, **fields: Any):
-    asked = request(tiny(**fields), *flags, num_gpus=num_gpus, sequence_length=64, gpu="24GiB", dtype="float32")
+    asked = request(
+        tiny(**fields), *flags, num_gpus=num_gpus, sequence_length=64, gpu="24GiB", dtype="float32"
+    )
     return replace(asked, launch_file=launch_file)
 
 
 ALONE = ("single_device", "one_gpu_7b_offload")
 ONE_MACHINE = [name for name in names() if "multinode" not in name and name not in ALONE]
-WEIGHTS_ON_HOST = ("fsdp2_offload", "zero3_offload_all", "zero3_offload_all_multinode", "one_gpu_7b_offload")
+WEIGHTS_ON_HOST = (
+    "fsdp2_offload",
+    "zero3_offload_all",
+    "zero3_offload_all_multinode",
+    "one_gpu_7b_offload",
+)
 SHARDED = '{"version": 2, "cpu_offload": true, "reshard_after_forward": true}'
 
 
@@ -125,7 +167,10 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
     fsdp = yaml.safe_load(path("fsdp2").read_text())["fsdp_config"]
     (folder / "twice.yaml").write_text(path("fsdp2").read_text() + "\nnum_machines: 2\n")
     requests = {
-        **{name: small(launch_file=str(path(name)), num_gpus=8 if name in ONE_MACHINE else 0) for name in names()},
+        **{
+            name: small(launch_file=str(path(name)), num_gpus=8 if name in ONE_MACHINE else 0)
+            for name in names()
+        },
         "8 of gpu": small(launch_file=str(path("fsdp2")), num_gpus=0),
         "overridden": small(launch_file=str(path("ddp_multinode")), num_gpus=4),
         "wider": small(launch_file=str(path("ddp_multinode")), num_gpus=64),
@@ -135,21 +180,32 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
         "a list": small(launch_file=file_like(folder, "n.yaml", distributed_type=["FSDP"])),
         "8-bit": small("--optim", "adamw_bnb_8bit", launch_file=str(path("fsdp2"))),
         "generates": small(
-            *("--eval_strategy", "epoch", "--predict_with_generate", "True", "--generation_max_length", "70"),
+            *(
+                "--eval_strategy",
+                "epoch",
+                "--predict_with_generate",
+                "True",
+                "--generation_max_length",
+                "70",
+            ),
             launch_file=str(path("fsdp2")),
         ),
         "lora, zero3": replace(
-            request(tiny(**WIDE), num_gpus=8, sequence_length=64, peft=LORA), launch_file=str(path("zero3"))
+            request(tiny(**WIDE), num_gpus=8, sequence_length=64, peft=LORA),
+            launch_file=str(path("zero3")),
         ),
         "json is a list": small("--deepspeed", written(folder / "a.json", [1])),
         "json is broken": small("--deepspeed", written(folder / "b.json", None)),
         "stage alone": small("--deepspeed", written(folder / "c.json", {"zero_optimization": 3})),
         "other batch": small(
-            "--deepspeed", written(folder / "d.json", {**ZERO_3, "train_micro_batch_size_per_gpu": 4})
+            "--deepspeed",
+            written(folder / "d.json", {**ZERO_3, "train_micro_batch_size_per_gpu": 4}),
         ),
         "no batch": small("--deepspeed", written(folder / "e.json", ZERO_3)),
         "unknown key": small(launch_file=file_like(folder, "a.yaml", num_procs=4)),
-        "unknown key of fsdp": small(launch_file=file_like(folder, "b.yaml", fsdp_config={**fsdp, "fsdp_shard": 1})),
+        "unknown key of fsdp": small(
+            launch_file=file_like(folder, "b.yaml", fsdp_config={**fsdp, "fsdp_shard": 1})
+        ),
         "twice": small(launch_file=str(folder / "twice.yaml")),
         "no file": small(launch_file="/no/such/file.yaml"),
         "no type": small(launch_file=file_like(folder, "c.yaml", without="distributed_type")),
@@ -158,16 +214,31 @@ def outcomes(tmp_path_factory) -> dict[str, MemoryPlan | PlanError]:
         "split batches": small("--accelerator_config", '{"split_batches": true}'),
         "megatron": small(launch_file=file_like(folder, "e.yaml", distributed_type="MEGATRON_LM")),
         "tpu": small(launch_file=file_like(folder, "f.yaml", distributed_type="XLA")),
-        "fsdp1": small(launch_file=file_like(folder, "g.yaml", fsdp_config={**fsdp, "fsdp_version": 1})),
+        "fsdp1": small(
+            launch_file=file_like(folder, "g.yaml", fsdp_config={**fsdp, "fsdp_version": 1})
+        ),
         "fsdp1 by flag": small("--fsdp", "full_shard", "--fsdp_config", '{"version": 1}'),
-        "compiled": small(launch_file=file_like(folder, "h.yaml", dynamo_config={"dynamo_backend": "INDUCTOR"})),
-        "offload": small("--fsdp", "full_shard", "--fsdp_config", SHARDED, hidden_size=256, intermediate_size=512),
+        "compiled": small(
+            launch_file=file_like(folder, "h.yaml", dynamo_config={"dynamo_backend": "INDUCTOR"})
+        ),
+        "offload": small(
+            "--fsdp", "full_shard", "--fsdp_config", SHARDED, hidden_size=256, intermediate_size=512
+        ),
         "lora": request(tiny(), num_gpus=8, peft=LORA),
         "evaluates": small("--eval_strategy", "epoch", "--per_device_eval_batch_size", "4"),
         "405b": request(
             "llama-3.1-405b",
             *CHECKPOINTING,
-            *("--fsdp", "full_shard", "--fsdp_config", '{"version": 2}', "--bf16", "True", "--save_strategy", "no"),
+            *(
+                "--fsdp",
+                "full_shard",
+                "--fsdp_config",
+                '{"version": 2}',
+                "--bf16",
+                "True",
+                "--save_strategy",
+                "no",
+            ),
             num_gpus=1024,
             changed={"num_hidden_layers": 2},
         ),
@@ -190,7 +261,11 @@ def test_every_shipped_launch_file_is_planned(outcomes, name):
     plan = plan_of(outcomes, name)
     assert plan.num_gpus == (1 if name in ALONE else 16 if "multinode" in name else 8)
     is_divided = "fsdp2" in name or "zero3" in name
-    on_cards = 0 if name in WEIGHTS_ON_HOST else plan.num_parameters * 4 / (plan.num_gpus if is_divided else 1)
+    on_cards = (
+        0
+        if name in WEIGHTS_ON_HOST
+        else plan.num_parameters * 4 / (plan.num_gpus if is_divided else 1)
+    )
     assert plan.breakdown.get("weights", 0) == pytest.approx(on_cards, abs=512 * 20)
     assert bool(plan.host_pinned_bytes_per_node) == ("offload" in name)
     assert any("ZeRO" in line and "nobody's GPU" in line for line in plan.not_reliable) == (
@@ -214,20 +289,29 @@ def test_num_gpus_counts_more_than_the_file(outcomes):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("8 of gpu", "fsdp2.yaml runs a process on each card (num_processes: gpu): say how many with --num-gpus"),
+        (
+            "8 of gpu",
+            "fsdp2.yaml runs a process on each card (num_processes: gpu): say how many with --num-gpus",
+        ),
         ("unknown key", "num_procs"),
         ("unknown key of fsdp", "fsdp_config.fsdp_shard"),
         ("twice", "num_machines is written twice"),
         ("no file", "/no/such/file.yaml cannot be read"),
         ("no type", "is not a config file of accelerate"),
         ("not divisible", "8 GPUs cannot be divided among the 3 machines of d.yaml"),
-        ("one process", "single_device.yaml launches one process (distributed_type NO), and --num-gpus says 8"),
+        (
+            "one process",
+            "single_device.yaml launches one process (distributed_type NO), and --num-gpus says 8",
+        ),
         ("nodes below 1", "m.yaml has num_machines -1: it is 1 or more"),
         ("a list", "n.yaml has distributed_type ['FSDP']: it is a name"),
         ("json is a list", "a.json"),
         ("json is broken", "b.json"),
         ("stage alone", "zero_optimization"),
-        ("other batch", "train_micro_batch_size_per_gpu 4, the arguments per_device_train_batch_size 1"),
+        (
+            "other batch",
+            "train_micro_batch_size_per_gpu 4, the arguments per_device_train_batch_size 1",
+        ),
         ("no batch", 'set train_micro_batch_size_per_gpu to "auto"'),
         ("split batches", "split_batches cannot divide 1 rows among 8 GPUs"),
     ],
@@ -268,7 +352,9 @@ def test_nodes_that_nobody_counted_have_eight_cards_at_most(outcomes, name, node
     plan = plan_of(outcomes, name)
     assert f"{plan.num_gpus // nodes} GPUs in each of {nodes} nodes" in plan.assumptions
     moments_of_adam = 8 * plan.num_parameters  # which each rank reads at resume
-    assert plan.host_ram_bytes_per_node == pytest.approx(moments_of_adam * plan.num_gpus // nodes, rel=0.02)
+    assert plan.host_ram_bytes_per_node == pytest.approx(
+        moments_of_adam * plan.num_gpus // nodes, rel=0.02
+    )
 
 
 def test_what_a_sharded_model_generates_is_predicted(outcomes):
@@ -278,7 +364,8 @@ def test_what_a_sharded_model_generates_is_predicted(outcomes):
 def test_parts_of_frozen_weights_are_frozen_weights(outcomes):
     plan = plan_of(outcomes, "lora, zero3")
     frozen = plan.num_parameters - plan.num_trainable_parameters
-    # In float32, as neither its arguments nor its file ask for bf16: zero.Init decides, and not the config.
+    # In float32, as neither its arguments nor its file ask for bf16: zero.Init decides, and not the
+    # config.
     assert plan.breakdown["frozen weights"] == pytest.approx(4 * frozen / 8, rel=0.05)
 
 
@@ -300,14 +387,18 @@ def test_offloaded_weights_are_pinned_on_the_host(outcomes):
 
 def test_ddp_of_an_adapter_has_buckets_of_the_adapter(outcomes):
     plan = plan_of(outcomes, "lora")
-    assert plan.breakdown["sharding buffers"] == pytest.approx(4 * plan.num_trainable_parameters, rel=0.1)
+    assert plan.breakdown["sharding buffers"] == pytest.approx(
+        4 * plan.num_trainable_parameters, rel=0.1
+    )
     assert any("DDP" in line for line in plan.not_reliable)
 
 
 def test_it_evaluates_on_each_rank(outcomes):
     """Four rows of 64 tokens and their logits in float32, beside all that is there."""
     moments = plan_of(outcomes, "evaluates").moments
-    assert moments["evaluation"].allocated_bytes > moments["load"].allocated_bytes + 4 * 64 * 512 * 4
+    assert (
+        moments["evaluation"].allocated_bytes > moments["load"].allocated_bytes + 4 * 64 * 512 * 4
+    )
 
 
 def test_a_thousand_cards_hold_a_thousandth(outcomes):
@@ -320,13 +411,17 @@ def test_a_thousand_cards_hold_a_thousandth(outcomes):
     embedding = 128256 * 16384
     assert plan.num_parameters == 2 * layer + 2 * embedding + 16384
     assert plan.breakdown["weights"] == pytest.approx(4 * plan.num_parameters / 1024, rel=0.02)
-    assert plan.breakdown["optimizer states"] == pytest.approx(8 * plan.num_parameters / 1024, rel=0.02)
+    assert plan.breakdown["optimizer states"] == pytest.approx(
+        8 * plan.num_parameters / 1024, rel=0.02
+    )
     gathered_twice = 2 * 2 * layer  # as it came, and as its parameters
     assert gathered_twice < plan.breakdown["sharding buffers"] < 3 * gathered_twice
     assert "8 GPUs in each of 128 nodes" in plan.assumptions
 
 
-@pytest.mark.parametrize("arguments", [("--num-gpus", "0"), ("--accelerate-config", "/no/such/file.yaml")])
+@pytest.mark.parametrize(
+    "arguments", [("--num-gpus", "0"), ("--accelerate-config", "/no/such/file.yaml")]
+)
 def test_the_command_says_it_in_one_line(tmp_path, arguments):
     (tmp_path / "config.json").write_text(json.dumps(tiny()))
     done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *arguments])

@@ -10,22 +10,65 @@ from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.run import predict_all
 
-TOKENS = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-HEARS = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 512, "decoder_start_token_id": 1}
+TOKENS = {
+    "pad_token_id": 0,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+HEARS = {
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+HEADS = {
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "vocab_size": 512,
+    "decoder_start_token_id": 1,
+}
 REQUESTS = {
     "modernbert": request(
-        {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"], "vocab_size": 512, **TOKENS, **SMALL},
+        {
+            "model_type": "modernbert",
+            "architectures": ["ModernBertForMaskedLM"],
+            "vocab_size": 512,
+            **TOKENS,
+            **SMALL,
+        },
         sequence_length=32,
         dtype="float32",
     ),
     "vit": request({"model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL}),
     "whisper": request(
-        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], **HEARS, **HEADS, **TOKENS}
+        {
+            "model_type": "whisper",
+            "architectures": ["WhisperForConditionalGeneration"],
+            **HEARS,
+            **HEADS,
+            **TOKENS,
+        }
     ),
-    "fsdp": request(tiny(), "--fsdp", "full_shard", "--save_strategy", "no", num_gpus=2, sequence_length=32),
-    "lora": request(tiny(), "--gradient_checkpointing", "True", *REENTRANT, peft={**LORA, "r": 4}, sequence_length=32),
+    "fsdp": request(
+        tiny(), "--fsdp", "full_shard", "--save_strategy", "no", num_gpus=2, sequence_length=32
+    ),
+    "lora": request(
+        tiny(),
+        "--gradient_checkpointing",
+        "True",
+        *REENTRANT,
+        peft={**LORA, "r": 4},
+        sequence_length=32,
+    ),
 }
 
 
@@ -44,8 +87,14 @@ def test_values_drawn_until_all_are_in_bounds_come_to_an_end(outcomes):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("vit", "ViTForImageClassification from a config alone, which takes pixel_values and no tokens"),
-        ("whisper", "WhisperForConditionalGeneration from a config alone, which takes input_features and no tokens"),
+        (
+            "vit",
+            "ViTForImageClassification from a config alone, which takes pixel_values and no tokens",
+        ),
+        (
+            "whisper",
+            "WhisperForConditionalGeneration from a config alone, which takes input_features and no tokens",
+        ),
     ],
 )
 def test_what_takes_no_tokens_needs_a_trainer(outcomes, name, what):
@@ -62,7 +111,8 @@ def test_which_fsdp_it_is_depends_on_transformers_and_is_said(outcomes):
         return
     assert isinstance(plan, MemoryPlan), plan
     assert any(
-        line.startswith(f"FSDP2, which is what transformers {transformers.__version__}") for line in plan.assumptions
+        line.startswith(f"FSDP2, which is what transformers {transformers.__version__}")
+        for line in plan.assumptions
     )
 
 

@@ -83,7 +83,9 @@ def started(folder: Path, how: str) -> subprocess.CompletedProcess:
     name = "cells" if how == "notebook" else "own_script.py"
     (folder / name).write_text(code)
     (folder / "kernel.py").write_text(CELLS)
-    arguments = {"module": ["-m", "own_script"], "stdin": ["-"], "notebook": ["kernel.py"]}.get(how, ["own_script.py"])
+    arguments = {"module": ["-m", "own_script"], "stdin": ["-"], "notebook": ["kernel.py"]}.get(
+        how, ["own_script.py"]
+    )
     return subprocess.run(
         [sys.executable, *arguments],
         input=code if how == "stdin" else None,

@@ -40,7 +40,9 @@ MICRO_BATCHES = (1, 2)
 
 
 def plan(model: Path, *arguments: str):
-    return CliRunner().invoke(app, ["plan", "--model", str(model), *arguments], env={"COLUMNS": "250"})
+    return CliRunner().invoke(
+        app, ["plan", "--model", str(model), *arguments], env={"COLUMNS": "250"}
+    )
 
 
 def in_full(config, way, gpu) -> PlanRequest:
@@ -50,7 +52,9 @@ def in_full(config, way, gpu) -> PlanRequest:
         *("--gradient_accumulation_steps", str(max(1, ROWS // micro_batch))),
         *("--gradient_checkpointing", str(gradient_checkpointing)),
     )
-    source = ConfigSource(config=config, arguments=arguments, sequence_length=length, dtype="bfloat16")
+    source = ConfigSource(
+        config=config, arguments=arguments, sequence_length=length, dtype="bfloat16"
+    )
     return PlanRequest(source=source, card=card_of(gpu))
 
 
@@ -91,23 +95,48 @@ def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
     assert all(line["micro_batch"] * line["accumulation_steps"] == ROWS for line in found["lines"])
     ways = [*product(MICRO_BATCHES, (False, True), (256,))]
     outcomes = predict_all([in_full(LLAMA, way, "650MiB") for way in ways], ENDS_A_HANG)
-    plans = {way: outcome for way, outcome in zip(ways, outcomes, strict=True) if isinstance(outcome, MemoryPlan)}
+    plans = {
+        way: outcome
+        for way, outcome in zip(ways, outcomes, strict=True)
+        if isinstance(outcome, MemoryPlan)
+    }
     for line in found["lines"]:
-        fitting = [size for size in MICRO_BATCHES if plans[size, line["gradient_checkpointing"], 256].fits]
+        fitting = [
+            size for size in MICRO_BATCHES if plans[size, line["gradient_checkpointing"], 256].fits
+        ]
         assert line["micro_batch"] == max(fitting)
-        assert predicted(line) == predicted(asdict(plans[max(fitting), line["gradient_checkpointing"], 256]))
-    assert [line["in_full"] for line in found["lines"]] == [False, True], "from few layers, and exact all the same"
+        assert predicted(line) == predicted(
+            asdict(plans[max(fitting), line["gradient_checkpointing"], 256])
+        )
+    assert [line["in_full"] for line in found["lines"]] == [False, True], (
+        "from few layers, and exact all the same"
+    )
     best = found["best"]
-    assert best == {**found["lines"][1], "flags": best["flags"], "hydra_overrides": best["hydra_overrides"]}
+    assert best == {
+        **found["lines"][1],
+        "flags": best["flags"],
+        "hydra_overrides": best["hydra_overrides"],
+    }
     assert best["micro_batch"] > found["lines"][0]["micro_batch"]
     assert found["best_plan"]["reserved_peak_bytes"] == best["reserved_peak_bytes"]
     assert f"--per_device_train_batch_size {best['micro_batch']}" in best["flags"]
-    assert f"++trainer.args.gradient_accumulation_steps={best['accumulation_steps']}" in best["hydra_overrides"]
+    assert (
+        f"++trainer.args.gradient_accumulation_steps={best['accumulation_steps']}"
+        in best["hydra_overrides"]
+    )
 
 
 def predicted(line) -> list:
     """What a line of a search has of its plan."""
-    return [line[name] for name in ("allocated_peak_bytes", "reserved_peak_bytes", "host_ram_bytes_per_node", "fits")]
+    return [
+        line[name]
+        for name in (
+            "allocated_peak_bytes",
+            "reserved_peak_bytes",
+            "host_ram_bytes_per_node",
+            "fits",
+        )
+    ]
 
 
 def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Path):
@@ -160,12 +189,17 @@ def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fit
     )
 
     def largest(length, tokens):
-        return max((size for size in (1, 2, 3, 4, 6, 8, 12, 24) if size * length <= tokens), default=1)
+        return max(
+            (size for size in (1, 2, 3, 4, 6, 8, 12, 24) if size * length <= tokens), default=1
+        )
 
     assert len(found.lines) == 2 * 2 * 2, "strategies, checkpointing, and lengths"
     for line in found.lines:
         length = line.sequence_length
-        assert line.micro_batch in (largest(length, fitting_tokens), largest(length, fitting_tokens - 1))
+        assert line.micro_batch in (
+            largest(length, fitting_tokens),
+            largest(length, fitting_tokens - 1),
+        )
         assert line.fits is (line.micro_batch_tokens <= fitting_tokens - line.in_full)
     sizes = (largest(length, fitting_tokens - 1) * length for length in (64, 256))
     best = max((tokens for tokens in sizes if tokens < fitting_tokens), default=0)
@@ -189,8 +223,14 @@ def test_nothing_fits_is_exit_code_3(short_llama: Path):
     [
         (LLAMA, Repetition(13, 1)),
         (SHORT, None),
-        ({**LLAMA, "model_type": "gemma3_text", "head_dim": 32, "num_hidden_layers": 58}, Repetition(58, 6)),
-        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 9}, None),
+        (
+            {**LLAMA, "model_type": "gemma3_text", "head_dim": 32, "num_hidden_layers": 58},
+            Repetition(58, 6),
+        ),
+        (
+            {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 9},
+            None,
+        ),
         ({**LLAMA, "model_type": "no-such-model"}, None),
     ],
 )
@@ -201,25 +241,49 @@ def test_layers_that_differ_are_not_taken_for_others(config, found):
 def test_what_a_switch_saves_is_predicted_anew(short_llama: Path):
     done = plan(
         short_llama,
-        *("--dtype", "bf16", "--gpu", "t4", "--seq-length", "16", "--per_device_train_batch_size", "1", "--json"),
-        *("--optim", "adamw_torch", "--explain-change", "fused-optimizer", "--explain-change", "lora+length/2"),
+        *(
+            "--dtype",
+            "bf16",
+            "--gpu",
+            "t4",
+            "--seq-length",
+            "16",
+            "--per_device_train_batch_size",
+            "1",
+            "--json",
+        ),
+        *(
+            "--optim",
+            "adamw_torch",
+            "--explain-change",
+            "fused-optimizer",
+            "--explain-change",
+            "lora+length/2",
+        ),
     )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     fused, lora = found["changes"]
     assert found["plan"]["moment"] == "optimizer step", "so few tokens"
     # torch/optim/adamw.py, _multi_tensor_adamw: the square roots of all second moments at once.
-    assert fused["allocated_saved_bytes"] == pytest.approx(2 * found["plan"]["num_parameters"], rel=0.02)
+    assert fused["allocated_saved_bytes"] == pytest.approx(
+        2 * found["plan"]["num_parameters"], rel=0.02
+    )
     assert lora["change"] == "lora+length/2"
     assert lora["how"] == "--lora-r 16 --lora-target all-linear, half of --seq-length"
-    assert lora["nvidia_smi_peak_bytes"] + lora["reserved_saved_bytes"] == found["plan"]["nvidia_smi_peak_bytes"]
+    assert (
+        lora["nvidia_smi_peak_bytes"] + lora["reserved_saved_bytes"]
+        == found["plan"]["nvidia_smi_peak_bytes"]
+    )
     assert lora["allocated_saved_bytes"] > fused["allocated_saved_bytes"]
     assert lora["fits"] is True
 
 
 def test_what_cannot_be_predicted_is_a_line_with_its_reason(short_llama: Path):
     config = ("--dtype", "bf16", "--seq-length", "16", "--lora-r", "4")
-    done = plan(short_llama, *config, "--explain-change", "lora", "--explain-change", "expandable-segments")
+    done = plan(
+        short_llama, *config, "--explain-change", "lora", "--explain-change", "expandable-segments"
+    )
     assert done.exit_code == 0, done.output
     assert "an adapter is what this run trains" in done.output
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in done.output
@@ -230,11 +294,20 @@ def test_what_cannot_be_predicted_is_a_line_with_its_reason(short_llama: Path):
     [
         (["--search"], "--search needs a card"),
         (["--search-lengths", "64"], "--search-lengths belongs to --search"),
-        (["--search", "--gpu", "t4", "--search-lengths", "1k"], "--search-lengths needs numbers of tokens"),
-        (["--explain-change", "chekpointing"], "no switch is called 'chekpointing': is it checkpointing?"),
+        (
+            ["--search", "--gpu", "t4", "--search-lengths", "1k"],
+            "--search-lengths needs numbers of tokens",
+        ),
+        (
+            ["--explain-change", "chekpointing"],
+            "no switch is called 'chekpointing': is it checkpointing?",
+        ),
         (["--explain-change", "adamw_torch_fused"], "is it fused-optimizer?"),
         (["--explain-change", "all", "--search", "--gpu", "t4"], "different tables"),
-        (["--search", "--gpu", "t4", "--gradient_checkpoint", "True"], "is it --gradient_checkpointing?"),
+        (
+            ["--search", "--gpu", "t4", "--gradient_checkpoint", "True"],
+            "is it --gradient_checkpointing?",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(llama: Path, arguments: list[str], line: str):
@@ -245,6 +318,9 @@ def test_bad_input_is_one_line_and_exit_code_2(llama: Path, arguments: list[str]
 
 
 def test_all_is_each_switch_alone():
-    assert changes_of([ALL, "lora+checkpointing"]) == (*(switch.name for switch in SWITCHES), "lora+checkpointing")
+    assert changes_of([ALL, "lora+checkpointing"]) == (
+        *(switch.name for switch in SWITCHES),
+        "lora+checkpointing",
+    )
     with pytest.raises(PlanError, match=r"no switch is called 'nothing'"):
         changes_of(["nothing"])

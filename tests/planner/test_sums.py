@@ -25,8 +25,12 @@ TIED: dict[str, Any] = {"vocab_size": 20000, "hidden_size": 256, "tie_word_embed
 QUIET = ("--save_strategy", "no", "--bf16", "True")
 
 
-def asked(num_gpus: int, launch_file: str | None = None, dtype: str = "float32", **fields: Any) -> PlanRequest:
-    run = request(tiny(**fields), "--optim", "sgd", *QUIET, num_gpus=num_gpus, dtype=dtype, sequence_length=64)
+def asked(
+    num_gpus: int, launch_file: str | None = None, dtype: str = "float32", **fields: Any
+) -> PlanRequest:
+    run = request(
+        tiny(**fields), "--optim", "sgd", *QUIET, num_gpus=num_gpus, dtype=dtype, sequence_length=64
+    )
     return replace(run, launch_file=str(path(launch_file)) if launch_file is not None else None)
 
 
@@ -46,9 +50,21 @@ def traced(tmp_path_factory) -> dict[str, tuple[dict, list[int]]]:
     """For each run its plan, and the bytes of the sums that its backward made anew."""
     folder: Path = tmp_path_factory.mktemp("sums")
     (folder / "requests").write_bytes(pickle.dumps([*REQUESTS.values()]))
-    call = [sys.executable, "-m", "tests.planner.traced", str(folder / "requests"), str(folder / "results")]
+    call = [
+        sys.executable,
+        "-m",
+        "tests.planner.traced",
+        str(folder / "requests"),
+        str(folder / "results"),
+    ]
     done = subprocess.run(
-        call, cwd=ROOT, env=environment(DS_ACCELERATOR="cuda"), capture_output=True, text=True, timeout=900, check=False
+        call,
+        cwd=ROOT,
+        env=environment(DS_ACCELERATOR="cuda"),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     plans = [result["plan"] for result in json.loads((folder / "results").read_text())]
@@ -57,7 +73,8 @@ def traced(tmp_path_factory) -> dict[str, tuple[dict, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "alone"), [("ddp", "one"), ("fsdp2", "one, bf16"), ("zero2", "one, bf16"), ("ddp, tied", "one, tied")]
+    ("ranks", "alone"),
+    [("ddp", "one"), ("fsdp2", "one, bf16"), ("zero2", "one, bf16"), ("ddp, tied", "one, tied")],
 )
 def test_ranks_make_no_more_sums_than_one_card(traced, ranks, alone):
     """Each case beside one card that computes in the same dtypes."""
@@ -69,20 +86,25 @@ def test_gradients_of_tied_weights_are_added_in_place_under_ddp(traced):
     ddp, alone = traced["ddp, tied"][0], traced["one, tied"][0]
     assert (ddp["moment"], alone["moment"]) == ("backward", "backward")
     buckets = ddp["breakdown"]["sharding buffers"]
-    assert ddp["allocated_peak_bytes"] - buckets == pytest.approx(alone["allocated_peak_bytes"], abs=4096)
+    assert ddp["allocated_peak_bytes"] - buckets == pytest.approx(
+        alone["allocated_peak_bytes"], abs=4096
+    )
 
 
 @pytest.mark.slow
 def test_fsdp2_on_eight_h100_is_what_a_benchmark_of_accelerate_saw():
     """Sampled every 10 ms, which does not see the sum of the tied gradients: one operation, after which they are freed.
 
-    It is made anew, in torch too: in one dtype the gradient of a linear layer is a view, which nothing is added to.
+    It is made anew, in torch too: in one dtype the gradient of a linear layer is a view, which
+    nothing is added to.
     """
     flags = (*QUIET, "--max_grad_norm", "0")
     run = request("qwen2.5-1.5b", *flags, rows=2, num_gpus=8, dtype="float32", sequence_length=128)
     (plan,) = predict_all([replace(run, launch_file=str(path("fsdp2")))])
     assert isinstance(plan, MemoryPlan), plan
     assert plan.moment == "backward"
-    low, high = (row.measured["sampled"] for row in published() if row.source == "accelerate FSDP2 benchmark")
+    low, high = (
+        row.measured["sampled"] for row in published() if row.source == "accelerate FSDP2 benchmark"
+    )
     tied = 2 * 151936 * 1536
     assert 0.99 * low < plan.allocated_peak_bytes - tied < 1.01 * high

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_the_page_says_the_same():
-    (row,) = re.findall(r"^\| tried with \| (.*) \|$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE)
+    (row,) = re.findall(
+        r"^\| tried with \| (.*) \|$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE
+    )
     page = {}
     for part in row.split(";"):
         name, versions = part.strip().split(" ", 1)

@@ -27,9 +27,17 @@ SMALL_TENSORS = 64
 def both(tmp_path_factory):
     """What rank 0 of two did, and what the planner did, by the name of the case."""
     folder = tmp_path_factory.mktemp("zero")
-    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    launch = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     call = [sys.executable, SCRIPT, "ranks", folder]
-    ranks = [start(call, folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **launch) for rank in (0, 1)]
+    ranks = [
+        start(call, folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **launch)
+        for rank in (0, 1)
+    ]
     processes.end(*ranks)
     assert (folder / "rank-0.json").is_file(), (folder / "0" / "printed.txt").read_text()[-3000:]
     planner = processes.run([sys.executable, SCRIPT, "planner", folder], environ=environment())
@@ -44,17 +52,22 @@ def test_the_stream_of_collectives_and_releases_is_the_engines(both, name):
     assert (planner["world_size"], planner["num_steps"]) == (2, NUM_STEPS)
     assert len(ranks["stream"]) > 50
     if CASES[name]["zero"]["stage"] == 3:
-        assert {"reduce_scatter_fn", "all_gather_into_tensor", "release"} <= {call[0] for call in ranks["stream"]}
+        assert {"reduce_scatter_fn", "all_gather_into_tensor", "release"} <= {
+            call[0] for call in ranks["stream"]
+        }
     assert in_order(planner["stream"]) == in_order(ranks["stream"])
 
 
 def in_order(stream):
     """Calls of one kind in a row are sorted: the engine keeps weights in sets, whose order is that of addresses.
 
-    The ranks also compare the order of their modules, in int64, which one rank alone has no need of.
+    The ranks also compare the order of their modules, in int64, which one rank alone has no need
+    of.
     """
     kept = [call for call in stream if call[-1] != "torch.int64"]
-    return [sorted(calls, key=str) for _, calls in itertools.groupby(kept, key=lambda call: call[0])]
+    return [
+        sorted(calls, key=str) for _, calls in itertools.groupby(kept, key=lambda call: call[0])
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,9 +98,15 @@ def test_states_are_those_of_the_paper(both):
     num_ranks = 2
     for name, weights in (("3, checkpointing", 2 / num_ranks), ("2", 2)):
         plan = both[1][name]["plan"]
-        expected = {"weights": weights, "gradients": 2 / num_ranks, "optimizer states": 12 / num_ranks}
+        expected = {
+            "weights": weights,
+            "gradients": 2 / num_ranks,
+            "optimizer states": 12 / num_ranks,
+        }
         for category, bytes_each in expected.items():
-            assert plan["breakdown"][category] == pytest.approx(bytes_each * plan["num_parameters"], rel=0.01)
+            assert plan["breakdown"][category] == pytest.approx(
+                bytes_each * plan["num_parameters"], rel=0.01
+            )
         assert any("against nobody's GPU figure yet" in line for line in plan["not_reliable"])
 
 
@@ -110,10 +129,22 @@ ZERO = {"stage": 3}
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        ({"zero_optimization": {"stage": 3, "offload_optimiser": {}}}, "zero_optimization.offload_optimiser is no key"),
-        ({"zero_optimization": ZERO, "gradient_clippping": 1.0}, "gradient_clippping is no key that is read here"),
-        ({"zero_optimization": ZERO, "comment": "mine", "zero_optimisation": {}}, "zero_optimisation is no key"),
-        ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage is 'three', where an integer belongs"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimiser": {}}},
+            "zero_optimization.offload_optimiser is no key",
+        ),
+        (
+            {"zero_optimization": ZERO, "gradient_clippping": 1.0},
+            "gradient_clippping is no key that is read here",
+        ),
+        (
+            {"zero_optimization": ZERO, "comment": "mine", "zero_optimisation": {}},
+            "zero_optimisation is no key",
+        ),
+        (
+            {"zero_optimization": {"stage": "three"}},
+            "zero_optimization.stage is 'three', where an integer belongs",
+        ),
     ],
 )
 def test_bad_input_is_one_line(config, line):
@@ -131,13 +162,31 @@ def test_bad_input_is_one_line(config, line):
             {"zero_optimization": {**ZERO, "offload_param": {"device": "nvme", "nvme_path": "/"}}},
             "offload_param to NVMe",
         ),
-        ({"zero_optimization": {**ZERO, "zero_hpz_partition_size": 8}}, "ZeRO++ (zero_hpz_partition_size)"),
-        ({"zero_optimization": {**ZERO, "zero_quantized_weights": True}}, "ZeRO++ (zero_quantized_weights)"),
+        (
+            {"zero_optimization": {**ZERO, "zero_hpz_partition_size": 8}},
+            "ZeRO++ (zero_hpz_partition_size)",
+        ),
+        (
+            {"zero_optimization": {**ZERO, "zero_quantized_weights": True}},
+            "ZeRO++ (zero_quantized_weights)",
+        ),
         ({"zero_optimization": {**ZERO, "zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
-        ({"zero_optimization": {**ZERO, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offloaded in part"),
-        ({"zero_optimization": ZERO, "tensor_parallel": {"autotp_size": 2}}, "DeepSpeed's tensor_parallel"),
-        ({"zero_optimization": ZERO, "torch_autocast": {"enabled": True}}, "DeepSpeed's torch_autocast"),
-        ({"zero_optimization": ZERO, "optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer OneBitAdam"),
+        (
+            {"zero_optimization": {**ZERO, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "offloaded in part",
+        ),
+        (
+            {"zero_optimization": ZERO, "tensor_parallel": {"autotp_size": 2}},
+            "DeepSpeed's tensor_parallel",
+        ),
+        (
+            {"zero_optimization": ZERO, "torch_autocast": {"enabled": True}},
+            "DeepSpeed's torch_autocast",
+        ),
+        (
+            {"zero_optimization": ZERO, "optimizer": {"type": "OneBitAdam", "params": {}}},
+            "optimizer OneBitAdam",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(config, what):

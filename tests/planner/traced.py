@@ -1,6 +1,7 @@
 """The subprocess of a prediction, which also writes down what ranks were seen to make: `traced.py REQUESTS RESULTS`.
 
-Into RESULTS.seen what is divided among them, and into RESULTS.sums the bytes of each sum that a backward made anew.
+Into RESULTS.seen what is divided among them, and into RESULTS.sums the bytes of each sum that a
+backward made anew.
 """
 
 import json

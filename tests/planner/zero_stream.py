@@ -1,7 +1,10 @@
-"""What DeepSpeed's engine does, as a list: on two CPU ranks with bytes, or in the planner without. For test_zero.py.
+"""What DeepSpeed's engine does, as a list: on two CPU ranks with bytes, or in the planner without.
 
-`zero_stream.py ranks FOLDER` is one rank of a launch, `zero_stream.py planner FOLDER` the planner's subprocess. Both
-write, for each case, every collective (name, elements, dtype), every weight that is released, and the sizes of parts.
+For test_zero.py.
+
+`zero_stream.py ranks FOLDER` is one rank of a launch, `zero_stream.py planner FOLDER` the planner's
+subprocess. Both write, for each case, every collective (name, elements, dtype), every weight that
+is released, and the sizes of parts.
 """
 
 import json
@@ -42,7 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
             "stage3_param_persistence_threshold": "auto",
         },
     },
-    "2": {"zero": {"stage": 2, "reduce_bucket_size": 40_000, "allgather_bucket_size": 30_000, "overlap_comm": True}},
+    "2": {
+        "zero": {
+            "stage": 2,
+            "reduce_bucket_size": 40_000,
+            "allgather_bucket_size": 30_000,
+            "overlap_comm": True,
+        }
+    },
     "1, offloaded": {
         "zero": {"stage": 1, "round_robin_gradients": True, "offload_optimizer": {"device": "cpu"}},
         "gradient_accumulation_steps": 3,
@@ -62,7 +72,14 @@ CONFIG = {
 }
 LENGTH = 32
 NUM_STEPS = 3
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter_fn", "broadcast")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "reduce",
+    "reduce_scatter_fn",
+    "broadcast",
+)
 
 
 def arguments(case: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -97,7 +114,11 @@ class Recorder:
         self.pinned: list[int] = []
         for name in COLLECTIVES:
             setattr(comm, name, self.noting(name, getattr(comm, name), torch))
-        free, make, step = partition_parameters.free_param, DeepSpeedEngine.__init__, DeepSpeedEngine.step
+        free, make, step = (
+            partition_parameters.free_param,
+            DeepSpeedEngine.__init__,
+            DeepSpeedEngine.step,
+        )
 
         def freed(param: Any) -> None:
             self.stream.append(["release", param.ds_numel])
@@ -128,7 +149,13 @@ class Recorder:
     def noting(self, name: str, original: Any, torch: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            self.stream.append([name, *(each.numel() for each in tensors), str(tensors[0].dtype) if tensors else ""])
+            self.stream.append(
+                [
+                    name,
+                    *(each.numel() for each in tensors),
+                    str(tensors[0].dtype) if tensors else "",
+                ]
+            )
             return original(*args, **kwargs)
 
         return noted
@@ -156,8 +183,16 @@ def held() -> int:
     import torch
 
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_floating_point()]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if not each.is_meta}
+    tensors = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor) and each.is_floating_point()
+    ]
+    storages = {
+        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+        for each in tensors
+        if not each.is_meta
+    }
     return sum(storages.values())
 
 
@@ -208,7 +243,11 @@ def with_bytes(folder: Path) -> None:
         args = TrainingArguments(**arguments(case, str(folder)), use_cpu=True)
         deepspeed.init_distributed("gloo")
         recorder.begin()
-        sizes = {key: value for key, value in CONFIG.items() if key not in ("model_type", "architectures")}
+        sizes = {
+            key: value
+            for key, value in CONFIG.items()
+            if key not in ("model_type", "architectures")
+        }
         model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
         trainer = Trainer(model=model, args=args, train_dataset=rows)
         trainer.train()
@@ -234,7 +273,10 @@ def without_bytes(folder: Path) -> None:
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(
-            config=CONFIG, arguments=_arguments(arguments(case, "runs")), sequence_length=LENGTH, dtype="bfloat16"
+            config=CONFIG,
+            arguments=_arguments(arguments(case, "runs")),
+            sequence_length=LENGTH,
+            dtype="bfloat16",
         )
         recorder.begin()
         plan = asdict(worker.predict(PlanRequest(source=source, num_gpus=2)))
@@ -245,4 +287,6 @@ def without_bytes(folder: Path) -> None:
 if __name__ == "__main__":
     {"ranks": with_bytes, "planner": without_bytes}[sys.argv[1]](Path(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # gloo now and then aborts a process at its end, and the fakes of the planner are not to be undone
+    os._exit(
+        0
+    )  # gloo now and then aborts a process at its end, and the fakes of the planner are not to be undone

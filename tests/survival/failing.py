@@ -26,10 +26,16 @@ def ragged_rows(num_rows: int = 64) -> list[dict[str, torch.Tensor]]:
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
-    return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100), "attention_mask": (ids != 0).long()}
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == 0, -100),
+        "attention_mask": (ids != 0).long(),
+    }
 
 
-def small_trainer(tmp_path, model=None, trainer_class=Trainer, args_class=TrainingArguments, *, steps=2, **kwargs):
+def small_trainer(
+    tmp_path, model=None, trainer_class=Trainer, args_class=TrainingArguments, *, steps=2, **kwargs
+):
     """On the CPU, in float64: two micro-batches of four rows make a step."""
     into_trainer = {
         name: kwargs.pop(name)
@@ -109,7 +115,10 @@ class Allocations(TorchDispatchMode):
 @cache
 def returns_something_new(func) -> bool:
     """A number read from a tensor is none, nor is what ranks exchange, which is there already."""
-    new = any(returned.alias_info is None and "Tensor" in str(returned.type) for returned in func._schema.returns)
+    new = any(
+        returned.alias_info is None and "Tensor" in str(returned.type)
+        for returned in func._schema.returns
+    )
     return new and func.namespace != "c10d"
 
 
@@ -120,13 +129,20 @@ class Gradients(TrainerCallback):
         self.kept = kept
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.kept.append([None if p.grad is None else p.grad.detach().cpu().clone() for p in model.parameters()])
+        self.kept.append(
+            [None if p.grad is None else p.grad.detach().cpu().clone() for p in model.parameters()]
+        )
 
 
 class Run:
-    """One training, and what it was made of. `fail_at`: for the n-th micro-batch, the allocations that fail in it."""
+    """One training, and what it was made of.
 
-    def __init__(self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None, error=None, **train) -> None:
+    `fail_at`: for the n-th micro-batch, the allocations that fail in it.
+    """
+
+    def __init__(
+        self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None, error=None, **train
+    ) -> None:
         self.trainer, self.fail_at = trainer, fail_at or {}
         self.allocations = Allocations()
         self.allocations.error = error
@@ -161,7 +177,9 @@ class Run:
     def logged(self) -> list[dict[str, float]]:
         untold = ["runtime", "per_second", "out_of_memory", "_time", "memory/"]
         if find_spec("trl") and int(version("trl").partition(".")[0]) < 1:
-            untold.append("logits/")  # it exchanges a mean over tokens, and they are put together by pairs
+            untold.append(
+                "logits/"
+            )  # it exchanges a mean over tokens, and they are put together by pairs
         return [
             {k: v for k, v in logs.items() if not any(u in k for u in untold)}
             for logs in self.trainer.state.log_history
@@ -173,7 +191,9 @@ def survive(make, where: dict[int, float], **options) -> tuple[Run, Run]:
     whole = Run(make())
     trainer = make()
     survive_oom(trainer, **options)
-    survived = Run(trainer, {n: [max(1, int(whole.num_allocations[n] * part))] for n, part in where.items()})
+    survived = Run(
+        trainer, {n: [max(1, int(whole.num_allocations[n] * part))] for n, part in where.items()}
+    )
     assert survived.allocations.num_failed == len(where)
     return whole, survived
 
@@ -213,4 +233,7 @@ def weights_by_rounding(
 ) -> float:
     """The same of weights, after so many steps of AdamW."""
     rates = [LEARNING_RATE] * steps
-    return max(rounding.after_adam(a, b, rates, num_terms, dtype) for a, b in zip(ours, theirs, strict=True))
+    return max(
+        rounding.after_adam(a, b, rates, num_terms, dtype)
+        for a, b in zip(ours, theirs, strict=True)
+    )

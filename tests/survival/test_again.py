@@ -11,7 +11,15 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import HPSearchBackend
 
 from tests.models import tiny_llama
-from tests.survival.failing import Gradients, Run, gradients_off_by, off_by_steps, padded, ragged_rows, small_trainer
+from tests.survival.failing import (
+    Gradients,
+    Run,
+    gradients_off_by,
+    off_by_steps,
+    padded,
+    ragged_rows,
+    small_trainer,
+)
 from trainer_plugins import protect, survive_oom
 from trainer_plugins.survival import Survival
 
@@ -34,7 +42,9 @@ class WithModels(Trainer):
         super().__init__(model_init=lambda: tiny_llama().double(), **kwargs)
 
 
-@pytest.mark.parametrize("attach", [survive_oom, lambda trainer: protect(trainer, preset="survive")])
+@pytest.mark.parametrize(
+    "attach", [survive_oom, lambda trainer: protect(trainer, preset="survive")]
+)
 def test_every_trial_of_a_search_survives(tmp_path, monkeypatch, attach) -> None:
     monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.WANDB, Twice)
     monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: True)
@@ -118,7 +128,9 @@ def classifier():
 def test_an_interruption_in_the_middle_of_a_division_leaves_all_as_it_was(tmp_path) -> None:
     def interrupt(module, args):
         calls.append(len(args[0]) if args else 0)
-        if len(calls) == 7:  # whole, three to measure with, one piece, and in the midst of the second
+        if (
+            len(calls) == 7
+        ):  # whole, three to measure with, one piece, and in the midst of the second
             raise KeyboardInterrupt
 
     calls: list = []
@@ -133,11 +145,16 @@ def test_an_interruption_in_the_middle_of_a_division_leaves_all_as_it_was(tmp_pa
     assert [p.requires_grad for p in trainer.model.parameters()] == before[0]
     rows = padded(ragged_rows(4))
     trainer.model.zero_grad()
-    trainer.accelerator.backward(trainer.compute_loss(trainer.model.train(), rows))  # by hand, as in a notebook
+    trainer.accelerator.backward(
+        trainer.compute_loss(trainer.model.train(), rows)
+    )  # by hand, as in a notebook
     by_hand = [p.grad.clone() for p in trainer.model.parameters()]
     trainer.model.zero_grad()
     trainer.model(**rows).loss.backward()
-    assert all(torch.equal(mine, p.grad) for mine, p in zip(by_hand, trainer.model.parameters(), strict=True))
+    assert all(
+        torch.equal(mine, p.grad)
+        for mine, p in zip(by_hand, trainer.model.parameters(), strict=True)
+    )
 
     trainer.model.load_state_dict(tiny_llama().double().state_dict())
     trainer.optimizer = trainer.lr_scheduler = None

@@ -27,7 +27,11 @@ def remarks(tmp_path, *codes: str) -> list:
 
 def test_detach_restores_everything(tmp_path) -> None:
     trainer = small_trainer(tmp_path)
-    before = dict(vars(trainer)), dict(vars(trainer.accelerator)), list(trainer.callback_handler.callbacks)
+    before = (
+        dict(vars(trainer)),
+        dict(vars(trainer.accelerator)),
+        list(trainer.callback_handler.callbacks),
+    )
 
     survival = survive_oom(trainer)
     assert (vars(trainer), vars(trainer.accelerator), trainer.callback_handler.callbacks) != before
@@ -73,25 +77,38 @@ def test_where_everything_fits_nothing_changes(tmp_path) -> None:
 def test_it_is_told_in_words_in_the_timeline_and_in_the_history(tmp_path, caplog) -> None:
     trainer = survive(lambda: small_trainer(tmp_path), {0: 0.8, 3: 0.3})[1].trainer
 
-    told = [record.message for record in caplog.records if record.name.startswith("trainer_plugins.survival")]
+    told = [
+        record.message
+        for record in caplog.records
+        if record.name.startswith("trainer_plugins.survival")
+    ]
     assert len(told) == 2
     assert told[0].startswith(
         "step 1: [out-of-memory-survived] 4 rows (52 tokens, padding included) did not fit in the backward pass; "
         "the micro-batch of 4 rows (52 tokens, padding included) was finished in 2 pieces of at most 2 rows "
         "(1 failed attempt, "
     )
-    assert "the limit is now 2 rows of this length at once; CUDA out of memory. Tried to allocate 2.00 MiB" in told[0]
+    assert (
+        "the limit is now 2 rows of this length at once; CUDA out of memory. Tried to allocate 2.00 MiB"
+        in told[0]
+    )
     assert "step 2" in told[1]
     assert "did not fit in the forward pass" in told[1]
     assert [entry.step for entry in remarks(tmp_path, "out-of-memory-survived")] == [1, 2]
-    assert [logs["out_of_memory_survived"] for logs in trainer.state.log_history if "loss" in logs] == [1, 2]
+    assert [
+        logs["out_of_memory_survived"] for logs in trainer.state.log_history if "loss" in logs
+    ] == [1, 2]
 
 
-@pytest.mark.parametrize("restores", [False, True], ids=["by ourselves", "callbacks restored by transformers"])
+@pytest.mark.parametrize(
+    "restores", [False, True], ids=["by ourselves", "callbacks restored by transformers"]
+)
 def test_the_limit_goes_with_the_checkpoint(tmp_path, restores: bool) -> None:
     def make(steps=4):
         settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
-        return small_trainer(tmp_path, steps=steps, restore_callback_states_from_checkpoint=restores, **settings)
+        return small_trainer(
+            tmp_path, steps=steps, restore_callback_states_from_checkpoint=restores, **settings
+        )
 
     whole = Run(make())
     trainer = make(steps=2)
@@ -104,9 +121,15 @@ def test_the_limit_goes_with_the_checkpoint(tmp_path, restores: bool) -> None:
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["SurvivalMemo"]["attributes"]["limit"] == 26
     assert off_by_steps(first.gradients + second.gradients, whole.gradients) <= 1e-12
-    assert min(second.num_allocations) >= 1.8 * max(whole.num_allocations), "each is divided beforehand"
+    assert min(second.num_allocations) >= 1.8 * max(whole.num_allocations), (
+        "each is divided beforehand"
+    )
     assert len(remarks(tmp_path, "out-of-memory-survived")) == 1
-    assert [logs["step"] for logs in second.trainer.state.log_history if "out_of_memory_survived" in logs] == [1]
+    assert [
+        logs["step"]
+        for logs in second.trainer.state.log_history
+        if "out_of_memory_survived" in logs
+    ] == [1]
 
 
 def test_the_limit_of_another_way_to_train_is_not_taken_up(tmp_path) -> None:
@@ -116,9 +139,13 @@ def test_the_limit_of_another_way_to_train_is_not_taken_up(tmp_path) -> None:
         return trainer
 
     Run(make(steps=1), {0: [100]})
-    resumed = Run(make(gradient_checkpointing=True), resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed = Run(
+        make(gradient_checkpointing=True), resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+    )
 
-    assert max(resumed.num_allocations) < 1.5 * first_micro_batch(small_trainer(tmp_path, gradient_checkpointing=True))
+    assert max(resumed.num_allocations) < 1.5 * first_micro_batch(
+        small_trainer(tmp_path, gradient_checkpointing=True)
+    )
 
 
 def test_the_limit_of_a_card_of_another_size_is_not_taken_up(tmp_path, simgpu) -> None:
@@ -145,7 +172,9 @@ def test_the_limit_of_a_card_of_another_size_is_not_taken_up(tmp_path, simgpu) -
 def test_a_limit_that_was_learned_without_checkpointing_is_open_again_with_it(tmp_path) -> None:
     trainer = small_trainer(tmp_path, per_device_train_batch_size=2)
     survive_oom(trainer)
-    Run(trainer, {0: [60, 3550]})  # two rows; between them it is measured whether they add up; and one of them
+    Run(
+        trainer, {0: [60, 3550]}
+    )  # two rows; between them it is measured whether they add up; and one of them
 
     memo = memo_of(trainer)
     assert memo.rungs == ["checkpointing"]
@@ -175,7 +204,8 @@ def test_one_row_that_does_not_fit_switches_checkpointing_on(tmp_path) -> None:
     assert not is_reentrant(trainer.model), "which would finish gradients in parts"
     assert gradients_off_by(survived, whole) <= 1e-12
     assert (
-        "in one piece, with checkpointing switched on" in remarks(tmp_path, "out-of-memory-survived")[0].finding.summary
+        "in one piece, with checkpointing switched on"
+        in remarks(tmp_path, "out-of-memory-survived")[0].finding.summary
     )
     survival.detach()
     assert not trainer.model.is_gradient_checkpointing
@@ -195,31 +225,51 @@ def test_a_second_training_goes_on_with_what_the_first_has_switched_on(tmp_path)
 @pytest.mark.parametrize(
     ("options", "num_rows", "why"),
     [
-        ({"ladder": ()}, 1, "nothing smaller to try than 1 row (13 tokens, padding included), and nothing left to"),
-        ({"ladder": (), "min_micro_batch": 3}, 4, "nothing smaller to try than 4 rows (52 tokens, padding included)"),
+        (
+            {"ladder": ()},
+            1,
+            "nothing smaller to try than 1 row (13 tokens, padding included), and nothing left to",
+        ),
+        (
+            {"ladder": (), "min_micro_batch": 3},
+            4,
+            "nothing smaller to try than 4 rows (52 tokens, padding included)",
+        ),
     ],
 )
-def test_when_nothing_helps_the_error_keeps_its_words(tmp_path, options, num_rows: int, why: str) -> None:
+def test_when_nothing_helps_the_error_keeps_its_words(
+    tmp_path, options, num_rows: int, why: str
+) -> None:
     trainer = small_trainer(tmp_path, per_device_train_batch_size=num_rows)
     survive_oom(trainer, **options)
 
     with pytest.raises(torch.OutOfMemoryError) as raised:
         Run(trainer, {0: [100]})
 
-    assert str(raised.value).startswith("CUDA out of memory. Tried to allocate 2.00 MiB for number 100.")
+    assert str(raised.value).startswith(
+        "CUDA out of memory. Tried to allocate 2.00 MiB for number 100."
+    )
     assert why in str(raised.value)
-    assert [why in entry.finding.summary for entry in remarks(tmp_path, "out-of-memory-refused")] == [True]
+    assert [
+        why in entry.finding.summary for entry in remarks(tmp_path, "out-of-memory-refused")
+    ] == [True]
 
 
-NOT_INITIALIZED = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+NOT_INITIALIZED = RuntimeError(
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+)
 
 
 @pytest.mark.parametrize(
     "error",
     [
         NOT_INITIALIZED,
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-        RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838'),
+        RuntimeError(
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+        ),
+        RuntimeError(
+            'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838'
+        ),
         MemoryError(),
     ],
     ids=["cuBLAS", "driver", "NVML", "host"],
@@ -268,7 +318,9 @@ def test_other_errors_go_through_as_they_are(tmp_path) -> None:
     trainer = small_trainer(tmp_path, model)
     survive_oom(trainer)
 
-    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(4x32 and 64x32\)$"):
+    with pytest.raises(
+        RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(4x32 and 64x32\)$"
+    ):
         trainer.train()
 
 
@@ -284,6 +336,9 @@ def test_a_loss_that_is_scaled_otherwise_is_not_taken_for_right(tmp_path, at: fl
     trainer = small_trainer(tmp_path, trainer_class=Twice)
     survive_oom(trainer)
 
-    with pytest.raises((RuntimeError, ValueError), match="with 2 times its gradient, where the Trainer's has 1 times"):
+    with pytest.raises(
+        (RuntimeError, ValueError),
+        match="with 2 times its gradient, where the Trainer's has 1 times",
+    ):
         Run(trainer, {0: [int(at * num)]})
     assert trainer.state.global_step == 0

@@ -7,14 +7,29 @@ import torch
 
 from tests import rounding
 from tests.models import tiny_llama, token_rows
-from tests.survival.failing import Gradients, gradients_by_rounding, off_by, small_trainer, weights_by_rounding
+from tests.survival.failing import (
+    Gradients,
+    gradients_by_rounding,
+    off_by,
+    small_trainer,
+    weights_by_rounding,
+)
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.units import MIB
 
 
-def trained(tmp_path, simgpu, capacity_mib: int, model=None, length: int = 64, num_rows: int = 64, hook=None, **kwargs):
+def trained(
+    tmp_path,
+    simgpu,
+    capacity_mib: int,
+    model=None,
+    length: int = 64,
+    num_rows: int = 64,
+    hook=None,
+    **kwargs,
+):
     """Four steps of 64 rows. Below 256 MiB the Trainer has to survive."""
     gc.collect()
     torch.accelerator.empty_cache()
@@ -30,7 +45,11 @@ def trained(tmp_path, simgpu, capacity_mib: int, model=None, length: int = 64, n
     gradients: list[list] = []
     trainer.add_callback(Gradients(gradients))
     trainer.train()
-    return trainer, gradients, [parameter.detach().cpu() for parameter in trainer.model.parameters()]
+    return (
+        trainer,
+        gradients,
+        [parameter.detach().cpu() for parameter in trainer.model.parameters()],
+    )
 
 
 def findings(tmp_path) -> list:
@@ -38,26 +57,43 @@ def findings(tmp_path) -> list:
     return [entry.finding for entry in entries if isinstance(entry, Remark)]
 
 
-# Checkpointing computes a layer again, and then its gradient: with wide layers that takes more than the forward pass.
+# Checkpointing computes a layer again, and then its gradient: with wide layers that takes more than
+# the forward pass.
 WIDE = {"model": {"intermediate_size": 512}, "gradient_checkpointing": True}
 
 
 @pytest.mark.parametrize(
-    ("phase", "capacity_mib", "kwargs"), [("forward", 6, {}), ("backward", 48, WIDE)], ids=["8 times too large", "wide"]
+    ("phase", "capacity_mib", "kwargs"),
+    [("forward", 6, {}), ("backward", 48, WIDE)],
+    ids=["8 times too large", "wide"],
 )
-def test_it_ends_as_on_a_card_that_is_large_enough(tmp_path, simgpu, phase: str, capacity_mib: int, kwargs) -> None:
+def test_it_ends_as_on_a_card_that_is_large_enough(
+    tmp_path, simgpu, phase: str, capacity_mib: int, kwargs
+) -> None:
     large, gradients, weights = trained(tmp_path / "large", simgpu, 256, **kwargs)
-    small, small_gradients, small_weights = trained(tmp_path / "small", simgpu, capacity_mib, **kwargs)
+    small, small_gradients, small_weights = trained(
+        tmp_path / "small", simgpu, capacity_mib, **kwargs
+    )
 
     terms = rounding.terms_of(num_layers=2, width=512 if kwargs else 64)
     assert gradients_by_rounding(small_gradients, gradients, terms) <= 1
     assert weights_by_rounding(small_weights, weights, 4, terms) <= 1
-    rates = [[logs["learning_rate"] for logs in run.state.log_history[:-1]] for run in (small, large)]
+    rates = [
+        [logs["learning_rate"] for logs in run.state.log_history[:-1]] for run in (small, large)
+    ]
     assert rates[0] == rates[1]
-    assert (small.state.global_step, small.state.epoch) == (large.state.global_step, large.state.epoch) == (4, 1.0)
+    assert (
+        (small.state.global_step, small.state.epoch)
+        == (large.state.global_step, large.state.epoch)
+        == (4, 1.0)
+    )
     told = findings(tmp_path / "small")
-    assert told[0].summary.startswith(f"64 rows (4096 tokens, padding included) did not fit in the {phase} pass; ")
-    codes = {finding.code for finding in told} - {"allocator-thrashing"}  # what torch frees when is its own
+    assert told[0].summary.startswith(
+        f"64 rows (4096 tokens, padding included) did not fit in the {phase} pass; "
+    )
+    codes = {finding.code for finding in told} - {
+        "allocator-thrashing"
+    }  # what torch frees when is its own
     assert codes == {"out-of-memory-survived"}
 
 
@@ -74,7 +110,10 @@ def test_a_card_too_small_for_one_row_says_what_was_tried(tmp_path, simgpu) -> N
         trained(tmp_path, simgpu, 2, model={"vocab_size": 512}, length=256)
 
     assert str(raised.value).startswith("CUDA out of memory. Tried to allocate")
-    assert "nothing smaller to try than 1 row (256 tokens, padding included), and nothing left" in str(raised.value)
+    assert (
+        "nothing smaller to try than 1 row (256 tokens, padding included), and nothing left"
+        in str(raised.value)
+    )
     assert [finding.code for finding in findings(tmp_path)] == ["out-of-memory-refused"]
 
 
@@ -93,7 +132,9 @@ class Statistics:
 def test_who_holds_the_memory_of_a_failed_attempt_is_named(tmp_path, simgpu) -> None:
     trained(tmp_path, simgpu, 16, hook=Statistics())
 
-    (finding,) = [finding for finding in findings(tmp_path) if finding.code == "out-of-memory-leftover"]
+    (finding,) = [
+        finding for finding in findings(tmp_path) if finding.code == "out-of-memory-leftover"
+    ]
     assert finding.evidence.startswith("a graph that ends in [64, 64, 32], held by ")
     assert finding.evidence.endswith("Statistics.last")
 
@@ -122,10 +163,15 @@ def a_loss_that_is_a_view(model) -> None:
 @pytest.mark.parametrize(
     ("hook", "capacity_mib", "kwargs", "phase"),
     # Made in the test: what a tracker holds of the card would be there for the tests that follow.
-    [(lambda model: ErrorTracker()(model), 16, {}, "forward"), (a_loss_that_is_a_view, 48, WIDE, "backward")],
+    [
+        (lambda model: ErrorTracker()(model), 16, {}, "forward"),
+        (a_loss_that_is_a_view, 48, WIDE, "backward"),
+    ],
     ids=["tracker", "view"],
 )
-def test_what_a_failed_attempt_computed_is_freed(tmp_path, simgpu, hook, capacity_mib, kwargs, phase: str) -> None:
+def test_what_a_failed_attempt_computed_is_freed(
+    tmp_path, simgpu, hook, capacity_mib, kwargs, phase: str
+) -> None:
     trained(tmp_path, simgpu, capacity_mib, hook=hook, **kwargs)
 
     assert f"did not fit in the {phase} pass" in findings(tmp_path)[0].summary
@@ -135,7 +181,8 @@ def test_what_a_failed_attempt_computed_is_freed(tmp_path, simgpu, hook, capacit
 def test_the_backward_thread_has_let_go_when_an_attempt_returns(simgpu) -> None:
     simgpu.set_capacity(48 * MIB)
     gc.collect()
-    gc.freeze()  # or the collection of what else there is takes so long that nothing is left to wait for
+    # or the collection of what else there is takes so long that nothing is left to wait for
+    gc.freeze()
     model = tiny_llama(intermediate_size=512).to("simgpu").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(1, 100, (64, 64)).to("simgpu")
@@ -147,5 +194,7 @@ def test_the_backward_thread_has_let_go_when_an_attempt_returns(simgpu) -> None:
         del loss
 
         assert isinstance(failure, DidNotFit)
-        gradients_bytes = sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
+        gradients_bytes = sum(
+            parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None
+        )
         assert torch.accelerator.memory_allocated() - before_bytes - gradients_bytes < 0.1 * MIB

@@ -20,7 +20,10 @@ from trainer_plugins import survive_oom
 
 MODES = {
     "no checkpointing": {},
-    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
 }
 
 
@@ -32,12 +35,12 @@ def with_own_batch_norm(dropout: float = 0.1):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_norm_of_ones_own_is_found_beside_dropout(tmp_path, mode: str, dropout: float) -> None:
+def test_a_batch_norm_of_ones_own_is_found_beside_dropout(
+    tmp_path, mode: str, dropout: float
+) -> None:
     trainer = small_trainer(tmp_path, with_own_batch_norm(dropout), **MODES[mode])
     survive_oom(trainer, ladder=())
-    why = (
-        r"its gradient is not the sum of its parts': measured on 2 of its rows against 1 \+ 1, in training mode, it is"
-    )
+    why = r"its gradient is not the sum of its parts': measured on 2 of its rows against 1 \+ 1, in training mode, it is"
     with pytest.raises(torch.OutOfMemoryError, match=why):
         Run(trainer, {0: [100]})
 
@@ -72,13 +75,21 @@ def test_a_buffer_that_a_forward_pass_moves_is_found(tmp_path) -> None:
     model.lm_head = Powered(model.lm_head)
     trainer = small_trainer(tmp_path, model)
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match=r"`lm_head.scale`, a buffer of Powered, is moved by each forward"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"`lm_head.scale`, a buffer of Powered, is moved by each forward",
+    ):
         Run(trainer, {0: [100]})
-    assert float(model.lm_head.scale) == 1.0, "the attempt failed before it, and what was measured is put back"
+    assert float(model.lm_head.scale) == 1.0, (
+        "the attempt failed before it, and what was measured is put back"
+    )
 
 
 class FirstCome(nn.Module):
-    """Doubles the first 70 tokens of a micro-batch, as experts of a capacity serve them. Short samples have 64."""
+    """Doubles the first 70 tokens of a micro-batch, as experts of a capacity serve them.
+
+    Short samples have 64.
+    """
 
     def forward(self, hidden):
         tokens = hidden.flatten(0, 1)
@@ -92,7 +103,9 @@ def test_a_coupling_that_only_long_rows_reach(tmp_path) -> None:
     model.model.norm = nn.Sequential(model.model.norm, FirstCome())
     trainer = small_trainer(tmp_path, model, train_dataset=rows, per_device_train_batch_size=8)
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match=r"measured on 4 of its rows against 2 \+ 2, in training mode"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"measured on 4 of its rows against 2 \+ 2, in training mode"
+    ):
         Run(trainer, {0: [100]})
 
 
@@ -112,7 +125,10 @@ class Weighted(nn.Module):
 def test_class_weights_that_show_late_are_found_and_earlier_steps_are_in_doubt(tmp_path) -> None:
     """The first 400 rows are of one class."""
     num_alike = 400
-    rows = [{"input_ids": torch.arange(1, 7) + n % 100, "labels": 0 if n < num_alike else n % 3} for n in range(3200)]
+    rows = [
+        {"input_ids": torch.arange(1, 7) + n % 100, "labels": 0 if n < num_alike else n % 3}
+        for n in range(3200)
+    ]
 
     def collate(rows):
         labels = torch.tensor([row["labels"] for row in rows])
@@ -122,15 +138,23 @@ def test_class_weights_that_show_late_are_found_and_earlier_steps_are_in_doubt(t
         def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    trainer = small_trainer(tmp_path, Weighted(), InOrder, train_dataset=rows, data_collator=collate, steps=400)
+    trainer = small_trainer(
+        tmp_path, Weighted(), InOrder, train_dataset=rows, data_collator=collate, steps=400
+    )
     survive_oom(trainer, ladder=(), vouch_for_loss=True)
     num = 12
     Run(trainer, {0: [num]})
     (told,) = remarks(tmp_path, "gradients-in-doubt")
     first_wrong = num_alike // 8 + 1
     assert told.step > first_wrong
-    assert "its gradient is not the sum of its parts': measured on 2 of its rows against 1 + 1" in told.finding.evidence
-    assert f"those of steps 1 to {told.step - 1} that were divided have gradients in doubt" in told.finding.summary
+    assert (
+        "its gradient is not the sum of its parts': measured on 2 of its rows against 1 + 1"
+        in told.finding.evidence
+    )
+    assert (
+        f"those of steps 1 to {told.step - 1} that were divided have gradients in doubt"
+        in told.finding.summary
+    )
 
 
 class NotANumber(nn.Module):
@@ -144,12 +168,15 @@ class NotANumber(nn.Module):
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 0.0])
-def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(tmp_path, factor: float) -> None:
+def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(
+    tmp_path, factor: float
+) -> None:
     trainer = small_trainer(tmp_path, NotANumber(factor), data_collator=lambda rows: {
         name: torch.stack([row["input_ids"][:6] for row in rows]) for name in ("input_ids", "labels")})  # fmt: skip
     survive_oom(trainer, ladder=(), vouch_for_loss=True)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*its gradient is 0, or not a number, on 2 examples"
+        torch.OutOfMemoryError,
+        match=r"(?s)^CUDA out of memory.*its gradient is 0, or not a number, on 2 examples",
     ):
         Run(trainer, {0: [6]})
 
@@ -157,18 +184,34 @@ def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(tmp_path, fa
 def takes_three(module, args) -> None:
     """Of images, which nothing is cut off: a card that takes three of them at once, and not four."""
     if len(args[0]) > 3:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB for four images.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 MiB for four images."
+        )
 
 
 def images(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
-    model = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)).double()
+    model = ViTForImageClassification(
+        ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
+    ).double()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.endswith(("key.bias", "k_proj.bias")))  # whose gradient is 0, and rounding
+        parameter.requires_grad_(
+            not name.endswith(("key.bias", "k_proj.bias"))
+        )  # whose gradient is 0, and rounding
     dice = torch.Generator().manual_seed(0)
-    rows = [{"pixel_values": torch.rand(3, 8, 8, generator=dice).double(), "labels": n % 3} for n in range(64)]
-    return small_trainer(tmp_path, model, train_dataset=rows, data_collator=None, per_device_train_batch_size=8)
+    rows = [
+        {"pixel_values": torch.rand(3, 8, 8, generator=dice).double(), "labels": n % 3}
+        for n in range(64)
+    ]
+    return small_trainer(
+        tmp_path, model, train_dataset=rows, data_collator=None, per_device_train_batch_size=8
+    )
 
 
 def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
@@ -178,29 +221,49 @@ def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
     run = Run(trainer)
     assert not trainer.model.is_gradient_checkpointing, "nothing had to be switched on"
     first, *_ = remarks(tmp_path, "out-of-memory-survived")
-    assert "measured on 2 of its rows against 1 + 1, in training mode, and on 3 of its rows" in first.finding.evidence
+    assert (
+        "measured on 2 of its rows against 1 + 1, in training mode, and on 3 of its rows"
+        in first.finding.evidence
+    )
 
     assert gradients_off_by(run, Run(images(tmp_path / "whole"))) <= 1e-12
 
 
 def test_what_numpy_draws_is_held_by_eval_mode_of_the_module_that_draws(tmp_path) -> None:
     """SpecAugment masks each row by numbers of numpy, which parts would draw in another order."""
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    ears = {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (4,), "num_conv_pos_embeddings": 4}
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    ears = {
+        "conv_dim": (16,),
+        "conv_kernel": (4,),
+        "conv_stride": (4,),
+        "num_conv_pos_embeddings": 4,
+    }
     config = Wav2Vec2Config(
         **small, **ears, num_conv_pos_embedding_groups=2, num_feat_extract_layers=1, num_labels=3,
         mask_time_prob=0.5, mask_time_length=2, classifier_proj_size=8, feat_extract_norm="layer",
     )  # fmt: skip
     torch.manual_seed(0)
     dice = torch.Generator().manual_seed(0)
-    rows = [{"input_values": torch.randn(400, generator=dice).double(), "labels": n % 3} for n in range(64)]
+    rows = [
+        {"input_values": torch.randn(400, generator=dice).double(), "labels": n % 3}
+        for n in range(64)
+    ]
     trainer = small_trainer(
-        tmp_path, Wav2Vec2ForSequenceClassification(config).double(), train_dataset=rows, data_collator=None
+        tmp_path,
+        Wav2Vec2ForSequenceClassification(config).double(),
+        train_dataset=rows,
+        data_collator=None,
     )
     survive_oom(trainer, ladder=())
     Run(trainer, {0: [30]})
     (told,) = remarks(tmp_path, "out-of-memory-survived")
-    assert "in training mode, but Wav2Vec2Model, which draws by numpy or Python, without its children" in (
-        told.finding.evidence
+    assert (
+        "in training mode, but Wav2Vec2Model, which draws by numpy or Python, without its children"
+        in (told.finding.evidence)
     )
     assert all(module.training for module in trainer.model.modules())

@@ -22,18 +22,33 @@ from trainer_plugins.units import MIB
 
 def classifier():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
-    return LlamaForSequenceClassification(LlamaConfig(num_attention_heads=4, num_labels=3, **sizes)).double()
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    }
+    return LlamaForSequenceClassification(
+        LlamaConfig(num_attention_heads=4, num_labels=3, **sizes)
+    ).double()
 
 
 def classes(rows):
-    return {"input_ids": torch.stack([row["input_ids"][:6] for row in rows]), "labels": torch.arange(len(rows)) % 3}
+    return {
+        "input_ids": torch.stack([row["input_ids"][:6] for row in rows]),
+        "labels": torch.arange(len(rows)) % 3,
+    }
 
 
 def packed(rows):
     ids = torch.cat([row["input_ids"] for row in rows])[None]
     positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }
 
 
 def without_cache():
@@ -49,7 +64,9 @@ FAMILIES: dict[str, dict] = {
 }
 
 
-def evaluated(tmp_path, fail_at: tuple[int, ...] = (), with_metrics=False, make_model=None, **kwargs):
+def evaluated(
+    tmp_path, fail_at: tuple[int, ...] = (), with_metrics=False, make_model=None, **kwargs
+):
     """Loss and metrics, all predictions, and the number of allocations."""
     seen = []
 
@@ -72,17 +89,26 @@ def evaluated(tmp_path, fail_at: tuple[int, ...] = (), with_metrics=False, make_
         metrics = trainer.evaluate()
     assert allocations.num_failed == len(fail_at)
     told = ("runtime", "per_second", "preparation_time")
-    return {name: value for name, value in metrics.items() if not name.endswith(told)}, seen, allocations.num
+    return (
+        {name: value for name, value in metrics.items() if not name.endswith(told)},
+        seen,
+        allocations.num,
+    )
 
 
 @pytest.mark.parametrize("with_metrics", [False, True], ids=["loss only", "metrics"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_metrics_and_predictions_are_those_of_the_whole(tmp_path, family: str, with_metrics: bool) -> None:
+def test_loss_metrics_and_predictions_are_those_of_the_whole(
+    tmp_path, family: str, with_metrics: bool
+) -> None:
     options = FAMILIES[family]
     expected, predictions, num = evaluated(tmp_path / "whole", (), with_metrics, **options)
     *_, num_in_parts = evaluated(tmp_path / "once", (num // 6,), with_metrics, **options)
     # In the first of three batches, and in a part of one of those that are divided beforehand.
-    fail_at = (num // 6, num_in_parts - num // 2)  # the last batch is a third of the allocations, and not divided
+    fail_at = (
+        num // 6,
+        num_in_parts - num // 2,
+    )  # the last batch is a third of the allocations, and not divided
     metrics, small_predictions, _ = evaluated(tmp_path / "parts", fail_at, with_metrics, **options)
 
     assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
@@ -102,7 +128,14 @@ def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
         return {"sum": float(predictions.predictions.sum())}
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    sizes = {
+        "vocab_size": 128,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
     with torch.no_grad():
         for parameter in model.parameters():  # so that rows do not all generate the same
@@ -125,14 +158,20 @@ def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
         metrics = trainer.evaluate(max_new_tokens=12)
     assert allocations.num_failed == len(fail_at)
     told = ("runtime", "per_second", "preparation_time")
-    return {name: value for name, value in metrics.items() if not name.endswith(told)}, seen, allocations.num
+    return (
+        {name: value for name, value in metrics.items() if not name.endswith(told)},
+        seen,
+        allocations.num,
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"generation_num_beams": 3}], ids=["greedy", "beams"])
 def test_what_is_generated_is_what_the_whole_would_have_been(tmp_path, options) -> None:
     expected, (tokens, labels), num = generated(tmp_path / "whole", **options)
     # While it generates, a part of it again, and in the forward pass for the loss of a later batch.
-    metrics, (small_tokens, small_labels), _ = generated(tmp_path / "parts", (num // 9, num // 5, num), **options)
+    metrics, (small_tokens, small_labels), _ = generated(
+        tmp_path / "parts", (num // 9, num // 5, num), **options
+    )
 
     assert metrics == pytest.approx(expected, rel=1e-6)
     assert (small_tokens == tokens).all()
@@ -144,7 +183,8 @@ def test_what_is_generated_is_what_the_whole_would_have_been(tmp_path, options) 
 
 def test_one_row_that_does_not_fit_ends_it_with_the_words_of_the_error(tmp_path) -> None:
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*nothing smaller to try than one example"
+        torch.OutOfMemoryError,
+        match=r"(?s)CUDA out of memory.*nothing smaller to try than one example",
     ):
         evaluated(tmp_path, (30,), per_device_eval_batch_size=1)
 
@@ -153,7 +193,9 @@ def test_one_sequence_that_is_longer_than_the_limit_is_computed_as_it_is(tmp_pat
     """Which does not lie as those do by which the limit was found: nothing was measured of it."""
 
     def loss(fail_at: list[int]) -> float:
-        trainer = small_trainer(tmp_path, without_cache(), data_collator=packed, per_device_eval_batch_size=8)
+        trainer = small_trainer(
+            tmp_path, without_cache(), data_collator=packed, per_device_eval_batch_size=8
+        )
         trainer.eval_dataset = [*ragged_rows(16), {"input_ids": torch.arange(1, 81)}]
         if fail_at:
             survive_oom(trainer)
@@ -166,13 +208,18 @@ def test_one_sequence_that_is_longer_than_the_limit_is_computed_as_it_is(tmp_pat
 
 
 def test_a_loss_that_is_asked_for_otherwise_is_weighed_otherwise(tmp_path) -> None:
-    """The Trainer gives the number of tokens by which a loss is divided. Without it a loss is a mean."""
+    """The Trainer gives the number of tokens by which a loss is divided.
+
+    Without it a loss is a mean.
+    """
     trainer = small_trainer(tmp_path, per_device_eval_batch_size=8)
     trainer.eval_dataset = ragged_rows(8)
 
     def mean() -> float:
         with torch.no_grad():
-            loss, outputs = trainer.compute_loss(trainer.model.eval(), padded(ragged_rows(8)), return_outputs=True)
+            loss, outputs = trainer.compute_loss(
+                trainer.model.eval(), padded(ragged_rows(8)), return_outputs=True
+            )
         assert len(outputs.logits) == 8
         return float(loss)
 
@@ -201,7 +248,9 @@ def test_what_trl_counts_is_counted_once(tmp_path) -> None:
                 if len(begun) in fail_in:
                     allocations.fail_at = [allocations.num + fail_after]
 
-            def counted(*args, **kwargs):  # without the next batch: trl before 1 makes many tensors when it collates
+            def counted(
+                *args, **kwargs
+            ):  # without the next batch: trl before 1 makes many tensors when it collates
                 result = compute_loss(*args, **kwargs)
                 nums.append(allocations.num - begun[-1])
                 return result
@@ -214,7 +263,9 @@ def test_what_trl_counts_is_counted_once(tmp_path) -> None:
             told = trainer.evaluate(trainer.train_dataset)
         assert allocations.num_failed == len(fail_in)
         logged = trainer.state.log_history[-1] | told
-        numbers = {n: v for n, v in logged.items() if not n.endswith(("time", "per_second", "survived"))}
+        numbers = {
+            n: v for n, v in logged.items() if not n.endswith(("time", "per_second", "survived"))
+        }
         return numbers, min(nums, default=0)
 
     expected, num = metrics(0)
@@ -224,10 +275,14 @@ def test_what_trl_counts_is_counted_once(tmp_path) -> None:
 def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> None:
     def summed():
         model = tiny_llama().double()
-        model.register_forward_hook(lambda module, inputs, outputs: {**outputs, "logits": outputs.logits.sum()})
+        model.register_forward_hook(
+            lambda module, inputs, outputs: {**outputs, "logits": outputs.logits.sum()}
+        )
         return model
 
-    with pytest.raises(torch.OutOfMemoryError, match="returns something that is not a tensor of one row an example"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="returns something that is not a tensor of one row an example"
+    ):
         evaluated(tmp_path, (100,), True, summed)
 
 
@@ -237,7 +292,9 @@ def test_on_a_card_that_is_too_small(tmp_path, simgpu) -> None:
         torch.accelerator.empty_cache()
         simgpu.set_capacity(capacity_mib * MIB)
         model = tiny_llama(vocab_size=512)
-        trainer = small_trainer(tmp_path / str(capacity_mib), model, use_cpu=False, per_device_eval_batch_size=32)
+        trainer = small_trainer(
+            tmp_path / str(capacity_mib), model, use_cpu=False, per_device_eval_batch_size=32
+        )
         trainer.eval_dataset = ragged_rows()
         if capacity_mib < 256:
             survive_oom(trainer)

@@ -12,16 +12,34 @@ SHARDS = 16
 TABLE = read_table()
 IS_PINNED = version("transformers") == table_version()
 ALWAYS = (
-    *("LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM", "ViTForImageClassification"),
-    *("BioGptForTokenClassification", "XLMRobertaXLForTokenClassification", "YosoForTokenClassification"),
+    *(
+        "LlamaForCausalLM",
+        "T5ForConditionalGeneration",
+        "BertForMaskedLM",
+        "ViTForImageClassification",
+    ),
+    *(
+        "BioGptForTokenClassification",
+        "XLMRobertaXLForTokenClassification",
+        "YosoForTokenClassification",
+    ),
     *(
         "MraForTokenClassification",
         "FunnelForTokenClassification",
         "BartForCausalLM",
         "PaliGemmaForConditionalGeneration",
     ),
-    *("NllbMoeForConditionalGeneration", "SwitchTransformersForConditionalGeneration", "ResNetForImageClassification"),
-    *("BertForQuestionAnswering", "BertForMultipleChoice", "Wav2Vec2ForCTC", "CLIPForImageClassification"),
+    *(
+        "NllbMoeForConditionalGeneration",
+        "SwitchTransformersForConditionalGeneration",
+        "ResNetForImageClassification",
+    ),
+    *(
+        "BertForQuestionAnswering",
+        "BertForMultipleChoice",
+        "Wav2Vec2ForCTC",
+        "CLIPForImageClassification",
+    ),
 )
 """One of each kind, and each that was ever wrong: on every run, in seconds."""
 
@@ -34,7 +52,9 @@ def _thaw():
 
 def look(names, folder) -> None:
     """None is wrong, whatever the version; of the version that the docs are of, each is as they say."""
-    outcomes = {name: outcome for name in names if (outcome := outcome_of(name, folder)) is not None}
+    outcomes = {
+        name: outcome for name in names if (outcome := outcome_of(name, folder)) is not None
+    }
     gc.collect()
 
     assert not {name: outcome for name, outcome in outcomes.items() if outcome.kind == "wrong"}

@@ -56,7 +56,8 @@ def seeded(make, *args, **kwargs):
     torch.manual_seed(0)
     model = make(*args, **kwargs).double()
     for name, parameter in model.named_parameters():
-        # The gradient of this bias is 0: what is left of it is rounding, and Adam makes steps of that.
+        # The gradient of this bias is 0: what is left of it is rounding, and Adam makes steps of
+        # that.
         parameter.requires_grad_(not name.endswith(("key.bias", "k_proj.bias")))
     return model
 
@@ -98,16 +99,21 @@ def lora(tmp_path, **kwargs):
 
 
 def lora_reentrant(tmp_path):
-    trainer = lora(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    trainer = lora(
+        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+    )
     trainer.model.enable_input_require_grads()
     return trainer
 
 
 def packed(tmp_path):
     rows = [{"input_ids": row["input_ids"].tolist()} for row in ragged_rows()]
-    # With a cache, transformers before 5 lets packed sequences look at each other (and the certificate refuses that).
+    # With a cache, transformers before 5 lets packed sequences look at each other (and the
+    # certificate refuses that).
     model = tiny_llama(attn_implementation="eager", use_cache=False).double()
-    return small_trainer(tmp_path, model, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+    return small_trainer(
+        tmp_path, model, train_dataset=rows, data_collator=DataCollatorWithFlattening()
+    )
 
 
 def classes(tmp_path):
@@ -118,12 +124,16 @@ def classes(tmp_path):
 def several_labels(tmp_path):
     config = LlamaConfig(**SMALL, num_labels=3, problem_type="multi_label_classification")
     model = seeded(LlamaForSequenceClassification, config)
-    return small_trainer(tmp_path, model, data_collator=labelled(lambda ids: (ids[:, :3] % 2).double()))
+    return small_trainer(
+        tmp_path, model, data_collator=labelled(lambda ids: (ids[:, :3] % 2).double())
+    )
 
 
 def regression(tmp_path):
     model = seeded(LlamaForSequenceClassification, LlamaConfig(**SMALL, num_labels=1))
-    return small_trainer(tmp_path, model, data_collator=labelled(lambda ids: ids[:, 0].double() / 128))
+    return small_trainer(
+        tmp_path, model, data_collator=labelled(lambda ids: ids[:, 0].double() / 128)
+    )
 
 
 def token_classes(tmp_path):
@@ -134,7 +144,9 @@ def token_classes(tmp_path):
 
 def token_classes_of_padding(tmp_path):
     """BioGPT leaves out what its attention mask hides; its labels there are none that a loss ignores."""
-    model = seeded(BioGptForTokenClassification, BioGptConfig(**{**SMALL, **WITHOUT_DROPOUT}, num_labels=3))
+    model = seeded(
+        BioGptForTokenClassification, BioGptConfig(**{**SMALL, **WITHOUT_DROPOUT}, num_labels=3)
+    )
     return small_trainer(tmp_path, model, data_collator=labelled(lambda ids: ids % 3))
 
 
@@ -161,32 +173,55 @@ class FrozenForImageClassification(ResNetForImageClassification):
 
 
 def frozen_norms(tmp_path):
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=3
+    )
     model = seeded(FrozenForImageClassification, config)
     return small_trainer(tmp_path, model, train_dataset=pictures(32), data_collator=None)
 
 
 def masked_words(tmp_path):
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = BertConfig(**sizes, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = BertConfig(
+        **sizes, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     labels = labelled(lambda ids: torch.where(ids % 3 == 1, ids, -100))
     return small_trainer(tmp_path, seeded(BertForMaskedLM, config), data_collator=labels)
 
 
 def images(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = seeded(ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = seeded(
+        ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
+    )
     return small_trainer(tmp_path, model, train_dataset=pictures(), data_collator=None)
 
 
 def pictures(size: int = 8):
     dice = torch.Generator().manual_seed(0)
-    return [{"pixel_values": torch.rand(3, size, size, generator=dice).double(), "labels": n % 3} for n in range(64)]
+    return [
+        {"pixel_values": torch.rand(3, size, size, generator=dice).double(), "labels": n % 3}
+        for n in range(64)
+    ]
 
 
 def encoder_decoder(tmp_path):
-    sizes = {"vocab_size": 128, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8}
-    model = seeded(T5ForConditionalGeneration, T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    sizes = {
+        "vocab_size": 128,
+        "d_model": 32,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_kv": 8,
+    }
+    model = seeded(
+        T5ForConditionalGeneration, T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    )
     return small_trainer(tmp_path, model, Seq2SeqTrainer, Seq2SeqTrainingArguments)
 
 
@@ -228,9 +263,13 @@ def test_a_last_window_that_is_not_full(tmp_path, accumulation: int) -> None:
 
 
 def test_label_smoothing(tmp_path) -> None:
-    whole, survived = survive(lambda: causal(tmp_path, label_smoothing_factor=0.1), {0: 0.8, 3: 0.3})
+    whole, survived = survive(
+        lambda: causal(tmp_path, label_smoothing_factor=0.1), {0: 0.8, 3: 0.3}
+    )
 
-    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "its sum is taken in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
+        "its sum is taken in float32"
+    )
 
 
 def test_a_mean_over_tokens_with_rows_that_have_none(tmp_path) -> None:
@@ -244,14 +283,19 @@ def test_a_mean_over_tokens_with_rows_that_have_none(tmp_path) -> None:
         trainer.model_accepts_loss_kwargs = False
         return trainer
 
-    # At a limit of one row, two of the four pieces have nothing to learn from: their mean would be 0 / 0.
+    # At a limit of one row, two of the four pieces have nothing to learn from: their mean would be
+    # 0 / 0.
     whole = Run(make())
     trainer = make()
     survive_oom(trainer)
-    survived = Run(trainer, {0: [whole.num_allocations[0] // 2], 1: [whole.num_allocations[1] // 4]})
+    survived = Run(
+        trainer, {0: [whole.num_allocations[0] // 2], 1: [whole.num_allocations[1] // 4]}
+    )
 
     assert survived.allocations.num_failed == 2
-    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "the mean is taken in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
+        "the mean is taken in float32"
+    )
     assert survived.logged == [pytest.approx(logs, rel=1e-6) for logs in whole.logged]
 
 
@@ -281,7 +325,11 @@ def test_dropout_is_drawn_again_from_the_same_state(tmp_path) -> None:
 
 def test_one_row_computed_again_draws_the_same_masks(tmp_path) -> None:
     def make():
-        return causal(tmp_path, model=tiny_llama(attention_dropout=0.2).double(), per_device_train_batch_size=1)
+        return causal(
+            tmp_path,
+            model=tiny_llama(attention_dropout=0.2).double(),
+            per_device_train_batch_size=1,
+        )
 
     # One row cannot be divided: with checkpointing it is computed again as it was.
     whole, survived = survive(make, {0: 0.9})
@@ -312,10 +360,14 @@ def with_scaler(tmp_path, scale: float, **settings) -> Trainer:
 def test_fp16_with_a_scaled_loss(tmp_path) -> None:
     whole, survived = survive(lambda: with_scaler(tmp_path, 2.0**10, steps=3), {0: 0.8, 3: 0.3})
     other_size = Run(
-        with_scaler(tmp_path, 2.0**10, steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+        with_scaler(
+            tmp_path, 2.0**10, steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4
+        )
     )
 
-    assert survived.trainer.accelerator.scaler.get_scale() == 2.0**11, "no step was passed over, and it grew once"
+    assert survived.trainer.accelerator.scaler.get_scale() == 2.0**11, (
+        "no step was passed over, and it grew once"
+    )
     assert gradients_off_by(other_size, whole) > 1e-5, "it was computed in half precision"
     assert whole.trainer.accelerator.scaler.get_scale() == 2.0**11
     assert gradients_off_by(survived, whole) <= 2 * gradients_off_by(other_size, whole)
@@ -324,7 +376,11 @@ def test_fp16_with_a_scaled_loss(tmp_path) -> None:
 def test_a_step_whose_scaled_gradients_overflow_is_passed_over_as_ever(tmp_path) -> None:
     whole, survived = survive(lambda: with_scaler(tmp_path, 2.0**40, steps=3), {0: 0.8, 3: 0.3})
 
-    assert survived.trainer.accelerator.scaler.get_scale() == whole.trainer.accelerator.scaler.get_scale() < 2.0**40
+    assert (
+        survived.trainer.accelerator.scaler.get_scale()
+        == whole.trainer.accelerator.scaler.get_scale()
+        < 2.0**40
+    )
     for ours, theirs in zip(survived.weights, whole.weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
 

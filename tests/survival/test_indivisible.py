@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    TrainerCallback,
+)
 
 from tests.survival.failing import Run, off_by_steps, small_trainer
 from trainer_plugins import survive_oom
@@ -14,12 +20,20 @@ EVEN = (1, 1, 1, 1)
 
 def has_gradient(run: Run) -> list[list]:
     """But for parameters whose gradient is rounding alone, as that of a bias of keys."""
-    return [[g for g in step if g is not None and float(g.abs().max()) > 1e-12] for step in run.gradients]
+    return [
+        [g for g in step if g is not None and float(g.abs().max()) > 1e-12]
+        for step in run.gradients
+    ]
 
 
 def llava():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16),
         text_config=LlamaConfig(vocab_size=128, **sizes, pad_token_id=0),
@@ -40,16 +54,23 @@ def rows_with(counts: tuple[int, ...], dice: torch.Generator) -> dict[str, torch
 
 def trainer_on(tmp_path, *batches: tuple[int, ...], **kwargs):
     dice, upcoming = torch.Generator().manual_seed(2), iter([*batches, *[EVEN] * 8])
-    return small_trainer(tmp_path, llava(), data_collator=lambda rows: rows_with(next(upcoming), dice), **kwargs)
+    return small_trainer(
+        tmp_path, llava(), data_collator=lambda rows: rows_with(next(upcoming), dice), **kwargs
+    )
 
 
 WHOLE_FAILS, HALF_FAILS = (1, 2, 0, 1), (1, 1, 2, 0)
 
 
-@pytest.mark.parametrize("counts", [WHOLE_FAILS, HALF_FAILS], ids=["in the first part", "in the third"])
+@pytest.mark.parametrize(
+    "counts", [WHOLE_FAILS, HALF_FAILS], ids=["in the first part", "in the third"]
+)
 @pytest.mark.parametrize("at", [0.3, 0.5, 0.7, 0.9])
 def test_a_part_that_cannot_be_computed_is_taken_back(tmp_path, counts, at: float) -> None:
-    """The second micro-batch fails; or half of it does, as the first had set a limit. Then a part of it raises."""
+    """The second micro-batch fails; or half of it does, as the first had set a limit.
+
+    Then a part of it raises.
+    """
     whole = Run(trainer_on(tmp_path, EVEN, counts))
     num = whole.num_allocations[1]
     trainer = trainer_on(tmp_path, EVEN, counts)
@@ -58,7 +79,9 @@ def test_a_part_that_cannot_be_computed_is_taken_back(tmp_path, counts, at: floa
     survived = Run(trainer, fail_at)
 
     assert survived.allocations.num_failed == len(fail_at)
-    assert off_by_steps(has_gradient(survived), has_gradient(whole)) <= 1e-5, "transformers takes the loss in float32"
+    assert off_by_steps(has_gradient(survived), has_gradient(whole)) <= 1e-5, (
+        "transformers takes the loss in float32"
+    )
 
 
 def test_one_that_is_divided_beforehand_goes_on_as_it_would_have(tmp_path) -> None:
@@ -78,7 +101,9 @@ def test_where_the_whole_does_not_fit_the_error_keeps_its_words(tmp_path) -> Non
     num = Run(trainer_on(tmp_path, EVEN, (1, 2, 0, 1))).num_allocations[1]
     trainer = trainer_on(tmp_path, EVEN, (1, 2, 0, 1))
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it cannot be computed: "):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it cannot be computed: "
+    ):
         Run(trainer, {0: [num // 2], 1: [num // 2]})
 
 
@@ -93,5 +118,7 @@ def test_an_evaluation_batch_says_what_did_not_fit(tmp_path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
     embed.register_forward_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it cannot be computed: "):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it cannot be computed: "
+    ):
         trainer.evaluate()

@@ -38,7 +38,8 @@ def test_pairs() -> None:
 
     assert Pairs().count(batch) == 3
     assert same(
-        Pairs().take(batch, 1, 3), {"input_ids": torch.tensor([[1], [2], [4], [5]]), "margin": torch.tensor([1, 2])}
+        Pairs().take(batch, 1, 3),
+        {"input_ids": torch.tensor([[1], [2], [4], [5]]), "margin": torch.tensor([1, 2])},
     )
 
 

@@ -6,14 +6,24 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Phi3Config, Phi3ForCausalLM
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, off_by, ragged_rows, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_off_by,
+    off_by,
+    ragged_rows,
+    small_trainer,
+    survive,
+)
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Rows
 
 
 class Adapted(nn.Module):
-    """Divides by a running mean of what it has met, as many norms of people's own do. Rows do not see each other."""
+    """Divides by a running mean of what it has met, as many norms of people's own do.
+
+    Rows do not see each other.
+    """
 
     size: torch.Tensor
 
@@ -39,7 +49,9 @@ def test_a_buffer_that_each_pass_moves_is_refused_before_the_first_step(tmp_path
     trainer = adapted(tmp_path)
     survive_oom(trainer)
 
-    with pytest.raises(ValueError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each forward pass"):
+    with pytest.raises(
+        ValueError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each forward pass"
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -52,7 +64,9 @@ def test_a_run_with_such_a_buffer_goes_on_as_it_is_where_that_was_asked_for(tmp_
 
     assert off_by(beside.weights, plain.weights) == 0
     assert torch.equal(trainer.model.model.norm.size, plain.trainer.model.model.norm.size)
-    (entry,) = (e for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl") if isinstance(e, Remark))
+    (entry,) = (
+        e for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl") if isinstance(e, Remark)
+    )
     assert "a buffer of Adapted" in entry.finding.summary
 
     trainer = adapted(tmp_path)
@@ -66,7 +80,9 @@ def test_a_failure_in_the_very_first_pass_is_not_divided_either(tmp_path, on_ref
     trainer = adapted(tmp_path)
     survive_oom(trainer, ladder=(), on_refusal=on_refusal)
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each"
+    ):
         Run(trainer, {0: [100]})
 
 
@@ -77,10 +93,14 @@ def packed_phi3(tmp_path, boundary: int):
     lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": boundary}
     factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     rope = {"rope_scaling": {"type": "longrope", **factors}}
-    config = Phi3Config(**sizes, **heads, **lengths, **rope, attn_implementation="eager", use_cache=False)
+    config = Phi3Config(
+        **sizes, **heads, **lengths, **rope, attn_implementation="eager", use_cache=False
+    )
     rows = [{"input_ids": row["input_ids"].tolist()} for row in ragged_rows()]
     model = Phi3ForCausalLM(config).double()
-    return small_trainer(tmp_path, model, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+    return small_trainer(
+        tmp_path, model, train_dataset=rows, data_collator=DataCollatorWithFlattening()
+    )
 
 
 # Sequences have 6 to 16 tokens.
@@ -88,14 +108,19 @@ def packed_phi3(tmp_path, boundary: int):
 def test_longrope_is_divided_where_all_sequences_are_on_one_side(tmp_path, boundary: int) -> None:
     whole, survived = survive(lambda: packed_phi3(tmp_path, boundary), {0: 0.8, 3: 0.3})
 
-    assert gradients_off_by(survived, whole) <= 1e-5, "the softmax of its attention is taken in float32"
+    assert gradients_off_by(survived, whole) <= 1e-5, (
+        "the softmax of its attention is taken in float32"
+    )
 
 
 def test_longrope_that_one_sequence_decides_for_all_is_refused(tmp_path) -> None:
     trainer = packed_phi3(tmp_path, boundary=10)
     survive_oom(trainer)
 
-    with pytest.raises(ValueError, match=r"one of its sequences has 1\d tokens, and longrope takes other frequencies"):
+    with pytest.raises(
+        ValueError,
+        match=r"one of its sequences has 1\d tokens, and longrope takes other frequencies",
+    ):
         trainer.train()
 
 
@@ -103,6 +128,8 @@ def test_longrope_and_rows_with_positions_of_their_own() -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
     batch = {"input_ids": torch.ones(2, 4).long(), "position_ids": positions}
 
-    assert Rows(boundary=4).count(batch) == Rows(boundary=1).count(batch) == Rows().count(batch) == 2
+    assert (
+        Rows(boundary=4).count(batch) == Rows(boundary=1).count(batch) == Rows().count(batch) == 2
+    )
     with pytest.raises(IndivisibleError, match="has 4 tokens, and longrope"):
         Rows(boundary=3).count(batch)

@@ -20,14 +20,18 @@ def deep_and_mostly_frozen() -> LlamaForCausalLM:
     """Its activations are larger than its weights, gradients and optimizer states."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 48}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False, tie_word_embeddings=True))
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=2, use_cache=False, tie_word_embeddings=True)
+    )
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.input_layernorm.weight.requires_grad_()
     return model
 
 
-def trained(folder: Path, simgpu, capacity_mib: int, **options) -> tuple[LlamaForCausalLM, list[torch.Tensor]]:
+def trained(
+    folder: Path, simgpu, capacity_mib: int, **options
+) -> tuple[LlamaForCausalLM, list[torch.Tensor]]:
     """The model, and its weights, after two steps of one row of 512 tokens each."""
     gc.collect()
     torch.accelerator.empty_cache()
@@ -58,7 +62,9 @@ def test_a_row_that_fits_in_no_other_way(tmp_path, simgpu, plan_first: bool) -> 
     model, weights = trained(tmp_path / "small", simgpu, 6, ladder=BOTH, plan_first=plan_first)
 
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-    (told, *_) = remarks(tmp_path / "small", "out-of-memory-" + ("foreseen" if plan_first else "survived"))
+    (told, *_) = remarks(
+        tmp_path / "small", "out-of-memory-" + ("foreseen" if plan_first else "survived")
+    )
     assert "offload" in told.finding.summary
     assert not model._forward_hooks, "detached, nothing of it is left"
     assert not model._forward_pre_hooks

@@ -11,7 +11,9 @@ from trainer_plugins import survive_oom
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
-    "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, amsgrad=True, foreach=True),
+    "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(
+        parameters, lr=1e-3, amsgrad=True, foreach=True
+    ),
     "Adam with decay": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1),
     "SGD with momentum": lambda parameters: torch.optim.SGD(
         parameters, lr=1e-1, momentum=0.9, weight_decay=0.1, nesterov=True
@@ -32,14 +34,22 @@ class AtTheFirstStep(TrainerCallback):
 
 def train(tmp_path, make_optimizer, attached: bool):
     model = tiny_llama()
-    groups = [{"params": list(model.model.parameters())}, {"params": list(model.lm_head.parameters()), "lr": 1e-2}]
+    groups = [
+        {"params": list(model.model.parameters())},
+        {"params": list(model.lm_head.parameters()), "lr": 1e-2},
+    ]
     trainer = small_trainer(tmp_path, model, steps=3, optimizers=(make_optimizer(groups), None))
     if attached:
         survive_oom(trainer)
     seen = AtTheFirstStep()
     trainer.add_callback(seen)
     trainer.train()
-    states = [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    states = [
+        value
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     return seen, [*model.parameters(), *states]
 
 
@@ -49,7 +59,9 @@ def test_states_exist_early_and_training_is_bit_for_bit_the_same(tmp_path, name:
     attached, ended_attached = train(tmp_path, OPTIMIZERS[name], attached=True)
 
     assert (without.num_states, attached.num_states) == (0, len(attached.weights))
-    assert all(torch.equal(a, b) for a, b in zip(attached.weights, tiny_llama().parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(attached.weights, tiny_llama().parameters(), strict=True)
+    )
     assert not attached.has_gradients
     assert all(torch.equal(a, b) for a, b in zip(ended_attached, ended, strict=True))
 
@@ -61,11 +73,16 @@ def test_states_exist_early_and_training_is_bit_for_bit_the_same(tmp_path, name:
             lambda parameters: torch.optim.RMSprop(parameters),
             "the states of RMSprop appear in the first optimizer step",
         ),
-        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, dampening=0.5), "SGD with dampening"),
+        (
+            lambda parameters: torch.optim.SGD(parameters, momentum=0.9, dampening=0.5),
+            "SGD with dampening",
+        ),
     ],
     ids=["another optimizer", "dampening"],
 )
-def test_where_it_would_change_something_it_is_left_out_and_said(tmp_path, caplog, make_optimizer, said: str) -> None:
+def test_where_it_would_change_something_it_is_left_out_and_said(
+    tmp_path, caplog, make_optimizer, said: str
+) -> None:
     seen, _ = train(tmp_path, make_optimizer, attached=True)
 
     assert seen.num_states == 0

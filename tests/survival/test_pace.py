@@ -33,11 +33,15 @@ EACH_CLEAN_STEP = (0.0, math.inf, 1, 0, False, False, 0, 0, 0, math.inf)
 
 
 @pytest.mark.parametrize(("capacity_mib", "last"), [(12, [21, 21, 22]), (10, [16, 16, 16, 16])])
-def test_a_limit_grows_and_goes_back_where_more_does_not_fit(tmp_path, simgpu, monkeypatch, capacity_mib, last) -> None:
+def test_a_limit_grows_and_goes_back_where_more_does_not_fit(
+    tmp_path, simgpu, monkeypatch, capacity_mib, last
+) -> None:
     monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
-    model.register_forward_pre_hook(lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True
+    )
 
     trainer = trained(tmp_path, simgpu, capacity_mib, 12, model)
 
@@ -61,11 +65,15 @@ class FailsOnce(TrainerCallback):
             self.simgpu.fail_at(150)
 
 
-def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(tmp_path, simgpu, monkeypatch) -> None:
+def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(
+    tmp_path, simgpu, monkeypatch
+) -> None:
     monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
-    model.register_forward_pre_hook(lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True
+    )
 
     trained(tmp_path, simgpu, 40, 8, model, FailsOnce(simgpu), plan_first=True)
 
@@ -92,7 +100,10 @@ def test_a_thrashing_allocator_is_given_room() -> None:
         (3, 2048, False),
     ):
         pace.computed(4096, is_divided=False)
-        assert pace.after_step(math.inf if num_retries < 3 else limit, num_retries) == (limit, is_thrashing)
+        assert pace.after_step(math.inf if num_retries < 3 else limit, num_retries) == (
+            limit,
+            is_thrashing,
+        )
 
 
 def test_an_allocator_that_retries_in_a_step_that_failed_does_not_thrash() -> None:
@@ -124,7 +135,9 @@ def test_after_thrashing_what_made_it_thrash_is_too_much() -> None:
     assert pace.after_step(limit, 2) == (3072, False), "the middle, and not twice as much"
 
 
-@pytest.mark.parametrize(("too_much", "limit"), [(1180, 1000), (1220, 1110)], ids=["1.09 times", "1.11 times"])
+@pytest.mark.parametrize(
+    ("too_much", "limit"), [(1180, 1000), (1220, 1110)], ids=["1.09 times", "1.11 times"]
+)
 def test_less_than_a_tenth_more_is_not_worth_an_attempt(too_much: int, limit: float) -> None:
     pace = Pace(patience_steps=1, too_much=too_much)
     pace.computed(1000, is_divided=True)

@@ -43,14 +43,18 @@ def test_every_trainer_of_a_process(tmp_path) -> None:
 
 
 def test_what_cannot_be_helped_is_said_and_trains_on_unless_asked_otherwise(tmp_path) -> None:
-    trainer = small_trainer(tmp_path, compute_loss_func=lambda outputs, labels, **kwargs: outputs.logits.sum() * 0)
+    trainer = small_trainer(
+        tmp_path, compute_loss_func=lambda outputs, labels, **kwargs: outputs.logits.sum() * 0
+    )
     protect(trainer, preset="survive")
     trainer.train()
     assert trainer.state.global_step == 2
     (told,) = remarks(tmp_path, "out-of-memory-refused")
     assert "compute_loss_func is a loss of your own" in told.finding.summary
 
-    strict = small_trainer(tmp_path, compute_loss_func=lambda outputs, labels, **kwargs: outputs.logits.sum() * 0)
+    strict = small_trainer(
+        tmp_path, compute_loss_func=lambda outputs, labels, **kwargs: outputs.logits.sum() * 0
+    )
     protect(strict, preset="survive", on_refusal="error")
     with pytest.raises(ValueError, match="compute_loss_func is a loss of your own"):
         strict.train()

@@ -19,7 +19,11 @@ class Breaks(TrainerCallback):
             raise error
 
         setattr(
-            self, moment, lambda *args, **kwargs: monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", fail)
+            self,
+            moment,
+            lambda *args, **kwargs: monkeypatch.setattr(
+                torch._C, "_accelerator_getDeviceStats", fail
+            ),
         )
 
 
@@ -27,7 +31,9 @@ class Breaks(TrainerCallback):
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: unknown error"), OSError("/dev/nvidiactl"), KeyError("all")]
 )
-def test_a_reading_that_fails_does_not_end_training(tmp_path, simgpu, monkeypatch, caplog, moment, error) -> None:
+def test_a_reading_that_fails_does_not_end_training(
+    tmp_path, simgpu, monkeypatch, caplog, moment, error
+) -> None:
     torch.accelerator.empty_cache()
     simgpu.set_capacity(6 * MIB)
     trainer = small_trainer(
@@ -40,6 +46,6 @@ def test_a_reading_that_fails_does_not_end_training(tmp_path, simgpu, monkeypatc
 
     assert trainer.state.global_step == 3
     assert memo_of(trainer).limit < 64 * 64, "found by halving, or by a rehearsal before it broke"
-    assert len([r for r in caplog.records if "reads the memory of simgpu:0 no more" in r.message]) == (
-        moment != "on_train_begin"
-    )
+    assert len(
+        [r for r in caplog.records if "reads the memory of simgpu:0 no more" in r.message]
+    ) == (moment != "on_train_begin")

@@ -61,9 +61,17 @@ def mixtral():
 
 
 def clip():
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return CLIPModel(
-        CLIPConfig(text_config={**small, "vocab_size": 128}, vision_config={**small, "image_size": 8, "patch_size": 4})
+        CLIPConfig(
+            text_config={**small, "vocab_size": 128},
+            vision_config={**small, "image_size": 8, "patch_size": 4},
+        )
     )
 
 
@@ -132,8 +140,19 @@ def with_spectral_norm(model):
 
 
 def nllb_moe():
-    sizes = {"vocab_size": 128, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_experts": 4}
-    ffn = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    sizes = {
+        "vocab_size": 128,
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "num_experts": 4,
+    }
+    ffn = {
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "encoder_sparse_step": 1,
+        "decoder_sparse_step": 1,
+    }
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **ffn, **heads))
 
@@ -143,25 +162,46 @@ def dynamic_rope():
 
 
 CASES: dict[str, tuple] = {
-    "own compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss.compute_loss is not known to be a sum"),
-    "compute_loss_func": ({"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func is a loss of your own"),
+    "own compute_loss": (
+        {"trainer_class": OwnLoss},
+        "OwnLoss.compute_loss is not known to be a sum",
+    ),
+    "compute_loss_func": (
+        {"compute_loss_func": lambda *args, **kwargs: 0},
+        "compute_loss_func is a loss of your own",
+    ),
     "own model": (
         {"model": OwnModel},
         "OwnModel.forward is not that of transformers, and whether its loss can be divided is not known",
     ),
-    "own loss_function": ({"model": replaced_loss_function}, "loss_function of LlamaForCausalLM was replaced"),
+    "own loss_function": (
+        {"model": replaced_loss_function},
+        "loss_function of LlamaForCausalLM was replaced",
+    ),
     "forward hook": (
         {"model": hooked},
         r"a forward hook of LlamaForCausalLM \(tests\.survival\.test_refusals\.WeightedByClass\) may set another loss",
     ),
-    "own forward": ({"model": with_its_own_forward}, "the forward of this LlamaForCausalLM was replaced by tests"),
+    "own forward": (
+        {"model": with_its_own_forward},
+        "the forward of this LlamaForCausalLM was replaced by tests",
+    ),
     "wrapped forward": (
         {"model": lambda: with_its_own_forward(wraps=True)},
         "the forward of this LlamaForCausalLM was replaced by tests",
     ),
-    "loss_type": ({"model": of_another_type}, "the loss_type 'ForSequenceClassification' of LlamaForCausalLM is not"),
-    "a class that names a loss_type": ({"model": lambda: Coupled()}, "Coupled.forward is not that of transformers"),
-    "batch normalization": ({"model": normalized}, r"batch normalization \(`norm`\) makes every row"),
+    "loss_type": (
+        {"model": of_another_type},
+        "the loss_type 'ForSequenceClassification' of LlamaForCausalLM is not",
+    ),
+    "a class that names a loss_type": (
+        {"model": lambda: Coupled()},
+        "Coupled.forward is not that of transformers",
+    ),
+    "batch normalization": (
+        {"model": normalized},
+        r"batch normalization \(`norm`\) makes every row",
+    ),
     "SyncBatchNorm": (
         {"model": with_module(lambda _: nn.SyncBatchNorm(8))},
         r"batch normalization \(`model.add`\) .* \(SyncBatchNorm\)",
@@ -178,7 +218,10 @@ CASES: dict[str, tuple] = {
         {"model": with_module(with_spectral_norm)},
         r"spectral_norm \(`model.add.parametrizations.weight.0`",
     ),
-    "spectral norm of old": ({"model": with_module(with_old_spectral_norm)}, r"spectral_norm \(`model.add`, Linear\)"),
+    "spectral norm of old": (
+        {"model": with_module(with_old_spectral_norm)},
+        r"spectral_norm \(`model.add`, Linear\)",
+    ),
     "capacity": (
         {"model": nllb_moe},
         r"the router `model.encoder.layers.0.ffn.router` \(NllbMoeTop2Router\) has a capacity, which counts the tokens",
@@ -189,12 +232,21 @@ CASES: dict[str, tuple] = {
     ),
     "contrastive": ({"model": clip}, "the loss of CLIPModel compares each example with the others"),
     "router": ({"model": mixtral}, "router's auxiliary loss is no sum over rows"),
-    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch.compile compiles anew"),
+    "torch.compile": (
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        "torch.compile compiles anew",
+    ),
     "compiled layer": ({"model": compiled}, "torch.compile compiles anew"),
-    "layerwise": ({"optim": "galore_adamw_layerwise", "optim_target_modules": "q"}, "applies gradients inside"),
+    "layerwise": (
+        {"optim": "galore_adamw_layerwise", "optim_target_modules": "q"},
+        "applies gradients inside",
+    ),
     "hook takes": ({"model": taking_gradients}, "takes the gradient of `model.norm.weight`"),
     "hook changes": ({"model": changing_gradients}, "changes the gradient of `model.norm.weight`"),
-    "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size restarts training"),
+    "auto_find_batch_size": (
+        {"auto_find_batch_size": True},
+        "auto_find_batch_size restarts training",
+    ),
 }
 
 
@@ -211,7 +263,11 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
     options, why = CASES[case]
     model = options.get("model", tiny_llama)()
     trainer = small_trainer(tmp_path, **{**options, "model": model})
-    before = dict(vars(trainer)), dict(vars(trainer.accelerator)), list(trainer.callback_handler.callbacks)
+    before = (
+        dict(vars(trainer)),
+        dict(vars(trainer.accelerator)),
+        list(trainer.callback_handler.callbacks),
+    )
 
     with pytest.raises(ValueError, match=why) as raised:
         survive_oom(trainer)
@@ -233,7 +289,9 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
         ("model", "_tp_size", 2, "tensor, context and sequence parallelism are not supported"),
     ],
 )
-def test_one_process_with_several_cards_is_refused(tmp_path, where: str, name: str, value, why: str) -> None:
+def test_one_process_with_several_cards_is_refused(
+    tmp_path, where: str, name: str, value, why: str
+) -> None:
     trainer = small_trainer(tmp_path)
     setattr(getattr(trainer, where) if where else trainer, name, value)
 
@@ -252,12 +310,16 @@ def test_a_model_that_exchanges_its_parameters_in_training_is_not_resumed(tmp_pa
     trainer.add_callback(Exchanges())
     survive_oom(trainer)
 
-    with pytest.raises(torch.OutOfMemoryError, match="the model has other parameters than when training began"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="the model has other parameters than when training began"
+    ):
         Run(trainer, {2: [250]})
 
 
 @pytest.mark.parametrize("on_refusal", ["error", "warn"])
-def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(tmp_path, on_refusal: str) -> None:
+def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(
+    tmp_path, on_refusal: str
+) -> None:
     class InBackward(Trainer):
         def create_optimizer(self, *args):
             self.model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -266,7 +328,10 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(tmp_path, o
     trainer = small_trainer(tmp_path, trainer_class=InBackward)
     survive_oom(trainer, on_refusal=on_refusal)
 
-    words = {"error": "takes the gradient of `lm_head.weight`", "warn": r"^CUDA out of memory.* for number 100\.$"}
+    words = {
+        "error": "takes the gradient of `lm_head.weight`",
+        "warn": r"^CUDA out of memory.* for number 100\.$",
+    }
     with pytest.raises((ValueError, torch.OutOfMemoryError), match=words[on_refusal]):
         Run(trainer, {0: [100]})
     assert trainer.state.global_step == 0
@@ -318,7 +383,11 @@ def test_it_can_be_told_to_train_on_and_then_checkpointing_still_helps(tmp_path)
     survive_oom(trainer, on_refusal="warn")
     Run(trainer, {0: [num // 2]})
 
-    codes = [e.finding.code for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl") if isinstance(e, Remark)]
+    codes = [
+        e.finding.code
+        for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+        if isinstance(e, Remark)
+    ]
     assert codes == ["out-of-memory-refused", "out-of-memory-survived"]
     assert trainer.model.is_gradient_checkpointing
 
@@ -352,7 +421,10 @@ def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:
     def make(reentrant: bool):
         model = tiny_llama().double()
         model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
-        how = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        how = {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+        }
         trainer = small_trainer(tmp_path, model, **how)
         survive_oom(trainer)
         return trainer
@@ -360,5 +432,7 @@ def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:
     in_backward = {0: [300]}
     Run(make(reentrant=False), in_backward)
     Run(make(reentrant=True), {0: [100]})
-    with pytest.raises(torch.OutOfMemoryError, match="is used more than once under reentrant checkpointing"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="is used more than once under reentrant checkpointing"
+    ):
         Run(make(reentrant=True), in_backward)

@@ -65,11 +65,17 @@ def memo_of(trainer) -> SurvivalMemo:
 class Trained:
     """Four steps of twice 32 rows."""
 
-    def __init__(self, folder, simgpu, mib: int, attach=True, limit=None, model=None, resume=None, **kwargs) -> None:
+    def __init__(
+        self, folder, simgpu, mib: int, attach=True, limit=None, model=None, resume=None, **kwargs
+    ) -> None:
         gc.collect()
         torch.accelerator.empty_cache()
         simgpu.set_capacity(mib * MIB)
-        options = {name: kwargs.pop(name) for name in ("plan_first", "ladder", "min_micro_batch") if name in kwargs}
+        options = {
+            name: kwargs.pop(name)
+            for name in ("plan_first", "ladder", "min_micro_batch")
+            if name in kwargs
+        }
         self.trainer = small_trainer(
             folder, tiny_llama(**(model or {})), steps=4, use_cpu=False, per_device_train_batch_size=32,
             **{"train_dataset": rows(), "data_collator": padded, **kwargs},
@@ -123,12 +129,22 @@ class CountsPasses(Trainer):
 
 def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> None:
     caplog.set_level(logging.INFO, "trainer_plugins")
-    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, trainer_class=CountsPasses, **DROPOUT)
+    rehearsed = Trained(
+        tmp_path / "rehearsed", simgpu, LARGE, trainer_class=CountsPasses, **DROPOUT
+    )
     assert rehearsed.trainer.model.num_passes == 8
-    assert caplog.text.count("in 1 forward and backward passes") == caplog.text.count("they fit at once") == 1
+    assert (
+        caplog.text.count("in 1 forward and backward passes")
+        == caplog.text.count("they fit at once")
+        == 1
+    )
     alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **DROPOUT)
 
-    assert off_by_steps(rehearsed.gradients, alone.gradients) == off_by(rehearsed.weights, alone.weights) == 0
+    assert (
+        off_by_steps(rehearsed.gradients, alone.gradients)
+        == off_by(rehearsed.weights, alone.weights)
+        == 0
+    )
     assert rehearsed.losses == alone.losses
     assert rehearsed.codes == []
 
@@ -136,10 +152,16 @@ def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> N
 def test_nor_where_it_failed_on_the_way(tmp_path, simgpu) -> None:
     rehearsed = Trained(tmp_path / "rehearsed", simgpu, 8, **DROPOUT)
     assert rehearsed.codes == ["out-of-memory-foreseen", "micro-batches-divided"]
-    knowing = Trained(tmp_path / "knowing", simgpu, 8, plan_first=False, limit=rehearsed.limit, **DROPOUT)
+    knowing = Trained(
+        tmp_path / "knowing", simgpu, 8, plan_first=False, limit=rehearsed.limit, **DROPOUT
+    )
 
     assert knowing.codes == ["micro-batches-divided"]
-    assert off_by_steps(rehearsed.gradients, knowing.gradients) == off_by(rehearsed.weights, knowing.weights) == 0
+    assert (
+        off_by_steps(rehearsed.gradients, knowing.gradients)
+        == off_by(rehearsed.weights, knowing.weights)
+        == 0
+    )
     assert rehearsed.losses == knowing.losses
 
 
@@ -150,7 +172,9 @@ def test_a_resumed_run_knows_what_fits(tmp_path, simgpu, caplog, mib: int) -> No
     whole = Trained(tmp_path / "run", simgpu, mib, **saved)
     assert caplog.text.count("rehearsed the 32 longest rows") == 1
     caplog.clear()
-    resumed = Trained(tmp_path / "run", simgpu, mib, resume=str(tmp_path / "run" / "checkpoint-2"), **saved)
+    resumed = Trained(
+        tmp_path / "run", simgpu, mib, resume=str(tmp_path / "run" / "checkpoint-2"), **saved
+    )
 
     kept = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     assert kept["stateful_callbacks"]["SurvivalMemo"]["attributes"]["is_rehearsed"]
@@ -247,7 +271,9 @@ def test_completions_are_not_generated_before_their_time(tmp_path, simgpu, caplo
 
 
 LENGTHS = [3, 9, 1, 7, 5]
-TABLE = Dataset.from_dict({"input_ids": [[1] * n for n in LENGTHS], "position_ids": [[1] * 50 for n in LENGTHS]})
+TABLE = Dataset.from_dict(
+    {"input_ids": [[1] * n for n in LENGTHS], "position_ids": [[1] * 50 for n in LENGTHS]}
+)
 
 
 @pytest.mark.parametrize(

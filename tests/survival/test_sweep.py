@@ -6,15 +6,27 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.survival.failing import Run, gradients_by_rounding, gradients_off_by, small_trainer, weights_by_rounding
+from tests.survival.failing import (
+    Run,
+    gradients_by_rounding,
+    gradients_off_by,
+    small_trainer,
+    weights_by_rounding,
+)
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
 
 POINTS = 30
 MODES = {
     "no checkpointing": {},
-    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
 }
 
 
@@ -34,7 +46,8 @@ class AnewEachStep(TrainerCallback):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_at_any_allocation_changes_nothing(tmp_path, capsys, mode: str) -> None:
     (_, num) = Run(small_trainer(tmp_path, steps=1, **MODES[mode])).num_allocations
-    # The second micro-batch of each step: there are gradients of the first one then. The last ones in any case.
+    # The second micro-batch of each step: there are gradients of the first one then. The last ones
+    # in any case.
     points = [*range(1, num - 2, max(1, num // POINTS)), num - 2, num - 1, num]
     whole = Run(small_trainer(tmp_path, steps=len(points), **MODES[mode]))
 
@@ -45,9 +58,13 @@ def test_an_error_at_any_allocation_changes_nothing(tmp_path, capsys, mode: str)
     assert survived.allocations.num_failed == len(points)
     worst = gradients_off_by(survived, whole)
     with capsys.disabled():
-        print(f"\n  {mode}: {len(points)} of {num} allocations failed, gradients off by {worst:.1e} at most")
+        print(
+            f"\n  {mode}: {len(points)} of {num} allocations failed, gradients off by {worst:.1e} at most"
+        )
     assert gradients_by_rounding(survived.gradients, whole.gradients, dtype=torch.float64) <= 1
-    assert weights_by_rounding(survived.weights, whole.weights, len(points), dtype=torch.float64) <= 1
+    assert (
+        weights_by_rounding(survived.weights, whole.weights, len(points), dtype=torch.float64) <= 1
+    )
     assert [logs.get("learning_rate") for logs in survived.logged] == [
         logs.get("learning_rate") for logs in whole.logged
     ]
@@ -62,7 +79,9 @@ def test_the_naive_retry_fails_this_test(tmp_path) -> None:
                 return whole_step(model, copy.copy(inputs), num_items_in_batch)
             except torch.OutOfMemoryError:
                 pass
-            halves = [{k: v[part] for k, v in inputs.items()} for part in (slice(0, 2), slice(2, 4))]
+            halves = [
+                {k: v[part] for k, v in inputs.items()} for part in (slice(0, 2), slice(2, 4))
+            ]
             return sum(whole_step(model, half, num_items_in_batch) for half in halves)
 
         trainer.training_step = training_step
@@ -71,7 +90,11 @@ def test_the_naive_retry_fails_this_test(tmp_path) -> None:
     whole = Run(small_trainer(tmp_path, steps=1))
     num = whole.num_allocations[1]
 
-    early, late = (Run(naive(small_trainer(tmp_path, steps=1)), {1: [at]}) for at in (num // 4, num - 2))
+    early, late = (
+        Run(naive(small_trainer(tmp_path, steps=1)), {1: [at]}) for at in (num // 4, num - 2)
+    )
 
     assert gradients_off_by(early, whole) <= 1e-12, "in the forward pass it is right"
-    assert gradients_off_by(late, whole) > 1e-2, "in the backward pass some parameters get the gradient twice"
+    assert gradients_off_by(late, whole) > 1e-2, (
+        "in the backward pass some parameters get the gradient twice"
+    )

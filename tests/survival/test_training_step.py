@@ -17,7 +17,9 @@ class Makes(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
-        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss = self.compute_loss(
+            model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+        )
         if self.num >= self.first:
             loss = self.make(loss)
         self.num += 1
@@ -27,7 +29,9 @@ class Makes(Trainer):
 
 # Each has the value of the loss, or nearly, and another gradient.
 NEARLY = {
-    "flooding, of the wrong sign": lambda loss: (loss - 1.002 * loss.detach()).abs() + 1.002 * loss.detach(),
+    "flooding, of the wrong sign": lambda loss: (
+        (loss - 1.002 * loss.detach()).abs() + 1.002 * loss.detach()
+    ),
     "squared, twice": lambda loss: loss**2 / loss.detach(),
     "logarithm, a fifth": lambda loss: loss.log() * (loss / loss.log()).detach(),
     "half a percent": lambda loss: loss * 0.995,
@@ -55,12 +59,16 @@ def test_another_loss_is_refused_before_the_first_step(tmp_path, how: str) -> No
 
 @pytest.mark.parametrize("at", [0.3, 0.85], ids=["forward", "backward"])
 @pytest.mark.parametrize("how", NEARLY)
-def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(tmp_path, how: str, at: float) -> None:
+def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(
+    tmp_path, how: str, at: float
+) -> None:
     """The first micro-batches are as the Trainer's own: only the division of the fourth shows it."""
     num = Run(trainer_that(tmp_path, NEARLY[how], first=3)).num_allocations[3]
     trainer = trainer_that(tmp_path, NEARLY[how], first=3)
     survive_oom(trainer)
-    with pytest.raises(RuntimeError, match="training_step makes another loss of what compute_loss gave it"):
+    with pytest.raises(
+        RuntimeError, match="training_step makes another loss of what compute_loss gave it"
+    ):
         Run(trainer, {3: [int(at * num)]})
     assert trainer.state.global_step == 1
 
@@ -68,7 +76,9 @@ def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(tmp_path,
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_accumulated", [3, 7])
 @pytest.mark.parametrize("at", [0.3, 0.8], ids=["forward", "backward"])
-def test_a_factor_that_is_rounded_is_the_trainers(tmp_path, dtype, num_accumulated: int, at: float) -> None:
+def test_a_factor_that_is_rounded_is_the_trainers(
+    tmp_path, dtype, num_accumulated: int, at: float
+) -> None:
     class Divides(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             model.train()
@@ -86,4 +96,6 @@ def test_a_factor_that_is_rounded_is_the_trainers(tmp_path, dtype, num_accumulat
     survive_oom(trainer)
     survived = Run(trainer, {1: [int(at * whole.num_allocations[1])]})
     assert survived.allocations.num_failed == 1
-    assert gradients_off_by(survived, whole) <= {torch.float64: 1e-6, torch.float32: 1e-5}.get(dtype, 3e-2)
+    assert gradients_off_by(survived, whole) <= {torch.float64: 1e-6, torch.float32: 1e-5}.get(
+        dtype, 3e-2
+    )

@@ -13,7 +13,20 @@ from trainer_plugins import survive_oom
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-WORDS = ("a", "stone", "is", "not", "heavier", "than", "two", "stones", "of", "half", "its", "weight")
+WORDS = (
+    "a",
+    "stone",
+    "is",
+    "not",
+    "heavier",
+    "than",
+    "two",
+    "stones",
+    "of",
+    "half",
+    "its",
+    "weight",
+)
 
 
 def sentence(number: int, length: int) -> str:
@@ -23,7 +36,9 @@ def sentence(number: int, length: int) -> str:
 def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **options):
     if "num_generations" not in options:
         options["max_length"] = None
-    rows = datasets.Dataset.from_list([{name: column(n) for name, column in columns.items()} for n in range(32)])
+    rows = datasets.Dataset.from_list(
+        [{name: column(n) for name, column in columns.items()} for n in range(32)]
+    )
     settings = {
         "max_steps": options.pop("steps", 2), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
@@ -31,12 +46,17 @@ def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **opt
     }  # fmt: skip
     args = config(str(tmp_path), **{**settings, **options})
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    return trainer_class(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **dict(into_trainer))
+    return trainer_class(
+        model=model, args=args, train_dataset=rows, processing_class=tokenizer, **dict(into_trainer)
+    )
 
 
 def sft(tmp_path, **options):
     model = tiny_llama(vocab_size=384, attn_implementation="eager").double()
-    columns = {"prompt": lambda n: sentence(n, 2), "completion": lambda n: sentence(n + 1, 1 + n % 5)}
+    columns = {
+        "prompt": lambda n: sentence(n, 2),
+        "completion": lambda n: sentence(n + 1, 1 + n % 5),
+    }
     return made(trl.SFTTrainer, trl.SFTConfig, tmp_path, model, columns, **options)
 
 
@@ -52,11 +72,22 @@ def dpo(tmp_path, **options):
     model, reference = (tiny_llama(vocab_size=384).double() for _ in range(2))
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.9)
-    return made(trl.DPOTrainer, trl.DPOConfig, tmp_path, model, PREFERENCES, {"ref_model": reference}, **options)
+    return made(
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        tmp_path,
+        model,
+        PREFERENCES,
+        {"ref_model": reference},
+        **options,
+    )
 
 
 def kto(tmp_path):
-    columns = {name: PREFERENCES[column] for name, column in (("prompt", "prompt"), ("completion", "chosen"))}
+    columns = {
+        name: PREFERENCES[column]
+        for name, column in (("prompt", "prompt"), ("completion", "chosen"))
+    }
     model = tiny_llama(vocab_size=384)
     return made(trl.KTOTrainer, trl.KTOConfig, tmp_path, model, {**columns, "label": lambda n: n % 2 == 0},
                 {"ref_model": tiny_llama(vocab_size=384)})  # fmt: skip
@@ -65,7 +96,9 @@ def kto(tmp_path):
 def reward(tmp_path, **options):
     torch.manual_seed(0)
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, num_labels=1)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, num_labels=1
+    )
     model = LlamaForSequenceClassification(config).double()
     return made(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, PREFERENCES, **options)
 
@@ -79,9 +112,16 @@ def generated(trainer_class, config, tmp_path, **options):
     torch.manual_seed(0)
     model = tiny_llama(vocab_size=259).double()
     model.save_pretrained(tmp_path / "reference")
-    model.config._name_or_path = str(tmp_path / "reference")  # from which TRL loads what it keeps close to
+    model.config._name_or_path = str(
+        tmp_path / "reference"
+    )  # from which TRL loads what it keeps close to
     few_tokens = {"suppress_tokens": [0, 2, *range(8, 259)]}  # of which one is the end
-    options = {"num_generations": 4, "max_completion_length": 8, "generation_kwargs": few_tokens, **options}
+    options = {
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "generation_kwargs": few_tokens,
+        **options,
+    }
     return made(trainer_class, config, tmp_path, model, {"prompt": lambda n: sentence(n, 2)},
                 {"reward_funcs": wordy}, **options)  # fmt: skip
 
@@ -94,11 +134,15 @@ def rloo(tmp_path, **options):
     return generated(trl.RLOOTrainer, trl.RLOOConfig, tmp_path, **options)
 
 
-@pytest.mark.parametrize("make", [sft, sft_packed, dpo, reward, rloo], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [sft, sft_packed, dpo, reward, rloo], ids=lambda make: make.__name__
+)
 def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, make) -> None:
     whole, survived = survive(lambda: make(tmp_path), {0: 0.8, 3: 0.3})
 
-    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "TRL takes its losses in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
+        "TRL takes its losses in float32"
+    )
     for mine, theirs in zip(survived.logged, whole.logged, strict=True):
         assert len(theirs) >= 4
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
@@ -114,7 +158,9 @@ def test_grpo(tmp_path, kind: str) -> None:
     options = {"beta": 0.1} if kind == "bnpo" else {"num_iterations": 2} if kind == "grpo" else {}
     whole, survived = survive(lambda: grpo(tmp_path, loss_type=kind, **options), {0: 0.8, 3: 0.3})
 
-    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "TRL takes its losses in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
+        "TRL takes its losses in float32"
+    )
     for mine, theirs in zip(survived.logged, whole.logged, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
@@ -136,10 +182,19 @@ def offloading(tmp_path):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (kto, "the loss of KTOTrainer cannot be divided: its KL baseline is a mean over the micro-batch"),
+        (
+            kto,
+            "the loss of KTOTrainer cannot be divided: its KL baseline is a mean over the micro-batch",
+        ),
         (lambda path: dpo(path, loss_type=["aot"]), "the DPO loss 'aot' is not a mean over pairs"),
-        (lambda path: dpo(path, loss_type=["sigmoid", "bco_pair"]), "the DPO loss 'bco_pair' is not a mean over pairs"),
-        (lambda path: grpo(path, top_entropy_quantile=0.5), "top_entropy_quantile compares the tokens of all"),
+        (
+            lambda path: dpo(path, loss_type=["sigmoid", "bco_pair"]),
+            "the DPO loss 'bco_pair' is not a mean over pairs",
+        ),
+        (
+            lambda path: grpo(path, top_entropy_quantile=0.5),
+            "top_entropy_quantile compares the tokens of all",
+        ),
         (own_grpo, "OwnGRPO.compute_loss is not known to be a sum over examples"),
         (offloading, "activation_offloading counts tensors"),
     ],

@@ -29,7 +29,9 @@ class Squares(Trainer):
 
 def by_rows(outputs, labels, num_items_in_batch=None):
     """Each row counts the same, however long it is."""
-    losses = nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    losses = nn.functional.cross_entropy(
+        outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+    )
     return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
 
 
@@ -57,7 +59,9 @@ def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) ->
     with pytest.raises(ValueError, match="vouch_for_loss=True says that it is a sum or a mean"):
         survive_oom(make(tmp_path, **kwargs))
 
-    whole, survived = survive(lambda: make(tmp_path, **kwargs), {0: 0.4, 3: 0.8}, vouch_for_loss=True)
+    whole, survived = survive(
+        lambda: make(tmp_path, **kwargs), {0: 0.4, 3: 0.8}, vouch_for_loss=True
+    )
     assert gradients_off_by(survived, whole) <= 1e-6
     told = remarks(tmp_path, "out-of-memory-survived")[0].finding.evidence
     assert f"; you vouched for the loss, and it was measured to be {measured}" in told
@@ -97,14 +101,18 @@ def test_an_entry_put_into_the_losses_of_transformers_is_named(tmp_path, monkeyp
         return logits.mean()
 
     monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", mine)
-    with pytest.raises(ValueError, match=r"entry 'ForCausalLM' of transformers' LOSS_MAPPING is tests.*mine"):
+    with pytest.raises(
+        ValueError, match=r"entry 'ForCausalLM' of transformers' LOSS_MAPPING is tests.*mine"
+    ):
         survive_oom(make(tmp_path))
 
 
 def test_a_forward_that_a_user_patches_into_the_class_is_named(tmp_path, monkeypatch) -> None:
     model = tiny_llama()
     forward = type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs)
+    )
     with pytest.raises(ValueError, match=r"LlamaForCausalLM\.forward was replaced by tests"):
         survive_oom(small_trainer(tmp_path, model))
 
@@ -115,7 +123,9 @@ def with_mixed_precision(tmp_path):
 
 def with_adapters(tmp_path):
     peft = pytest.importorskip("peft")
-    return small_trainer(tmp_path, peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM")))
+    return small_trainer(
+        tmp_path, peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM"))
+    )
 
 
 def with_hooks_of_accelerate(tmp_path):
@@ -130,7 +140,9 @@ def with_every_guard(tmp_path):
     return trainer
 
 
-@pytest.mark.parametrize("make", [with_mixed_precision, with_adapters, with_hooks_of_accelerate, with_every_guard])
+@pytest.mark.parametrize(
+    "make", [with_mixed_precision, with_adapters, with_hooks_of_accelerate, with_every_guard]
+)
 def test_what_libraries_put_around_a_forward_passes(tmp_path, make) -> None:
     trainer = make(tmp_path)
     survive_oom(trainer)
@@ -144,7 +156,11 @@ def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_pat
     def packed(rows):
         ids = torch.cat([row["input_ids"] for row in rows])[None]
         positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-        return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+        return {
+            "input_ids": ids,
+            "labels": ids.masked_fill(positions == 0, -100),
+            "position_ids": positions,
+        }
 
     def make(collate):
         model = tiny_llama(use_cache=False).double()
@@ -152,7 +168,9 @@ def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_pat
 
     trainer = make(packed)
     survive_oom(trainer)
-    with pytest.raises(ValueError, match="neftune_noise_alpha makes its noise smaller the longer a packed row is"):
+    with pytest.raises(
+        ValueError, match="neftune_noise_alpha makes its noise smaller the longer a packed row is"
+    ):
         trainer.train()
     trainer = make(padded)  # padded rows keep their length
     survive_oom(trainer)

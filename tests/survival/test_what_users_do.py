@@ -34,7 +34,9 @@ class WithPenalty(Trainer):
     """Adds to the loss what `compute_loss` knows nothing of: half a percent of it."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss = self.compute_loss(
+            model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+        )
         loss = loss + 5e-5 * sum(parameter.square().sum() for parameter in model.parameters())
         self.accelerator.backward(loss)
         return loss.detach()
@@ -42,7 +44,9 @@ class WithPenalty(Trainer):
 
 class CallsBackward(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = 0.5 * self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss = 0.5 * self.compute_loss(
+            model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+        )
         loss.backward()
         return loss.detach()
 
@@ -51,7 +55,10 @@ class CallsBackward(Trainer):
     ("trainer_class", "why"),
     [
         (WithPenalty, "training_step adds a term to the loss, whose gradient pieces would lack"),
-        (CallsBackward, "training_step does not call accelerator.backward once for each compute_loss"),
+        (
+            CallsBackward,
+            "training_step does not call accelerator.backward once for each compute_loss",
+        ),
     ],
 )
 def test_a_training_step_that_pieces_cannot_follow_is_refused_before_the_first_step(
@@ -65,14 +72,22 @@ def test_a_training_step_that_pieces_cannot_follow_is_refused_before_the_first_s
 
     warned = small_trainer(tmp_path, trainer_class=trainer_class)
     survive_oom(warned, on_refusal="warn")
-    assert gradients_off_by(Run(warned), Run(small_trainer(tmp_path, trainer_class=trainer_class))) == 0
+    assert (
+        gradients_off_by(Run(warned), Run(small_trainer(tmp_path, trainer_class=trainer_class)))
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("trainer_class", "why"),
-    [(WithPenalty, "training_step adds a term"), (CallsBackward, "backward was not called by trainer.accelerator")],
+    [
+        (WithPenalty, "training_step adds a term"),
+        (CallsBackward, "backward was not called by trainer.accelerator"),
+    ],
 )
-def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(tmp_path, trainer_class, why) -> None:
+def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(
+    tmp_path, trainer_class, why
+) -> None:
     trainer = small_trainer(tmp_path, trainer_class=trainer_class)
     survive_oom(trainer)
     with pytest.raises(RuntimeError, match=why):
@@ -111,7 +126,9 @@ def test_nor_is_one_within_a_step_taken_for_a_micro_batch(tmp_path, on_refusal: 
     looks.trainer = trainer
     trainer.add_callback(looks)
     survive_oom(trainer, on_refusal=on_refusal)
-    with pytest.raises(RuntimeError, match=r"once for each compute_loss, so the gradients of this step are wrong"):
+    with pytest.raises(
+        RuntimeError, match=r"once for each compute_loss, so the gradients of this step are wrong"
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -119,7 +136,12 @@ def test_nor_is_one_within_a_step_taken_for_a_micro_batch(tmp_path, on_refusal: 
 def test_rows_without_a_class_do_not_count(tmp_path) -> None:
     def make():
         torch.manual_seed(0)
-        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        sizes = {
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+        }
         config = LlamaConfig(num_attention_heads=4, num_labels=3, pad_token_id=0, **sizes)
         config.architectures = None
         model = LlamaForSequenceClassification(config).double()
@@ -127,7 +149,10 @@ def test_rows_without_a_class_do_not_count(tmp_path) -> None:
         def collate(rows):
             labels = torch.arange(len(rows)) % 3
             labels[4:7] = -100
-            return {"input_ids": torch.stack([row["input_ids"][:6] for row in rows]), "labels": labels}
+            return {
+                "input_ids": torch.stack([row["input_ids"][:6] for row in rows]),
+                "labels": labels,
+            }
 
         return small_trainer(tmp_path, model, per_device_train_batch_size=8, data_collator=collate)
 
@@ -167,12 +192,16 @@ class Tiled(nn.Module):
         return Shards.apply(x, self.inner)
 
 
-def test_layers_that_accumulate_inside_a_backward_are_refused_and_their_gradients_left_alone(tmp_path) -> None:
+def test_layers_that_accumulate_inside_a_backward_are_refused_and_their_gradients_left_alone(
+    tmp_path,
+) -> None:
     model = tiny_llama().double()
     model.model.layers[0].mlp.down_proj = Tiled(model.model.layers[0].mlp.down_proj)
     trainer = small_trainer(tmp_path, model)
     survive_oom(trainer)
-    with pytest.raises(torch.OutOfMemoryError, match=r"mlp\.down_proj.* is accumulated inside a backward pass"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"mlp\.down_proj.* is accumulated inside a backward pass"
+    ):
         Run(trainer, {1: [250]})
     before = [p.grad.clone() for p in model.parameters()]
 
@@ -180,7 +209,9 @@ def test_layers_that_accumulate_inside_a_backward_are_refused_and_their_gradient
     model.model.layers[0].mlp.down_proj = Tiled(model.model.layers[0].mlp.down_proj)
     with pytest.raises(torch.OutOfMemoryError):
         Run(small_trainer(tmp_path, model), {1: [250]})
-    assert all(torch.equal(ours, p.grad) for ours, p in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(ours, p.grad) for ours, p in zip(before, model.parameters(), strict=True)
+    )
 
 
 class CoupledInTraining(nn.Module):
@@ -225,7 +256,9 @@ def test_gpt2(tmp_path) -> None:
         return small_trainer(tmp_path, GPT2LMHeadModel(config).double())
 
     whole, survived = survive(make, {0: 0.4, 1: 0.8})
-    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, "it takes its loss in float32"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
+        "it takes its loss in float32"
+    )
 
 
 def test_attached_in_the_middle_of_a_run_it_is_saved_with_it(tmp_path) -> None:

@@ -16,20 +16,38 @@ from trainer_plugins.units import MIB
 def on_a_small_card(tmp_path, simgpu, **kwargs):
     torch.accelerator.empty_cache()
     simgpu.set_capacity(6 * MIB)
-    settings = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "steps": 3, **kwargs}
+    settings = {
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 1,
+        "steps": 3,
+        **kwargs,
+    }
     return small_trainer(
-        tmp_path, tiny_llama(), train_dataset=token_rows(192, 64), data_collator=None, use_cpu=False, **settings
+        tmp_path,
+        tiny_llama(),
+        train_dataset=token_rows(192, 64),
+        data_collator=None,
+        use_cpu=False,
+        **settings,
     )
 
 
-@pytest.mark.parametrize("attach", [survive_oom, lambda trainer: protect(trainer, preset="survive")])
-def test_dividing_beforehand_is_said_once_and_counted(tmp_path, simgpu, monkeypatch, caplog, attach) -> None:
+@pytest.mark.parametrize(
+    "attach", [survive_oom, lambda trainer: protect(trainer, preset="survive")]
+)
+def test_dividing_beforehand_is_said_once_and_counted(
+    tmp_path, simgpu, monkeypatch, caplog, attach
+) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     trainer = on_a_small_card(tmp_path, simgpu, report_to=["tensorboard"])
     attach(trainer)
     trainer.train()
 
-    warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "trainer_plugins" in r.name]
+    warned = [
+        r.getMessage()
+        for r in caplog.records
+        if r.levelno >= logging.WARNING and "trainer_plugins" in r.name
+    ]
     (told,) = [line for line in warned if "[micro-batches-divided]" in line]
     assert told.startswith(
         "step 1: [micro-batches-divided] micro-batches larger than what fits are divided: this one of"
@@ -38,7 +56,9 @@ def test_dividing_beforehand_is_said_once_and_counted(tmp_path, simgpu, monkeypa
     assert "as a rehearsal or an earlier failure has shown" in told
     assert not [line for line in warned if "survived" in line], "nothing failed"
     assert [entry.step for entry in remarks(tmp_path, "micro-batches-divided")] == [1]
-    logged = [logs["memory/divided_micro_batches"] for logs in trainer.state.log_history if "loss" in logs]
+    logged = [
+        logs["memory/divided_micro_batches"] for logs in trainer.state.log_history if "loss" in logs
+    ]
     assert logged == [1, 1, 1]
     (file,) = (tmp_path / "board").rglob("events.*")
     events = EventAccumulator(str(file)).Reload()
@@ -52,7 +72,9 @@ def test_where_all_fits_nothing_is_said_or_counted(tmp_path, caplog) -> None:
     survive_oom(trainer)
     trainer.train()
     assert "divided" not in caplog.text
-    assert not [logs for logs in trainer.state.log_history if "memory/divided_micro_batches" in logs]
+    assert not [
+        logs for logs in trainer.state.log_history if "memory/divided_micro_batches" in logs
+    ]
 
 
 def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> None:
@@ -64,7 +86,10 @@ def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> 
             use_cpu=False, per_device_train_batch_size=num_rows,
         )  # fmt: skip
         survive_oom(trainer, plan_first=False)
-        with pytest.raises(torch.OutOfMemoryError, match=r"nothing left to switch on \(checkpointing and offload on\)"):
+        with pytest.raises(
+            torch.OutOfMemoryError,
+            match=r"nothing left to switch on \(checkpointing and offload on\)",
+        ):
             trainer.train()
         (told,) = remarks(tmp_path / str(num_rows), "out-of-memory-refused")
         assert told.finding.remedy.startswith("What is left: shorter sequences")
@@ -93,4 +118,7 @@ def test_a_refusal_says_where_it_was_seen(tmp_path) -> None:
     trainer = small_trainer(tmp_path, compute_loss_func=lambda *args, **kwargs: 0)
     survive_oom(trainer, on_refusal="warn")
     (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert told.finding.evidence == "seen in the Trainer, its model and its arguments, before anything was computed"
+    assert (
+        told.finding.evidence
+        == "seen in the Trainer, its model and its arguments, before anything was computed"
+    )

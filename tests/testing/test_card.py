@@ -10,7 +10,9 @@ NO_SUCH_PID = 2**22 + 1  # above Linux' largest pid
 
 
 def test_layout_is_the_one_that_the_c_code_reads(tmp_path):
-    card = SimCard.create(tmp_path / "card", 3 * GIB, uuid="GPU-5e5e5e5e-0000-0000-0000-000000000000")
+    card = SimCard.create(
+        tmp_path / "card", 3 * GIB, uuid="GPU-5e5e5e5e-0000-0000-0000-000000000000"
+    )
     card.hold(4242, 100, "python infer.py")
     content = (tmp_path / "card").read_bytes()
     assert len(content) == 4096
@@ -19,7 +21,12 @@ def test_layout_is_the_one_that_the_c_code_reads(tmp_path):
         3 * GIB,
         b"GPU-5e5e5e5e-0000-0000-0000-000000000000".ljust(48, b"\0"),
     )
-    assert struct.unpack_from("<iIQ48s", content, 64) == (4242, 0, 100, b"python infer.py".ljust(48, b"\0"))
+    assert struct.unpack_from("<iIQ48s", content, 64) == (
+        4242,
+        0,
+        100,
+        b"python infer.py".ljust(48, b"\0"),
+    )
 
 
 def test_who_opens_the_file_sees_what_another_wrote(tmp_path):
@@ -53,7 +60,10 @@ def test_a_live_process_counts_while_it_exists_and_a_scripted_one_always(tmp_pat
     card.hold(NO_SUCH_PID, 1 * MIB, "gone", live=True)
     card.hold(NO_SUCH_PID, 2 * MIB, "scripted")
     card.hold(os.getppid(), 4 * MIB, "here", live=True)
-    assert [(pid, name) for pid, _, name in card.processes()] == [(NO_SUCH_PID, "scripted"), (os.getppid(), "here")]
+    assert [(pid, name) for pid, _, name in card.processes()] == [
+        (NO_SUCH_PID, "scripted"),
+        (os.getppid(), "here"),
+    ]
     assert card.used_bytes == 6 * MIB
 
 

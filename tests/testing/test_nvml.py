@@ -46,8 +46,12 @@ def code_of(function: Callable[..., object], *arguments: object) -> int:
 @alone
 def test_clients_of_the_running_process_see_the_scripted_cards(tmp_path):
     driver = ScriptedNvml(tmp_path).driver(version="575.57.08", cuda_version=12090)
-    first = driver.card(CARD).process(100, 3 * GIB, name="train").process(200, GIB, says_bytes=False)
-    second = first.card(total_bytes=24 * GIB, reserved_bytes=0, name="NVIDIA L4").process(300, GIB, graphics=True)
+    first = (
+        driver.card(CARD).process(100, 3 * GIB, name="train").process(200, GIB, says_bytes=False)
+    )
+    second = first.card(total_bytes=24 * GIB, reserved_bytes=0, name="NVIDIA L4").process(
+        300, GIB, graphics=True
+    )
     second.write().preload()
     pynvml.nvmlInit()
     assert pynvml.nvmlSystemGetDriverVersion() == "575.57.08"
@@ -70,10 +74,17 @@ def test_clients_of_the_running_process_see_the_scripted_cards(tmp_path):
     handle = pynvml.nvmlDeviceGetHandleByIndex(1)
     assert pynvml.nvmlDeviceGetName(handle) == "NVIDIA L4"
     assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByPciBusId("0000:18:00.0")) == 1
-    assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(pynvml.nvmlDeviceGetUUID(handle))) == 1
+    assert (
+        pynvml.nvmlDeviceGetIndex(
+            pynvml.nvmlDeviceGetHandleByUUID(pynvml.nvmlDeviceGetUUID(handle))
+        )
+        == 1
+    )
     assert pynvml.nvmlDeviceGetComputeRunningProcesses(handle) == []
     assert [row.pid for row in pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle)] == [300]
-    assert code_of(pynvml.nvmlDeviceGetHandleByUUID, CARD[:12]) == pynvml.NVML_ERROR_NOT_FOUND  # no prefixes
+    assert (
+        code_of(pynvml.nvmlDeviceGetHandleByUUID, CARD[:12]) == pynvml.NVML_ERROR_NOT_FOUND
+    )  # no prefixes
 
     # Initialisation is counted.
     pynvml.nvmlInit()
@@ -89,10 +100,14 @@ def test_a_new_script_is_in_force_at_the_next_call(tmp_path):
     card.write().preload()
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(CARD)
-    for num_bytes in range(1000, 1500):  # of one length, and two at a time: a file system may reuse the inode
+    for num_bytes in range(
+        1000, 1500
+    ):  # of one length, and two at a time: a file system may reuse the inode
         card.process(100, num_bytes + 1000).write()
         card.process(100, num_bytes).write()
-        assert pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == num_bytes
+        assert (
+            pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == num_bytes
+        )
 
     # What grows, grows with the queries and not with time.
     card.process(100, GIB, grow_bytes=MIB).process(200, GIB).hide(200).write()
@@ -111,7 +126,9 @@ def test_a_new_script_is_in_force_at_the_next_call(tmp_path):
 @alone
 def test_a_live_process_gives_its_memory_back_when_it_exits(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    ScriptedNvml(tmp_path).card(CARD).process(child.pid, 2 * GIB, live=True).process(100, GIB).write().preload()
+    ScriptedNvml(tmp_path).card(CARD).process(child.pid, 2 * GIB, live=True).process(
+        100, GIB
+    ).write().preload()
     pynvml.nvmlInit()
     assert memory(CARD).used == 3 * GIB
     assert processes(CARD) == {child.pid: 2 * GIB, 100: GIB}
@@ -123,7 +140,11 @@ def test_a_live_process_gives_its_memory_back_when_it_exits(tmp_path):
 @alone
 def test_a_mig_slice_has_memory_and_processes_of_its_own(tmp_path):
     card = ScriptedNvml(tmp_path).card(CARD)
-    cut = card.mig_slice(SLICE, total_bytes=10 * GIB).process(100, GIB).mig_slice("MIG-2", total_bytes=20 * GIB)
+    cut = (
+        card.mig_slice(SLICE, total_bytes=10 * GIB)
+        .process(100, GIB)
+        .mig_slice("MIG-2", total_bytes=20 * GIB)
+    )
     cut.process(200, 2 * GIB).write().preload()
     pynvml.nvmlInit()
     whole = pynvml.nvmlDeviceGetHandleByUUID(CARD)
@@ -131,12 +152,21 @@ def test_a_mig_slice_has_memory_and_processes_of_its_own(tmp_path):
     assert [pynvml.nvmlDeviceGetUUID(handle) for handle in handles] == [SLICE, "MIG-2"]
     assert pynvml.nvmlDeviceGetMigMode(whole) == [1, 1]
     assert pynvml.nvmlDeviceIsMigDeviceHandle(handles[0])
-    assert pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handles[1])) == CARD
-    assert (memory(SLICE).total, memory(SLICE).used, memory("MIG-2").used) == (10 * GIB, GIB, 2 * GIB)
+    assert (
+        pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handles[1]))
+        == CARD
+    )
+    assert (memory(SLICE).total, memory(SLICE).used, memory("MIG-2").used) == (
+        10 * GIB,
+        GIB,
+        2 * GIB,
+    )
     assert memory(CARD).used == 3 * GIB
     assert processes(SLICE) == {100: GIB}
     assert processes(CARD) == {100: GIB, 200: 2 * GIB}
-    assert code_of(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, whole, 2) == pynvml.NVML_ERROR_NOT_FOUND
+    assert (
+        code_of(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, whole, 2) == pynvml.NVML_ERROR_NOT_FOUND
+    )
     assert code_of(pynvml.nvmlDeviceGetUtilizationRates, whole) == pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
@@ -152,7 +182,9 @@ def test_any_function_can_fail_on_any_card_any_number_of_times(tmp_path):
     assert code_of(memory, CARD) == pynvml.NVML_ERROR_NO_PERMISSION
     assert code_of(memory, "GPU-other") == 0
     cards.fault("nvmlSystemGetDriverVersion", pynvml.NVML_ERROR_UNKNOWN).write()
-    assert [code_of(pynvml.nvmlSystemGetDriverVersion) for _ in range(2)] == [pynvml.NVML_ERROR_UNKNOWN] * 2
+    assert [code_of(pynvml.nvmlSystemGetDriverVersion) for _ in range(2)] == [
+        pynvml.NVML_ERROR_UNKNOWN
+    ] * 2
 
     # The library may not even start.
     pynvml.nvmlShutdown()
@@ -174,7 +206,9 @@ def test_a_forked_child_has_to_initialise_again(tmp_path):
     pynvml.nvmlInit()
     child = os.fork()
     if not child:
-        refused = code_of(memory, CARD) == pynvml.NVML_ERROR_UNKNOWN  # NVIDIA promises nothing there
+        refused = (
+            code_of(memory, CARD) == pynvml.NVML_ERROR_UNKNOWN
+        )  # NVIDIA promises nothing there
         pynvml.nvmlInit()
         os._exit(0 if refused and memory(CARD).total == 80 * GIB else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -193,17 +227,29 @@ def test_a_card_file_speaks_for_a_simulated_card(tmp_path):
     card = ScriptedNvml(tmp_path).card_from_file(path, reserved_bytes=MIB).write()
     card.preload()
     pynvml.nvmlInit()
-    assert code_of(pynvml.nvmlDeviceGetHandleByIndex, 0) == pynvml.NVML_ERROR_GPU_IS_LOST  # no file yet
+    assert (
+        code_of(pynvml.nvmlDeviceGetHandleByIndex, 0) == pynvml.NVML_ERROR_GPU_IS_LOST
+    )  # no file yet
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     full_name = b"n" * 48
-    free, fixed, live = (0, 0, 5, b""), (4242, 0, 10 * MIB, full_name), (child.pid, 1, 20 * MIB, b"infer")
+    free, fixed, live = (
+        (0, 0, 5, b""),
+        (4242, 0, 10 * MIB, full_name),
+        (child.pid, 1, 20 * MIB, b"infer"),
+    )
     path.write_bytes(card_file(CARD, 256 * MIB, free, fixed, live))
     info = memory(CARD)
-    assert (info.total, info.reserved, info.used, info.free) == (257 * MIB, MIB, 30 * MIB, 226 * MIB)
+    assert (info.total, info.reserved, info.used, info.free) == (
+        257 * MIB,
+        MIB,
+        30 * MIB,
+        226 * MIB,
+    )
     assert processes(CARD) == {4242: 10 * MIB, child.pid: 20 * MIB}
     assert pynvml.nvmlSystemGetProcessName(4242) == full_name.decode()
 
-    # The file is shared memory: what one side writes the other sees. A live process counts while it lives.
+    # The file is shared memory: what one side writes the other sees. A live process counts while it
+    # lives.
     with path.open("r+b") as file:
         file.seek(64 + 64 + 8)
         file.write(struct.pack("<Q", 11 * MIB))
@@ -225,9 +271,15 @@ def test_the_simulated_card_and_the_driver_agree(tmp_path):
     pynvml.nvmlInit()
     simulated.hold(4242, 10 * MIB, "infer")
     simulated.hold(os.getpid(), 20 * MIB, "train", live=True)
-    simulated.hold(os.getpid(), 5 * MIB, "outside of torch")  # of the same process, so the driver lists one
+    simulated.hold(
+        os.getpid(), 5 * MIB, "outside of torch"
+    )  # of the same process, so the driver lists one
     info = memory(simulated.uuid)
-    assert (info.used, info.free) == (simulated.used_bytes, simulated.free_bytes) == (35 * MIB, 221 * MIB)
+    assert (
+        (info.used, info.free)
+        == (simulated.used_bytes, simulated.free_bytes)
+        == (35 * MIB, 221 * MIB)
+    )
     assert processes(simulated.uuid) == {4242: 10 * MIB, os.getpid(): 25 * MIB}
     assert pynvml.nvmlSystemGetProcessName(4242) == "infer"
     simulated.release(4242)
@@ -237,7 +289,9 @@ def test_the_simulated_card_and_the_driver_agree(tmp_path):
 
 
 def run_tool(tool: str, *arguments: str, env: dict[str, str]) -> str:
-    path = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    path = shutil.which(
+        tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
     if path is None:
         pytest.skip(f"{tool} is not installed")
     return subprocess.run(
@@ -247,7 +301,12 @@ def run_tool(tool: str, *arguments: str, env: dict[str, str]) -> str:
 
 @pytest.fixture
 def two_cards(tmp_path):
-    card = ScriptedNvml(tmp_path).card(CARD).process(os.getpid(), 3 * GIB).process(4_000_000, GIB, name="host process")
+    card = (
+        ScriptedNvml(tmp_path)
+        .card(CARD)
+        .process(os.getpid(), 3 * GIB)
+        .process(4_000_000, GIB, name="host process")
+    )
     return card.card().mig_slice(SLICE, total_bytes=10 * GIB).process(os.getpid(), 2 * GIB).write()
 
 
@@ -262,8 +321,13 @@ def test_nvitop_reads_it(two_cards):
 
 def test_gpustat_reads_it(two_cards):
     cards = json.loads(run_tool("gpustat", "--json", env=two_cards.env()))["gpus"]
-    assert [(card["uuid"], card["memory.used"]) for card in cards] == [(CARD, 4096), (cards[1]["uuid"], 2048)]
-    assert [(row["pid"], row["gpu_memory_usage"]) for row in cards[0]["processes"]] == [(os.getpid(), 3072)]
+    assert [(card["uuid"], card["memory.used"]) for card in cards] == [
+        (CARD, 4096),
+        (cards[1]["uuid"], 2048),
+    ]
+    assert [(row["pid"], row["gpu_memory_usage"]) for row in cards[0]["processes"]] == [
+        (os.getpid(), 3072)
+    ]
 
 
 def test_a_script_that_cannot_be_is_refused_where_it_is_written(tmp_path):
@@ -281,7 +345,10 @@ def test_a_script_that_cannot_be_is_refused_where_it_is_written(tmp_path):
 def test_it_is_compiled_once_and_by_many_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(tmp_path))
     code = "from trainer_plugins.testing.nvml import build; print(build())"
-    builders = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    builders = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     outputs = {builder.communicate()[0].strip() for builder in builders}
     assert outputs == {str(build())}
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["libnvidia-ml.so.1"]
@@ -302,7 +369,9 @@ def test_it_does_not_pretend_where_another_library_is_loaded_already(tmp_path):
     other = tmp_path / "libnvidia-ml.so.1"
     (tmp_path / "other.c").write_text("int nvmlInit(void) { return 0; }")
     soname = "-Wl,-soname,libnvidia-ml.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", soname, str(tmp_path / "other.c"), "-o", str(other)], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", soname, str(tmp_path / "other.c"), "-o", str(other)], check=True
+    )
     ctypes.CDLL(str(other))
     with pytest.raises(RuntimeError, match="has loaded NVIDIA's"):
         ScriptedNvml(tmp_path).card().write().preload()

@@ -1,5 +1,6 @@
-"""An unmodified Trainer on the simulated accelerator. Enabling it is for the whole process, so each story is a script
-that runs in a process of its own, through the runner, as a user's script would."""
+"""An unmodified Trainer on the simulated accelerator. Enabling it is for the whole process, so each
+story is a script that runs in a process of its own, through the runner, as a user's script
+would."""
 
 import json
 import os
@@ -31,7 +32,8 @@ def _needs_simgpu():
         pytest.skip(reason)
 
 
-# What the stories share: tiny models, rows that are the same everywhere, and a Trainer with little but its defaults.
+# What the stories share: tiny models, rows that are the same everywhere, and a Trainer with little
+# but its defaults.
 PRELUDE = """
 import json, os, sys
 import torch
@@ -108,18 +110,25 @@ def run(
 def facts(process: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert process.returncode == 0, process.stderr[-3000:]
     return [
-        json.loads(line.removeprefix("FACTS ")) for line in process.stdout.splitlines() if line.startswith("FACTS ")
+        json.loads(line.removeprefix("FACTS "))
+        for line in process.stdout.splitlines()
+        if line.startswith("FACTS ")
     ]
 
 
 def test_a_trainer_that_does_not_fit_dies_as_on_cuda(tmp_path):
-    process = run(tmp_path, "trainer(llama(), per_device_train_batch_size=16).train()", capacity="12MiB")
+    process = run(
+        tmp_path, "trainer(llama(), per_device_train_batch_size=16).train()", capacity="12MiB"
+    )
     assert process.returncode == 1, process.stderr[-3000:]
     last = process.stderr.strip().splitlines()[-1]
     assert last.startswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate ")
     assert " GPU 0 has a total capacity of 12.00 MiB of which " in last
     assert " Including non-PyTorch memory, this process has " in last
-    assert " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting" in last
+    assert (
+        " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+        in last
+    )
 
 
 def test_auto_find_batch_size_recovers(tmp_path):
@@ -237,7 +246,9 @@ def test_other_models_generation_and_resuming(tmp_path):
 
 @pytest.fixture(scope="module")
 def losses_of_one_rank(tmp_path_factory):
-    story = "t = trainer(llama(), use_cpu=True)\nreport(losses=losses(t), device=str(t.model.device))"
+    story = (
+        "t = trainer(llama(), use_cpu=True)\nreport(losses=losses(t), device=str(t.model.device))"
+    )
     (alone,) = facts(run(tmp_path_factory.mktemp("alone"), story))
     assert alone["device"] == "cpu"
     return alone["losses"]
@@ -248,7 +259,15 @@ def test_two_ranks_train_as_one(tmp_path, launcher, losses_of_one_rank):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    two = ["--num_processes", "2", "--num_machines", "1", "--multi_gpu", "--main_process_port", port]
+    two = [
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--multi_gpu",
+        "--main_process_port",
+        port,
+    ]
     plain = ["--mixed_precision", "no", "--dynamo_backend", "no"]
     command = {
         "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port],
@@ -271,7 +290,11 @@ def test_two_ranks_train_as_one(tmp_path, launcher, losses_of_one_rank):
     ranks = facts(run(tmp_path, story, launcher=command))
     assert len(ranks) == 2
     for rank in ranks:
-        assert (rank["world"], rank["backend"], rank["wrapper"]) == (2, "gloo", "DistributedDataParallel")
+        assert (rank["world"], rank["backend"], rank["wrapper"]) == (
+            2,
+            "gloo",
+            "DistributedDataParallel",
+        )
         assert (rank["device"], rank["processes"]) == ("simgpu:0", [True])
         assert rank["losses"] == pytest.approx(losses_of_one_rank, abs=1e-5)
     assert ranks[0]["card"] != ranks[1]["card"]
@@ -290,12 +313,20 @@ def test_a_foreign_process_takes_what_we_then_lack(tmp_path):
     except ValueError:
         report(refused=True)
     """
-    process = run(tmp_path, story, prelude=SMALL_REPORT, capacity="100MiB", options=["--card", str(tmp_path / "card")])
+    process = run(
+        tmp_path,
+        story,
+        prelude=SMALL_REPORT,
+        capacity="100MiB",
+        options=["--card", str(tmp_path / "card")],
+    )
     with_it, without, intruder = facts(process)
     assert with_it["free"] == 30 * MIB
     assert "Tried to allocate 40.00 MiB." in with_it["error"]
     assert "which 30.00 MiB is free. " in with_it["error"]
-    assert "Process 4242 has 70.00 MiB memory in use. " in with_it["error"]  # listed by pid: before us, or behind
+    assert (
+        "Process 4242 has 70.00 MiB memory in use. " in with_it["error"]
+    )  # listed by pid: before us, or behind
     assert without == {"free": 100 * MIB, "error": None}
     assert intruder == {"refused": True}, "an intruder cannot take what we hold"
 
@@ -314,7 +345,13 @@ def test_two_processes_share_a_card(tmp_path):
                total=torch.simgpu.get_device_properties().total_memory)
         held = fill(20)
     """
-    process = run(tmp_path, story, prelude=SMALL_REPORT, capacity="100MiB", env={"SIMGPU_CARD": str(tmp_path / "card")})
+    process = run(
+        tmp_path,
+        story,
+        prelude=SMALL_REPORT,
+        capacity="100MiB",
+        env={"SIMGPU_CARD": str(tmp_path / "card")},
+    )
     second, first = facts(process)
     assert (second["free"], second["total"]) == (40 * MIB, 100 * MIB)
     assert f"Process {second['parent']} has 60.00 MiB memory in use." in second["error"]
@@ -357,7 +394,9 @@ def test_a_tensor_left_on_the_cpu_is_refused_as_on_a_card(tmp_path):
     report(indexed=x[torch.tensor([1, 3])].tolist(), scaled=(x * torch.tensor(2)).tolist()[:3])
     """
     refused, allowed = facts(run(tmp_path, story, prelude=SMALL_REPORT))
-    assert refused["error"].startswith("Expected all tensors to be on the same device, but found at least two devices")
+    assert refused["error"].startswith(
+        "Expected all tensors to be on the same device, but found at least two devices"
+    )
     assert allowed == {"indexed": [1, 3], "scaled": [0, 2, 4]}
 
 
@@ -380,9 +419,13 @@ class TestRunner:
 
     def test_a_module_too(self, tmp_path):
         (tmp_path / "package").mkdir()
-        (tmp_path / "package" / "__main__.py").write_text("import sys\nprint(sys.argv, sys.path[0])\n1 / 0\n")
+        (tmp_path / "package" / "__main__.py").write_text(
+            "import sys\nprint(sys.argv, sys.path[0])\n1 / 0\n"
+        )
         plain = self.finished(tmp_path, ["-m", "package", "--flag"])
-        simulated = self.finished(tmp_path, [*RUNNER, "--capacity", "64MiB", "-m", "package", "--flag"])
+        simulated = self.finished(
+            tmp_path, [*RUNNER, "--capacity", "64MiB", "-m", "package", "--flag"]
+        )
         assert simulated.returncode == plain.returncode == 1
         assert simulated.stdout == plain.stdout
         assert simulated.stderr.endswith("ZeroDivisionError: division by zero\n")
@@ -409,7 +452,9 @@ class TestRunner:
 
 def test_importing_it_does_nothing():
     code = "import sys, trainer_plugins.testing.simgpu; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
+    )
 
 
 def test_where_it_cannot_be_built_it_says_why(tmp_path):
@@ -422,7 +467,9 @@ def test_where_it_cannot_be_built_it_says_why(tmp_path):
             command, env=environment(**cache, **changes), capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    assert reason(PATH=str(tmp_path), CXX="") == "simgpu needs a C++ compiler: install g++ or set CXX"
+    assert (
+        reason(PATH=str(tmp_path), CXX="") == "simgpu needs a C++ compiler: install g++ or set CXX"
+    )
     said = reason(CXX="false")
     assert "cannot be built for torch" in said
     assert Path(said.rpartition("see ")[2]).read_text().startswith("false ")

@@ -1,8 +1,12 @@
-"""The rules of CUDA's caching allocator, by what torch.accelerator reports. One process tells all of it."""
+"""The rules of CUDA's caching allocator, by what torch.accelerator reports.
+
+One process tells all of it.
+"""
 
 import pytest
 
-from tests.testing.test_simgpu import SMALL_REPORT, _needs_simgpu, facts, run  # noqa: F401 - the fixture skips here too
+# the fixture skips here too
+from tests.testing.test_simgpu import SMALL_REPORT, _needs_simgpu, facts, run  # noqa: F401
 from trainer_plugins.units import KIB, MIB
 
 STORY = """
@@ -115,7 +119,11 @@ def test_segments_are_split_and_merged(told):
     assert (told["two in one"]["splits"], told["two in one"]["split_bytes"]) == (1, 12 * MIB)
     assert (told["a hole"]["splits"], told["a hole"]["split_bytes"]) == (2, 16 * MIB)
     assert told["best fit"] is True
-    assert (told["merged"]["splits"], told["merged"]["split_bytes"], told["merged"]["reserved"]) == (0, 0, 20 * MIB)
+    assert (
+        told["merged"]["splits"],
+        told["merged"]["split_bytes"],
+        told["merged"]["reserved"],
+    ) == (0, 0, 20 * MIB)
     assert (told["no split"]["allocated"], told["no split"]["splits"]) == (20 * MIB, 0)
 
 
@@ -129,13 +137,22 @@ def test_a_full_card_is_emptied_of_cache_before_it_fails(told):
         "Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64.00 MiB of which 14.00 MiB is free."
         in told["error"]
     )
-    assert "Of the allocated memory 50.00 MiB is allocated by PyTorch, and 0 bytes is reserved" in told["error"]
+    assert (
+        "Of the allocated memory 50.00 MiB is allocated by PyTorch, and 0 bytes is reserved"
+        in told["error"]
+    )
 
 
 def test_statistics_can_be_reset(told):
     assert told["peak"] == 0
-    assert (told["forgotten"]["retries"], told["forgotten"]["ooms"], told["forgotten"]["made"]) == (0, 0, 0)
+    assert (told["forgotten"]["retries"], told["forgotten"]["ooms"], told["forgotten"]["made"]) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_threads_leave_nothing_behind(told):
-    assert told["after threads"]["reserved"] == told["after threads"]["allocated"] == told["used"] == 0
+    assert (
+        told["after threads"]["reserved"] == told["after threads"]["allocated"] == told["used"] == 0
+    )

@@ -18,7 +18,9 @@ from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
 from trainer_plugins.watch.pressure import pressure
 
 
-def reading(peak=10.0, non_torch=1.0, allocated=5.0, reserved=20.0, total=80.0, retries=0) -> MemoryReading:
+def reading(
+    peak=10.0, non_torch=1.0, allocated=5.0, reserved=20.0, total=80.0, retries=0
+) -> MemoryReading:
     """Sizes in GiB."""
     return MemoryReading(
         device="cuda:0",
@@ -54,7 +56,9 @@ def test_pressure_says_what_it_saw_and_what_to_do() -> None:
 
 def test_a_finding_is_said_again_only_when_it_is_worse() -> None:
     def finding(severity: Severity, amount: float) -> Finding:
-        return Finding(code="x", severity=severity, summary="", evidence="", remedy="", amount=amount)
+        return Finding(
+            code="x", severity=severity, summary="", evidence="", remedy="", amount=amount
+        )
 
     first = finding(Severity.WARNING, 100)
     assert not first.worse_than(first)
@@ -65,7 +69,13 @@ def test_a_finding_is_said_again_only_when_it_is_worse() -> None:
 
 
 def flush(stuck_gib: float) -> Flush:
-    return Flush(step=10, reason="interval", released_bytes=GIB, stuck_bytes=int(stuck_gib * GIB), seconds=0.1)
+    return Flush(
+        step=10,
+        reason="interval",
+        released_bytes=GIB,
+        stuck_bytes=int(stuck_gib * GIB),
+        seconds=0.1,
+    )
 
 
 def test_what_a_release_cannot_give_back_is_fragmentation() -> None:
@@ -84,7 +94,10 @@ def test_retries_count_from_warm_up() -> None:
 
 
 def listed(*processes: tuple[int, float | None]) -> tuple[GpuProcess, ...]:
-    return tuple(GpuProcess(pid, None if gib is None else int(gib * GIB), "python infer.py") for pid, gib in processes)
+    return tuple(
+        GpuProcess(pid, None if gib is None else int(gib * GIB), "python infer.py")
+        for pid, gib in processes
+    )
 
 
 ME = {100, 101}
@@ -95,7 +108,12 @@ ME = {100, 101}
     [
         (1, None, None, ""),
         (10, None, 9, "told by bytes alone"),  # the driver lists nothing
-        (10, listed((7, 20.0), (8, 9.0)), 9, "told by bytes alone"),  # host pids in a container: ours is not there
+        (
+            10,
+            listed((7, 20.0), (8, 9.0)),
+            9,
+            "told by bytes alone",
+        ),  # host pids in a container: ours is not there
         (10, listed((100, 21.0), (8, 9.0)), 9, "pid 8 (python infer.py): 9.00 GiB"),
         (10, listed((100, 30.0)), None, ""),  # all ours: NCCL, graphs
         (10, listed((100, 15.0), (101, 15.0)), None, ""),  # two of our ranks on one card
@@ -119,7 +137,10 @@ def test_the_tolerance_grows_with_the_card_up_to_half_a_gib() -> None:
 def footprints(num=WINDOW, **bytes_at) -> list[Footprint]:
     kinds = {"tensors": 5 * GIB, "cache": GIB, "non_torch": GIB, "host": GIB}
     return [
-        Footprint(step=step, **{k: int(bytes_at[k](step)) if k in bytes_at else v for k, v in kinds.items()})
+        Footprint(
+            step=step,
+            **{k: int(bytes_at[k](step)) if k in bytes_at else v for k, v in kinds.items()},
+        )
         for step in range(num)
     ]
 
@@ -141,8 +162,14 @@ def test_each_kind_of_leak_has_its_name(kind: str) -> None:
 
 
 def test_a_leak_that_ends_the_run_soon_is_an_error() -> None:
-    assert judged(footprints(tensors=lambda s: s * GIB // 8), 76)["leak-tensors"].severity is Severity.ERROR
-    assert judged(footprints(tensors=lambda s: s * GIB // 8), 20)["leak-tensors"].severity is Severity.WARNING
+    assert (
+        judged(footprints(tensors=lambda s: s * GIB // 8), 76)["leak-tensors"].severity
+        is Severity.ERROR
+    )
+    assert (
+        judged(footprints(tensors=lambda s: s * GIB // 8), 20)["leak-tensors"].severity
+        is Severity.WARNING
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +224,9 @@ def looks(device: SaidDevice, *non_torch_bytes: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("total", "allowed"), [(80 * GIB, 3 * GIB // 2), (10 * GIB, GIB)])
-def test_a_process_may_hold_a_context_outside_torch_from_the_start(total: int, allowed: int) -> None:
+def test_a_process_may_hold_a_context_outside_torch_from_the_start(
+    total: int, allowed: int
+) -> None:
     """A gibibyte and a half, and no more than a tenth of a small card; beside that what may move: half a gibibyte."""
     seen_at_once = allowed + 512 * MIB
 
@@ -222,11 +251,16 @@ OLD, UNIFIED, HIP = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HI
         ({OLD: "expandable_segments:True"}, True),
         ({OLD: "garbage_collection_threshold:0.8,expandable_segments:True"}, True),
         ({OLD: "expandable_segments:False"}, False),
-        ({OLD: "max_split_size_mb:128", UNIFIED: "expandable_segments:True"}, False),  # the old name wins
+        (
+            {OLD: "max_split_size_mb:128", UNIFIED: "expandable_segments:True"},
+            False,
+        ),  # the old name wins
         ({HIP: "expandable_segments:True"}, bool(torch.version.hip)),
     ],
 )
-def test_nobody_is_told_to_set_what_is_set(variables: dict[str, str], is_set: bool, monkeypatch) -> None:
+def test_nobody_is_told_to_set_what_is_set(
+    variables: dict[str, str], is_set: bool, monkeypatch
+) -> None:
     for name in (OLD, UNIFIED, HIP):
         monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():
@@ -237,10 +271,16 @@ def test_nobody_is_told_to_set_what_is_set(variables: dict[str, str], is_set: bo
     findings = watch.look(10, "train")
     findings += leaks(footprints(cache=lambda step: GIB + step * 10 * MIB), device.read(), device.read(),
                       is_expandable=has_expandable_segments())  # fmt: skip
-    retried = allocator_retries(reading(retries=3), reading(retries=5), is_expandable=has_expandable_segments())
+    retried = allocator_retries(
+        reading(retries=3), reading(retries=5), is_expandable=has_expandable_segments()
+    )
     findings += [retried] if retried else []
 
-    assert [finding.code for finding in findings] == ["memory-fragmentation", "leak-cache", "allocator-retries"]
+    assert [finding.code for finding in findings] == [
+        "memory-fragmentation",
+        "leak-cache",
+        "allocator-retries",
+    ]
     for finding in findings:
         assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in finding.remedy) is not is_set
         assert ("expandable_segments is set already" in finding.remedy) is is_set

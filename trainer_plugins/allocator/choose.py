@@ -21,13 +21,17 @@ class Choice:
 
 
 def choose(variables: Variables, machine: Machine) -> Choice:
-    """Choose the settings of a launch. What the user has set is kept, never changed and never added to.
+    """Choose the settings of a launch.
 
-    It is mirrored to both names, so that every version of torch reads it, and so do the programs that look at one name
-    only (vLLM: vllm#54351). Not where that would bring a mistake into force: what torch refuses, a pair that hurts.
+    What the user has set is kept, never changed and never added to.
 
-    Where the user has set nothing, and nothing speaks against it, the answer is `expandable_segments:True` under the
-    one name that this torch reads: 2.9 reads the old one alone (pytorch#183387).
+    It is mirrored to both names, so that every version of torch reads it, and so do the programs
+    that look at one name only (vLLM: vllm#54351). Not where that would bring a mistake into force:
+    what torch refuses, a pair that hurts.
+
+    Where the user has set nothing, and nothing speaks against it, the answer is
+    `expandable_segments:True` under the one name that this torch reads: 2.9 reads the old one alone
+    (pytorch#183387).
     """
     own = variables.of_platform(machine)
     if not own:
@@ -36,11 +40,18 @@ def choose(variables: Variables, machine: Machine) -> Choice:
             return Choice({}, f"no allocator settings: {blocker}")
         name = UNIFIED if UNIFIED in names_read(machine) else CUDA
         return Choice(
-            {name: OURS}, f"segments that grow, against fragmentation; {name} is what {machine.torch_name} reads"
+            {name: OURS},
+            f"segments that grow, against fragmentation; {name} is what {machine.torch_name} reads",
         )
     if len(set(own.values())) > 1:
         return Choice({}, f"no allocator settings: {' and '.join(own)} differ, and both are yours")
     (text,) = set(own.values())
-    if any(finding.severity is Severity.ERROR for finding in lint_text(text, next(iter(own)), machine)):
-        return Choice({}, f"no allocator settings: those in {next(iter(own))} are wrong, and stay as they are")
-    return Choice(dict.fromkeys((CUDA, UNIFIED), text), f"your own {next(iter(own))}, under both of its names")
+    if any(
+        finding.severity is Severity.ERROR for finding in lint_text(text, next(iter(own)), machine)
+    ):
+        return Choice(
+            {}, f"no allocator settings: those in {next(iter(own))} are wrong, and stay as they are"
+        )
+    return Choice(
+        dict.fromkeys((CUDA, UNIFIED), text), f"your own {next(iter(own))}, under both of its names"
+    )

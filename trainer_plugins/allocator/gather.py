@@ -17,7 +17,10 @@ def gather_machine(environ: Mapping[str, str]) -> Machine:
     machine = Machine(
         is_windows=platform.system() == "Windows",
         is_wsl="microsoft" in platform.release().lower(),
-        is_mig=any("MIG-" in environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")),
+        is_mig=any(
+            "MIG-" in environ.get(name, "")
+            for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+        ),
         has_vllm="vllm" in sys.modules,
     )
     try:

@@ -21,7 +21,8 @@ def check(asked: str | None = None, environ: Mapping[str, str] | None = None) ->
     To ask fixes the settings, as the first use of the card does: torch reads its variables once.
 
     Args:
-        asked: the text that is meant to be in force; None is what the variables hold, the unified name first.
+        asked: the text that is meant to be in force; None is what the variables hold, the unified
+            name first.
         environ: the variables; None is those of this process.
     """
     variables = Variables.of(os.environ if environ is None else environ)
@@ -42,7 +43,9 @@ def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
     environ = os.environ if environ is None else environ
     variables = Variables.of(environ)
     texts = [variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")]
-    with suppress(AttributeError, RuntimeError, ValueError, IndexError):  # torch before 2.12, or it refuses the text
+    with suppress(
+        AttributeError, RuntimeError, ValueError, IndexError
+    ):  # torch before 2.12, or it refuses the text
         texts.append(torch._C._accelerator_getAllocatorSettings())
     return any(InForce(text).value("expandable_segments") for text in texts)
 
@@ -50,8 +53,8 @@ def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
 def read_in_force() -> InForce | None:
     """Read what the allocator uses, or None where this build cannot say (no CUDA, and older than torch 2.12).
 
-    The text is enough on any build since torch 2.12. A build with CUDA also tells values, with or without a card, by a
-    snapshot of its memory: ask at the beginning of a run, when that is small.
+    The text is enough on any build since torch 2.12. A build with CUDA also tells values, with or
+    without a card, by a snapshot of its memory: ask at the beginning of a run, when that is small.
     """
     core: Any = torch._C
     snapshot = getattr(core, "_cuda_memorySnapshot", None)
@@ -88,7 +91,9 @@ def values_reported(reported: Mapping[str, Any]) -> dict[str, Value | None]:
     if "garbage_collection_threshold" in reported:
         values["garbage_collection_threshold"] = reported["garbage_collection_threshold"] or None
     # torch 2.9 fills the interval before `>` otherwise, which nobody who asked for it could know.
-    if "roundup_power2_divisions" in reported and hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+    if "roundup_power2_divisions" in reported and hasattr(
+        torch._C, "_accelerator_setAllocatorSettings"
+    ):
         values["roundup_power2_divisions"] = tuple(reported["roundup_power2_divisions"].values())
     for key in (
         "expandable_segments",

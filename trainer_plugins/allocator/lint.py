@@ -52,7 +52,11 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
     foreign = [name for name in texts if name not in names_known(machine)]
     if foreign or (texts and read_name is None):
         ignored = foreign[0] if foreign else next(iter(texts))
-        why = "only a torch for ROCm reads it" if foreign else f"{machine.torch_name} reads {CUDA} alone on a card"
+        why = (
+            "only a torch for ROCm reads it"
+            if foreign
+            else f"{machine.torch_name} reads {CUDA} alone on a card"
+        )
         yield Finding(
             code="allocator-name-not-read",
             severity=Severity.ERROR if read_name is None else Severity.WARNING,

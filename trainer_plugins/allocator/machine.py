@@ -9,7 +9,10 @@ TESTED = (2, 13)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of one launch. The defaults are a Linux machine with CUDA and a torch that we know."""
+    """The facts of one launch.
+
+    The defaults are a Linux machine with CUDA and a torch that we know.
+    """
 
     torch: tuple[int, int] = TESTED
     """Major and minor version; nothing about allocator settings changed in a patch release."""

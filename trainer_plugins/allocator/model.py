@@ -1,9 +1,10 @@
 """The CUDA caching allocator in arithmetic: which segments a series of allocations takes, without a card.
 
-It follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, rule by rule and in their
-names: rounding, the small and the large pool of each stream, best fit, splitting and merging, expandable segments,
-`max_split_size_mb`, `garbage_collection_threshold`, `roundup_power2_divisions`, the fraction of a process, and what
-happens when a card is full. Not here: private pools of CUDA graphs, and blocks that wait for another stream.
+It follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, rule by
+rule and in their names: rounding, the small and the large pool of each stream, best fit, splitting
+and merging, expandable segments, `max_split_size_mb`, `garbage_collection_threshold`,
+`roundup_power2_divisions`, the fraction of a process, and what happens when a card is full. Not
+here: private pools of CUDA graphs, and blocks that wait for another stream.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +25,8 @@ _UNLIMITED = 1 << 62
 _GAP_BYTES = 2 * MIB  # between segments, so that none are neighbours
 
 
-class AllocatorFull(Exception):  # noqa: N818 - says a state, as torch.OutOfMemoryError's own name does
+# says a state, as torch.OutOfMemoryError's own name does
+class AllocatorFull(Exception):  # noqa: N818
     """The card has not so much left, also after the cache has been given back."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
@@ -49,12 +51,14 @@ class AllocatorRules:
 
     large_segment_bytes: int = _LARGE_SEGMENT_BYTES
     rising_segment_bytes: int = 32 * MIB
-    """A new segment up to this size lies above the earlier ones of such a size, a larger one below the earlier large
-    ones, which decides between free blocks of one size. No source of CUDA's says so. It was learned from 16 published
-    figures of a T4 (`tests/planner/published.toml`, fitcheck 2026-09-15): missed by up to 9 % where all segments rise,
-    0.3 % where those above 2 MiB fall, 0.03 % with any size from 20 to 40 MiB, 0.6 % with 48 and 64. 32 MiB is a choice
-    among those, and so is that what falls lies above what rises. On 53 figures of an L40S, which taught nothing of it,
-    all these choices differ by 1 % at most, and by 0.03 % in the mean. 0 is how Linux maps host memory (simgpu)."""
+    """A new segment up to this size lies above the earlier ones of such a size, a larger one below
+    the earlier large ones, which decides between free blocks of one size. No source of CUDA's says
+    so. It was learned from 16 published figures of a T4 (`tests/planner/published.toml`, fitcheck
+    2026-09-15): missed by up to 9 % where all segments rise, 0.3 % where those above 2 MiB fall,
+    0.03 % with any size from 20 to 40 MiB, 0.6 % with 48 and 64. 32 MiB is a choice among those,
+    and so is that what falls lies above what rises. On 53 figures of an L40S, which taught nothing
+    of it, all these choices differ by 1 % at most, and by 0.03 % in the mean. 0 is how Linux maps
+    host memory (simgpu)."""
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
@@ -65,9 +69,14 @@ class AllocatorRules:
         """
         values = settings.values
         if values.get("backend", "native") != "native":
-            raise ValueError(f"not predicted: the allocator backend {values['backend']}, only native is modelled")
+            raise ValueError(
+                f"not predicted: the allocator backend {values['backend']}, only native is modelled"
+            )
         given: dict[str, object] = {}
-        for key, name in (("max_split_size_mb", "max_split_bytes"), ("large_segment_size_mb", "large_segment_bytes")):
+        for key, name in (
+            ("max_split_size_mb", "max_split_bytes"),
+            ("large_segment_size_mb", "large_segment_bytes"),
+        ):
             if isinstance(megabytes := values.get(key), int):
                 given[name] = min(megabytes * MIB, _UNLIMITED)
         for key, name in (
@@ -84,9 +93,21 @@ class AllocatorRules:
 class Block:
     """A piece of a segment; what `malloc` hands out, and `free` takes."""
 
-    __slots__ = ("address", "in_use", "last_used", "mapped", "next", "pool", "prev", "segment_start", "size_bytes")
+    __slots__ = (
+        "address",
+        "in_use",
+        "last_used",
+        "mapped",
+        "next",
+        "pool",
+        "prev",
+        "segment_start",
+        "size_bytes",
+    )
 
-    def __init__(self, pool: "_Pool", address: int, size_bytes: int, segment_start: int | None, mapped: bool) -> None:
+    def __init__(
+        self, pool: "_Pool", address: int, size_bytes: int, segment_start: int | None, mapped: bool
+    ) -> None:
         self.pool = pool
         self.address = address
         self.size_bytes = size_bytes
@@ -109,7 +130,9 @@ class _Pool:
         self.is_small = is_small
         self.keys: list[tuple[int, int]] = []
         self.blocks: dict[tuple[int, int], Block] = {}
-        self.unmapped: dict[int, Block] = {}  # addresses of expandable segments without memory behind them
+        self.unmapped: dict[
+            int, Block
+        ] = {}  # addresses of expandable segments without memory behind them
 
     def add(self, block: Block) -> None:
         key = (block.size_bytes, block.address)
@@ -133,7 +156,9 @@ class AllocatorModel:
         rules: its settings.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, rules: AllocatorRules | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int | None = None, rules: AllocatorRules | None = None
+    ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else _UNLIMITED
         fraction = self.rules.memory_fraction
@@ -148,18 +173,24 @@ class AllocatorModel:
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
         self._collect_above_bytes = (
-            int(self.rules.garbage_collection_threshold * (self._allowed_bytes or 0)) if collects else None
+            int(self.rules.garbage_collection_threshold * (self._allowed_bytes or 0))
+            if collects
+            else None
         )
 
     def reset_peaks(self) -> None:
         """Let the peaks begin at what is held now, as `reset_peak_memory_stats` does."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
+        self.peak_allocated_bytes, self.peak_reserved_bytes = (
+            self.allocated_bytes,
+            self.reserved_bytes,
+        )
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Allocate.
 
         Raises:
-            AllocatorFull: after a retry with an empty cache. Nothing is allocated then, and the cache is empty.
+            AllocatorFull: after a retry with an empty cache. Nothing is allocated then, and the
+                cache is empty.
         """
         size = self.round_size(num_bytes)
         is_small = size <= _SMALL_BYTES
@@ -281,7 +312,13 @@ class AllocatorModel:
         return size < self.rules.max_split_bytes and remaining > _SMALL_BYTES
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.pool, block.address + size, block.size_bytes - size, block.segment_start, mapped=True)
+        rest = Block(
+            block.pool,
+            block.address + size,
+            block.size_bytes - size,
+            block.segment_start,
+            mapped=True,
+        )
         rest.last_used = self._num_lookups
         _insert_behind(block, rest)
         block.size_bytes = size
@@ -346,12 +383,15 @@ class AllocatorModel:
             ages = [self._num_lookups - block.last_used for block in candidates]
             threshold = sum(ages) / len(ages)
             old = [block for block, age in zip(candidates, ages, strict=True) if age >= threshold]
-            candidates = [block for block, age in zip(candidates, ages, strict=True) if age < threshold]
+            candidates = [
+                block for block, age in zip(candidates, ages, strict=True) if age < threshold
+            ]
             for block in old:
                 missing -= block.size_bytes
                 self._release(block)
 
-    # Expandable segments: one range of addresses for each pool, with memory mapped into it page by page.
+    # Expandable segments: one range of addresses for each pool, with memory mapped into it page by
+    # page.
 
     def _grow_expandable(self, pool: _Pool, size: int) -> Block | None:
         candidate = self._addresses_for(pool, size)
@@ -359,7 +399,9 @@ class AllocatorModel:
             return None
         while candidate.size_bytes < size:
             behind = candidate.next
-            if behind is None or not self._map(behind, min(size - candidate.size_bytes, behind.size_bytes)):
+            if behind is None or not self._map(
+                behind, min(size - candidate.size_bytes, behind.size_bytes)
+            ):
                 return None
             candidate = behind  # it has merged with what was before it
         pool.remove(candidate)
@@ -396,7 +438,9 @@ class AllocatorModel:
         block.mapped = True
         self._reserve(num_bytes)
         if num_bytes < block.size_bytes:
-            rest = Block(block.pool, end, block.size_bytes - num_bytes, block.segment_start, mapped=False)
+            rest = Block(
+                block.pool, end, block.size_bytes - num_bytes, block.segment_start, mapped=False
+            )
             _insert_behind(block, rest)
             block.size_bytes = num_bytes
             block.pool.unmapped[end] = rest

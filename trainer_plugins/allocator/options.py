@@ -1,6 +1,7 @@
 """Every option of PYTORCH_ALLOC_CONF that torch 2.13 knows, with its type, its range, and since when.
 
-Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h and .cpp, and the answers of the CUDA builds
+Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h and .cpp, and the
+    answers of the CUDA builds
 of torch 2.9.0, 2.10.0, 2.11.0, 2.12.0 and 2.13.0 to each key (their parser runs without a card).
 """
 
@@ -50,7 +51,14 @@ OPTIONS = (
     Option("throw_on_cudamalloc_oom", Kind.FLAG, since=(2, 12), cuda_only=True),
     Option("pinned_use_cuda_host_register", Kind.FLAG, cuda_only=True),
     Option("pinned_use_hip_host_register", Kind.FLAG, cuda_only=True),
-    Option("pinned_num_register_threads", Kind.COUNT, cuda_only=True, minimum=1, power_of_2=True, maximum=128),
+    Option(
+        "pinned_num_register_threads",
+        Kind.COUNT,
+        cuda_only=True,
+        minimum=1,
+        power_of_2=True,
+        maximum=128,
+    ),
     Option("pinned_use_background_threads", Kind.FLAG),
     Option("pinned_reserve_segment_size_mb", Kind.COUNT, since=(2, 10), cuda_only=True, minimum=1),
     Option("pinned_max_round_threshold_mb", Kind.COUNT, since=(2, 13)),

@@ -1,8 +1,9 @@
 """Allocator settings as a value: the text of PYTORCH_ALLOC_CONF, read as torch 2.13 reads it.
 
-Two things are told that torch does not tell. It reads a number as far as it goes, so `128MB` is 128 and `-1` is
-2**64 - 1: the value carries `misread`, and in a list it is an error. And torch does not look at the sign between a key
-and its value, so that `expandable_segments,True` works by accident: that is an error here.
+Two things are told that torch does not tell. It reads a number as far as it goes, so `128MB` is 128
+and `-1` is 2**64 - 1: the value carries `misread`, and in a list it is an error. And torch does not
+look at the sign between a key and its value, so that `expandable_segments,True` works by accident:
+that is an error here.
 """
 
 import re
@@ -62,7 +63,8 @@ def parse(text: str) -> AllocatorSettings:
     {'expandable_segments': True, 'garbage_collection_threshold': 0.8}
 
     Raises:
-        SettingsError: it names the option, the rule and what was given. The first of several is raised.
+        SettingsError: it names the option, the rule and what was given. The first of several is
+            raised.
     """
     settings, errors = read(text)
     if errors:
@@ -115,7 +117,9 @@ def _setting(key: str, text: str) -> Setting:
         return Setting(key, text, text == "True")
     if option.kind is Kind.BACKEND:
         if text not in ("native", "cudaMallocAsync", "hipMallocAsync"):
-            raise SettingsError(f"{key} needs {option.kind.value} (on ROCm also hipMallocAsync), got {text!r}")
+            raise SettingsError(
+                f"{key} needs {option.kind.value} (on ROCm also hipMallocAsync), got {text!r}"
+            )
         return Setting(key, text, text)
     if option.kind is Kind.DIVISIONS:
         return Setting(key, text, _divisions(key, text))
@@ -158,8 +162,8 @@ def _fraction(option: Option, text: str) -> Setting:
 def _divisions(key: str, text: str) -> tuple[int, ...]:
     """The divisions of the sixteen intervals, as torch 2.10 and later fill them.
 
-    The first interval named stands for those below it, `>` for those above the last one named, alone for all but the
-    first. To torch 2.9 `>` is also the last one named.
+    The first interval named stands for those below it, `>` for those above the last one named,
+    alone for all but the first. To torch 2.9 `>` is also the last one named.
     """
     if not text.startswith("["):
         return (_power_of_2(key, text, "divisions"),) * NUM_INTERVALS
@@ -168,7 +172,9 @@ def _divisions(key: str, text: str) -> tuple[int, ...]:
     for pair in filter(None, text[1:-1].split(",")):
         interval, colon, count = pair.partition(":")
         if not colon:
-            raise SettingsError(f"{key} needs interval:divisions in its list, as in [256:1,>:4], got {pair!r}")
+            raise SettingsError(
+                f"{key} needs interval:divisions in its list, as in [256:1,>:4], got {pair!r}"
+            )
         number = 0 if count == "0" else _power_of_2(key, count, "divisions, or 0 for none")
         if interval == ">":
             start = (last or 0) + 1
@@ -196,4 +202,6 @@ def _against_large_segments(settings: AllocatorSettings) -> Iterator[SettingsErr
     for key in ("max_split_size_mb", "max_non_split_rounding_mb"):
         value = values.get(key)
         if isinstance(value, int) and isinstance(large, int) and value < large:
-            yield SettingsError(f"{key} needs at least large_segment_size_mb, which is {large}, got '{value}'")
+            yield SettingsError(
+                f"{key} needs at least large_segment_size_mb, which is {large}, got '{value}'"
+            )

@@ -11,11 +11,13 @@ HIP = "PYTORCH_HIP_ALLOC_CONF"
 
 
 def names_read(machine: Machine) -> tuple[str, ...]:
-    """The names that this torch reads, the one that wins first. A name that is set, even to nothing, wins.
+    """The names that this torch reads, the one that wins first.
 
-    Up to 2.9 the CUDA allocator reads the old name alone (pytorch#183387); from 2.10 on also the unified one, last
-    (`CUDAAllocatorConfig::instance`). Seen in the CUDA builds of 2.9.0, 2.10.0, 2.11.0, 2.12.0 and 2.13.0; the HIP name
-    is from the header, which puts it between the two.
+    A name that is set, even to nothing, wins.
+
+    Up to 2.9 the CUDA allocator reads the old name alone (pytorch#183387); from 2.10 on also the
+    unified one, last (`CUDAAllocatorConfig::instance`). Seen in the CUDA builds of 2.9.0, 2.10.0,
+    2.11.0, 2.12.0 and 2.13.0; the HIP name is from the header, which puts it between the two.
     """
     hip = (HIP,) if machine.rocm else ()
     return (CUDA, *hip, UNIFIED) if machine.torch >= (2, 10) else (CUDA, *hip)

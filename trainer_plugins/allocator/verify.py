@@ -9,7 +9,9 @@ from trainer_plugins.allocator.settings import Value, read
 from trainer_plugins.allocator.variables import CUDA, Variables, names_read
 from trainer_plugins.finding import Finding, Severity
 
-_FLAGS: dict[str, Value] = {key: False for key, option in OPTION_OF.items() if option.kind is Kind.FLAG}
+_FLAGS: dict[str, Value] = {
+    key: False for key, option in OPTION_OF.items() if option.kind is Kind.FLAG
+}
 _DEFAULTS: dict[str, Value] = {
     **_FLAGS,
     "backend": "native",
@@ -55,20 +57,28 @@ def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine
     if in_force.refusal is None and not differing:
         return None
     why, remedy = _reason(wanted, in_force, variables, machine)
-    seen = ", ".join(f"{key} is {in_force.value(key)} instead of {wanted[key]}" for key in differing)
+    seen = ", ".join(
+        f"{key} is {in_force.value(key)} instead of {wanted[key]}" for key in differing
+    )
     return Finding(
         code="allocator-settings-not-in-force",
         severity=Severity.WARNING,
         summary=f"the allocator does not use the settings that were asked for: {why}",
-        evidence=f"asked {asked}; in force {in_force.text or 'nothing'!r}" + (f"; {seen}" if seen else ""),
+        evidence=f"asked {asked}; in force {in_force.text or 'nothing'!r}"
+        + (f"; {seen}" if seen else ""),
         remedy=remedy,
     )
 
 
-def _reason(wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine) -> tuple[str, str]:
+def _reason(
+    wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine
+) -> tuple[str, str]:
     """Why they differ, and what to do: the first that holds."""
     if in_force.refusal is not None:
-        return f"torch refused to read them ({in_force.refusal})", "Correct the text: `trainer-plugins env` says where."
+        return (
+            f"torch refused to read them ({in_force.refusal})",
+            "Correct the text: `trainer-plugins env` says where.",
+        )
     holders = [name for name, text in variables.texts.items() if _holds(text, wanted)]
     if not holders:
         return (
@@ -80,7 +90,10 @@ def _reason(wanted: dict[str, Value], in_force: InForce, variables: Variables, m
         return f"{machine.torch_name} does not read {holders[0]}", f"Set {CUDA} to the same."
     if read_name not in holders:
         other = f"{read_name}={variables.texts[str(read_name)]}"
-        return f"{other} counts more than {holders[0]}", f"Unset {read_name}, or give it the same text."
+        return (
+            f"{other} counts more than {holders[0]}",
+            f"Unset {read_name}, or give it the same text.",
+        )
     if not _holds(in_force.text, wanted):
         return (
             f"torch had read {read_name} before it was set, or settings were given by a call since"

@@ -1,4 +1,7 @@
-"""Callbacks for `transformers.Trainer`. Each translates its events into calls on the floors below."""
+"""Callbacks for `transformers.Trainer`.
+
+Each translates its events into calls on the floors below.
+"""
 
 from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback
 from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup
@@ -6,4 +9,10 @@ from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard
 from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog
 from trainer_plugins.callbacks.strategy_in_force import StrategyInForce
 
-__all__ = ["CudaCacheCallback", "EvalGenerateCleanup", "KVCacheGuard", "MemoryWatchdog", "StrategyInForce"]
+__all__ = [
+    "CudaCacheCallback",
+    "EvalGenerateCleanup",
+    "KVCacheGuard",
+    "MemoryWatchdog",
+    "StrategyInForce",
+]

@@ -32,7 +32,9 @@ class RunCallback(TrainerCallback):
         self.at_rest()
 
     def at_rest(self) -> None:
-        """Set what belongs to one run as it is outside of one. Sets attributes only: a copy of a callback does it too.
+        """Set what belongs to one run as it is outside of one.
+
+        Sets attributes only: a copy of a callback does it too.
 
         A subclass sets its own here, and not in `__init__`.
         """
@@ -59,8 +61,8 @@ class RunCallback(TrainerCallback):
     def device_for(self, args: TrainingArguments) -> Device | None:
         """The device, opened at the first event that needs it; None, said once, where this kind cannot be read.
 
-        At the first event: a callback added after the Trainer was built never hears on_init_end, and
-        trainer.evaluate() alone never fires on_train_begin.
+        At the first event: a callback added after the Trainer was built never hears on_init_end,
+        and trainer.evaluate() alone never fires on_train_begin.
         """
         if self._device is None and not self._cannot_read:
             self._cannot_read = True
@@ -81,35 +83,50 @@ class RunCallback(TrainerCallback):
     def harmless(self) -> Iterator[None]:
         """Around what is done inside training: whatever goes wrong in it is said, once, and training goes on.
 
-        The one place that catches everything: a monitor must not end a run that costs days. The callback goes on, too:
-        if it fell silent on one rank, the others would wait for its votes.
+        The one place that catches everything: a monitor must not end a run that costs days. The
+        callback goes on, too: if it fell silent on one rank, the others would wait for its votes.
         """
         try:
             yield
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
-                logger.exception("%s failed; training goes on, and this is said once", type(self).__name__)
+                logger.exception(
+                    "%s failed; training goes on, and this is said once", type(self).__name__
+                )
 
-    def given_to(self, handler: CallbackHandler, was_given: Callable[[TrainerCallback], bool]) -> None:
+    def given_to(
+        self, handler: CallbackHandler, was_given: Callable[[TrainerCallback], bool]
+    ) -> None:
         """Note that this callback was not given by the user, and gives way to one of its class that was."""
         known = ref(handler)
-        self._users_own = lambda: [one for one in getattr(known(), "callbacks", []) if not was_given(one)]
+        self._users_own = lambda: [
+            one for one in getattr(known(), "callbacks", []) if not was_given(one)
+        ]
 
     def is_second(self, state: TrainerState) -> bool:
-        """Whether this run has another callback of this class that counts. Two would each see half of the peaks.
+        """Whether this run has another callback of this class that counts.
 
-        Where it is this very callback that was given twice, its second place in the Trainer's list is emptied.
+        Two would each see half of the peaks.
+
+        Where it is this very callback that was given twice, its second place in the Trainer's list
+        is emptied.
         """
         if any(isinstance(one, type(self)) for one in self._users_own()):
             return True
-        # All callbacks of a run are handed the same state, and what is no field of it is never saved.
-        numbers = vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, [])
+        # All callbacks of a run are handed the same state, and what is no field of it is never
+        # saved.
+        numbers = (
+            vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, [])
+        )
         if self._number not in numbers:
             numbers.append(self._number)
             is_twice = keep_first_place(lambda one: getattr(one, "_number", None) == self._number)
             if is_twice or numbers[0] != self._number:
-                logger.warning("%s was added twice: the second one does nothing. Remove one", type(self).__name__)
+                logger.warning(
+                    "%s was added twice: the second one does nothing. Remove one",
+                    type(self).__name__,
+                )
         return bool(numbers[0] != self._number)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,20 +140,25 @@ class RunCallback(TrainerCallback):
 class EvaluationCallback(RunCallback):
     """A callback that hears of the end of every evaluation, whatever path the Trainer's subclass takes.
 
-    `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may return without it, as
-    open-unlearning's FinetuneTrainer does. `control.should_evaluate` is set before each evaluation inside training,
-    so what follows it is told by the first event after it that no evaluation fires. Outside training, as in the final
-    `trainer.evaluate()`, all that is heard of such a subclass is what it logs.
+    `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may return without it,
+    as open-unlearning's FinetuneTrainer does. `control.should_evaluate` is set before each
+    evaluation inside training, so what follows it is told by the first event after it that no
+    evaluation fires. Outside training, as in the final `trainer.evaluate()`, all that is heard of
+    such a subclass is what it logs.
     """
 
     def at_rest(self) -> None:
         super().at_rest()
         self._evaluating = False
 
-    def before_evaluation(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
+    def before_evaluation(
+        self, args: TrainingArguments, state: TrainerState, **kwargs: Any
+    ) -> None:
         """An evaluation inside training is about to begin."""
 
-    def after_evaluation(self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any) -> None:
+    def after_evaluation(
+        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any
+    ) -> None:
         """An evaluation (`eval`) or prediction (`predict`) has ended, inside training or not."""
 
     def on_train_begin(
@@ -146,7 +168,9 @@ class EvaluationCallback(RunCallback):
         if args.eval_on_start:
             self._begin(args, state, **kwargs)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if control.should_evaluate:
             self._begin(args, state, **kwargs)
 
@@ -157,15 +181,21 @@ class EvaluationCallback(RunCallback):
         if control.should_evaluate:
             self._begin(args, state, **kwargs)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._evaluating = False
         self.after_evaluation(args, state, "eval", **kwargs)
 
-    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._evaluating = False
         self.after_evaluation(args, state, "predict", **kwargs)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         with self.harmless():
             if _in_an_evaluation_without_events():
                 self.after_evaluation(args, state, "eval", **kwargs)
@@ -175,7 +205,9 @@ class EvaluationCallback(RunCallback):
     ) -> None:
         self._settle(args, state, **kwargs)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._settle(args, state, **kwargs)
 
     def on_train_end(
@@ -194,11 +226,17 @@ class EvaluationCallback(RunCallback):
 
 
 def calling_trainer() -> Trainer | None:
-    """The Trainer whose event this is. Callbacks are handed the model without its wrapper, and no Trainer."""
+    """The Trainer whose event this is.
+
+    Callbacks are handed the model without its wrapper, and no Trainer.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Only frames of methods, and none above the Trainer's: to read the variables of a frame keeps them alive.
-        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals["self"], Trainer):
+        # Only frames of methods, and none above the Trainer's: to read the variables of a frame
+        # keeps them alive.
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
+            frame.f_locals["self"], Trainer
+        ):
             return frame.f_locals["self"]
         frame = frame.f_back
     return None

@@ -17,15 +17,19 @@ logger = logging.getLogger(__name__)
 class CudaCacheCallback(RunCallback):
     """Every `interval` optimizer steps: if some rank has cached `min_reclaimable_fraction` of its card, all release.
 
-    A release helps others on the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation; it does not
-    save an allocation of this process, before which the allocator releases its cache by itself. It is never done
-    because a foreign process presses: the cache is this run's reservation.
+    A release helps others on the card (NCCL, cuBLAS, a second process of yours) and undoes
+    fragmentation; it does not save an allocation of this process, before which the allocator
+    releases its cache by itself. It is never done because a foreign process presses: the cache is
+    this run's reservation.
 
-    Unlike `TrainingArguments.torch_empty_cache_steps`, which empties the cache before the backward pass of every
-    micro-batch of such a step, evidence or not, this asks once, after the optimizer step, when least is alive.
+    Unlike `TrainingArguments.torch_empty_cache_steps`, which empties the cache before the backward
+    pass of every micro-batch of such a step, evidence or not, this asks once, after the optimizer
+    step, when least is alive.
 
-    Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two); a release is timed, and
-    written to the timeline with the bytes that it gave back. `min_reclaimable_fraction=0` releases on schedule.
+    Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two); a release
+        is timed, and
+    written to the timeline with the bytes that it gave back. `min_reclaimable_fraction=0` releases
+    on schedule.
     """
 
     def __init__(
@@ -52,11 +56,15 @@ class CudaCacheCallback(RunCallback):
         device = None if self.is_second(state) else self.device_for(args)
         if device is not None:
             vote = self.vote_every(self.interval, args)
-            self._release = AgreedRelease(device, self.timeline_for(args), vote, self.min_reclaimable_fraction)
+            self._release = AgreedRelease(
+                device, self.timeline_for(args), vote, self.min_reclaimable_fraction
+            )
             with self.harmless():
                 self._release.notice(state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._release is None or state.global_step % self.interval:
             return
         flush = None

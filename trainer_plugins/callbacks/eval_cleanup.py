@@ -19,22 +19,26 @@ from trainer_plugins.upkeep.release import AgreedRelease
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_STEPS = 10
-"""How often several ranks ask each other whether a release after an evaluation pays, at the end of a step. One process
-asks at once, and only notices memory outside torch as often, so that a neighbour who came long ago is no news."""
+"""How often several ranks ask each other whether a release after an evaluation pays, at the end of
+a step. One process asks at once, and only notices memory outside torch as often, so that a
+neighbour who came long ago is no news."""
 
 
 class EvalGenerateCleanup(EvaluationCallback):
     """After every evaluation, prediction or generation that happens inside training, on every path there is.
 
-    Drops what they really leave: the compiled forward of a static cache with its graph pools, and the manager of
-    continuous batching with its paged cache. What it cannot drop, because somebody else refers to it (a cache object,
-    gathered predictions), is named with its holder in an `evaluation-leftover` finding. After an evaluation or
-    prediction the cached blocks are released where this pays: at once in one process; with several ranks, of which one
-    may have evaluated alone, at the end of the next step that is a multiple of 10, if all have this callback. The mode
+    Drops what they really leave: the compiled forward of a static cache with its graph pools, and
+    the manager of continuous batching with its paged cache. What it cannot drop, because somebody
+    else refers to it (a cache object, gathered predictions), is named with its holder in an
+    `evaluation-leftover` finding. After an evaluation or prediction the cached blocks are released
+    where this pays: at once in one process; with several ranks, of which one may have evaluated
+    alone, at the end of the next step that is a multiple of 10, if all have this callback. The mode
     of the model and its gradient checkpointing are not touched.
 
-    Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; where something was left, a
-    garbage collection, about 0.1 s. A dropped compiled call is compiled again by the next evaluation that needs it.
+    Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; where
+        something was left, a
+    garbage collection, about 0.1 s. A dropped compiled call is compiled again by the next
+    evaluation that needs it.
     """
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
@@ -75,13 +79,15 @@ class EvalGenerateCleanup(EvaluationCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_step_begin(args, state, control, **kwargs)
-        # A generation outside an evaluation may be this rank's alone, a preview of rank 0: so no vote, and no judgement
-        # against a time before an optimizer step.
+        # A generation outside an evaluation may be this rank's alone, a preview of rank 0: so no
+        # vote, and no judgement against a time before an optimizer step.
         if self._has_generated:
             with self.harmless():
                 self._drop(state, "generate", kwargs["model"])
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         super().on_step_end(args, state, control, **kwargs)
         if self._release is None or state.global_step % ASK_EVERY_STEPS:
             return
@@ -100,36 +106,48 @@ class EvalGenerateCleanup(EvaluationCallback):
         self.end_run()
         self._release = None
 
-    def before_evaluation(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
+    def before_evaluation(
+        self, args: TrainingArguments, state: TrainerState, **kwargs: Any
+    ) -> None:
         self._allocated_before = None
         if self._release is not None:
             with self.harmless():
                 self._allocated_before = self._release.device.read().allocated_bytes
 
-    def after_evaluation(self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any) -> None:
+    def after_evaluation(
+        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any
+    ) -> None:
         if self._release is None or not inside_training():  # outside, its caller is to clean up
             return
         with self.harmless():
             self._drop(state, moment, kwargs["model"])
             before, self._allocated_before = self._allocated_before, None
-            finding = leftover(self._release.device, before, kwargs["model"], kwargs.get("optimizer"))
+            finding = leftover(
+                self._release.device, before, kwargs["model"], kwargs.get("optimizer")
+            )
             if finding is not None:
                 self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
         self._due = moment
-        if not has_peers():  # others may not have evaluated at all: they are asked where all of them come
+        if (
+            not has_peers()
+        ):  # others may not have evaluated at all: they are asked where all of them come
             with self.harmless():
                 self._ask(state)
 
     def _ask(self, state: TrainerState) -> None:
         due, self._due = self._due, None
         if self._release is not None:
-            self._release.consider(state.global_step, f"after {due or 'eval'}", is_due=due is not None)
+            self._release.consider(
+                state.global_step, f"after {due or 'eval'}", is_due=due is not None
+            )
 
     def _drop(self, state: TrainerState, moment: str, model: nn.Module) -> None:
         self._has_generated = False
         if dropped := drop_leftovers(model):
-            logger.info("step %d: dropped %s after %s", state.global_step, ", ".join(dropped), moment)
+            logger.info(
+                "step %d: dropped %s after %s", state.global_step, ", ".join(dropped), moment
+            )
 
     def _mark_generation(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

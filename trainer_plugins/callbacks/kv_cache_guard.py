@@ -8,16 +8,22 @@ from torch import nn
 from transformers import GenerationMixin, TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback
-from trainer_plugins.upkeep.generation import base_model, forbid_training_cache, guard_generate, inference_mode_of
+from trainer_plugins.upkeep.generation import (
+    base_model,
+    forbid_training_cache,
+    guard_generate,
+    inference_mode_of,
+)
 
 
 class KVCacheGuard(RunCallback):
     """For the length of training: training forwards build no cache, and `generate` runs as it does in inference.
 
-    `generate` on a model in train mode with gradient checkpointing returns wrong text without a word. Inside training
-    it therefore runs in eval mode, without checkpointing, with `use_cache=True` unless its caller says otherwise; each
-    module is put back exactly as it was found, also when it raises. `model.config` is not touched. After a training
-    that raised, what is left on the model is inert.
+    `generate` on a model in train mode with gradient checkpointing returns wrong text without a
+    word. Inside training it therefore runs in eval mode, without checkpointing, with
+    `use_cache=True` unless its caller says otherwise; each module is put back exactly as it was
+    found, also when it raises. `model.config` is not touched. After a training that raised, what is
+    left on the model is inert.
 
     Cost: about 2 microseconds a forward; a `generate` inside training is as fast as it is outside.
     """
@@ -53,10 +59,16 @@ class KVCacheGuard(RunCallback):
 
 
 @contextmanager
-def _as_in_inference(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    # A generation config, by name or second in place, is the caller's word on the cache; a model with a `generate` of
-    # its own may know no cache.
-    if len(args) < 2 and kwargs.get("generation_config") is None and isinstance(base_model(model), GenerationMixin):
+def _as_in_inference(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    # A generation config, by name or second in place, is the caller's word on the cache; a model
+    # with a `generate` of its own may know no cache.
+    if (
+        len(args) < 2
+        and kwargs.get("generation_config") is None
+        and isinstance(base_model(model), GenerationMixin)
+    ):
         kwargs.setdefault("use_cache", True)
     with inference_mode_of(model):
         yield

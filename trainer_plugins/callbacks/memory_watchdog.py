@@ -22,18 +22,22 @@ logger = logging.getLogger(__name__)
 class MemoryWatchdog(EvaluationCallback):
     """Reads the device every `every_steps` optimizer steps and after each evaluation, prediction and save.
 
-    Each of these moments has its own peak. Readings and findings go to `<output_dir>/memory/rank-<rank>.jsonl`, a line
-    a write, so that they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory, see
-    `docs/findings.md`) is logged at its own severity, once, and again when it gets worse.
+    Each of these moments has its own peak. Readings and findings go to
+    `<output_dir>/memory/rank-<rank>.jsonl`, a line a write, so that they survive a kill. A finding
+    (pressure, foreign memory, fragmentation, leak, host memory, see `docs/findings.md`) is logged
+    at its own severity, once, and again when it gets worse.
 
-    Each line that training logs gets `memory/peak_gib` and its like (`docs/callbacks.md` lists them) and takes them to
-    TensorBoard or whatever `report_to` names, to `state.log_history` and `trainer_state.json`. They are rank 0's. With
-    `prometheus_dir` each rank also writes them to `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for
-    the textfile collector of node_exporter.
+    Each line that training logs gets `memory/peak_gib` and its like (`docs/callbacks.md` lists
+    them) and takes them to TensorBoard or whatever `report_to` names, to `state.log_history` and
+    `trainer_state.json`. They are rank 0's. With `prometheus_dir` each rank also writes them to
+    `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for the textfile collector of
+    node_exporter.
 
-    With `stop=True` an ERROR on any rank saves a checkpoint and ends training in good order on all of them.
+    With `stop=True` an ERROR on any rank saves a checkpoint and ends training in good order on all
+    of them.
 
-    Cost: about 0.1 ms a reading; with `stop=True` and several ranks also a vote, about 0.3 ms. See `docs/measured.md`.
+    Cost: about 0.1 ms a reading; with `stop=True` and several ranks also a vote, about 0.3 ms. See
+        `docs/measured.md`.
     """
 
     def __init__(
@@ -72,9 +76,16 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "begin")
         super().on_train_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # An evaluation or a save that follows has its own peak: what training took until here is read before it.
-        if state.global_step % self.every_steps == 0 or control.should_evaluate or control.should_save:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # An evaluation or a save that follows has its own peak: what training took until here is
+        # read before it.
+        if (
+            state.global_step % self.every_steps == 0
+            or control.should_evaluate
+            or control.should_save
+        ):
             self._look(args, state, "train")
         super().on_step_end(args, state, control, **kwargs)
         if self._vote is not None and state.global_step % self.every_steps == 0:
@@ -83,21 +94,30 @@ class MemoryWatchdog(EvaluationCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if (control.should_evaluate or control.should_save) and state.global_step % self.every_steps:
+        if (
+            control.should_evaluate or control.should_save
+        ) and state.global_step % self.every_steps:
             self._look(args, state, "train")
         super().on_epoch_end(args, state, control, **kwargs)
 
-    def after_evaluation(self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any) -> None:
+    def after_evaluation(
+        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any
+    ) -> None:
         self._look(args, state, moment)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         super().on_save(args, state, control, **kwargs)
         self._look(args, state, "save")
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         super().on_log(args, state, control, **kwargs)
         logs: dict[str, float] = kwargs.get("logs") or {}
-        # Only training's own line has both. What is added to another one comes back from train() or evaluate().
+        # Only training's own line has both. What is added to another one comes back from train() or
+        # evaluate().
         if self._watch is not None and {"loss", "learning_rate"} <= logs.keys():
             with self.harmless():
                 metrics = self._watch.metrics()
@@ -117,10 +137,15 @@ class MemoryWatchdog(EvaluationCallback):
             return
         with self.harmless():
             if self._watch is None:
-                timeline, of_run = self.timeline_for(args), timeline_of_run(args.output_dir, args.process_index)
+                timeline, of_run = (
+                    self.timeline_for(args),
+                    timeline_of_run(args.output_dir, args.process_index),
+                )
                 self._watch = MemoryWatch(device, timeline, self.budget, flushes=(timeline, of_run))
                 if self.prometheus_dir is not None:
-                    self._prometheus = PrometheusFile(self.prometheus_dir, args.process_index, device.name)
+                    self._prometheus = PrometheusFile(
+                        self.prometheus_dir, args.process_index, device.name
+                    )
             for finding in self._watch.look(state.global_step, moment):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)

@@ -1,4 +1,7 @@
-"""The command `trainer-plugins`. Each command is a file, and imports what is heavy only when it runs."""
+"""The command `trainer-plugins`.
+
+Each command is a file, and imports what is heavy only when it runs.
+"""
 
 import sys
 from typing import Annotated, Any
@@ -29,7 +32,9 @@ class _Commands(TyperGroup):
             raise
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 app.command()(report)
 app.command()(env)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
@@ -49,7 +54,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Memory care for Hugging Face Trainer runs."""
 
@@ -59,6 +66,9 @@ def main() -> None:
 
     Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
     """
-    for stream in (sys.stdout, sys.stderr):  # in a locale that lacks a character of somebody's file name
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # in a locale that lacks a character of somebody's file name
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()

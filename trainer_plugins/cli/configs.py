@@ -9,7 +9,9 @@ import typer
 
 from trainer_plugins.printable import printable
 
-configs = typer.Typer(no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check.")
+configs = typer.Typer(
+    no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
+)
 
 # What a reader would read as something else than was written.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
@@ -54,9 +56,12 @@ def path_of(name: Name) -> None:
 @configs.command("copy")
 def copy_to(
     name: Name,
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to; here, if not given.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to; here, if not given.")
+    ] = Path(),
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value, checked. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value, checked. Repeatable."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
@@ -75,18 +80,28 @@ def check(
     file: Annotated[Path, typer.Argument(help="An accelerate YAML or a DeepSpeed JSON.")],
     training_args: Annotated[
         str | None,
-        typer.Option("--training-args", help="What the script will get: '--bf16 --max_grad_norm 0.3', in quotes."),
+        typer.Option(
+            "--training-args",
+            help="What the script will get: '--bf16 --max_grad_norm 0.3', in quotes.",
+        ),
     ] = None,
     params: Annotated[
-        float | None, typer.Option("--params", min=1, help="Parameters of the model, as in 7e9: judges main memory.")
+        float | None,
+        typer.Option(
+            "--params", min=1, help="Parameters of the model, as in 7e9: judges main memory."
+        ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option("--host-memory", help="Main memory to judge by, as in 128GiB; this machine's, else.")
+        str | None,
+        typer.Option(
+            "--host-memory", help="Main memory to judge by, as in 128GiB; this machine's, else."
+        ),
     ] = None,
 ) -> None:
     """Say what is wrong with a launch file, before the launch, and which build of an extension it would wait for.
 
-    Exit codes: 0 fine; 1 an ERROR; 2 bad input, which a key written twice and a value of the wrong type are too.
+    Exit codes: 0 fine; 1 an ERROR; 2 bad input, which a key written twice and a value of the wrong
+    type are too.
     """
     import os
     import shlex
@@ -98,7 +113,9 @@ def check(
 
     try:
         if params is not None and not math.isfinite(params):
-            raise ValueError(f"--params counts the parameters of the model, as in 7e9, got {params}")
+            raise ValueError(
+                f"--params counts the parameters of the model, as in 7e9, got {params}"
+            )
         host_bytes = parse_size(host_memory) if host_memory else (_host_bytes() if params else None)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         findings = check(file, training=training, num_params=params, host_bytes=host_bytes)
@@ -121,7 +138,8 @@ def _refused(error: ValueError) -> typer.Exit:
 
 
 def _host_bytes() -> int:
-    # The only thing here that needs the floor of devices, which imports torch: two seconds, when --params asks for it.
+    # The only thing here that needs the floor of devices, which imports torch: two seconds, when
+    # --params asks for it.
     from trainer_plugins.devices.host import HostDevice
 
     return HostDevice().read().total_bytes

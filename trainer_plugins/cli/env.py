@@ -22,12 +22,17 @@ class Shell(str, Enum):
 
 def env(
     shell: Annotated[Shell, typer.Option(help="Whose syntax to print.")] = Shell.BASH,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of shell lines.")] = False,
-    vllm: Annotated[bool, typer.Option("--vllm", help="vLLM is to run inside the training process.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of shell lines.")
+    ] = False,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="vLLM is to run inside the training process.")
+    ] = False,
 ) -> None:
     """Print what to export before a launch on this machine: eval "$(trainer-plugins env)".
 
-    In fish: trainer-plugins env --shell fish | source. What is wrong with the allocator settings of now goes to stderr.
+    In fish: trainer-plugins env --shell fish | source. What is wrong with the allocator settings of
+    now goes to stderr.
     """
     from trainer_plugins.launch.environment import gather, launch_environment
 

@@ -10,13 +10,16 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 def exec_(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[--preset P] [--memory-... VALUE] -- COMMAND [ARGUMENT ...]")
+        list[str] | None,
+        typer.Argument(metavar="[--preset P] [--memory-... VALUE] -- COMMAND [ARGUMENT ...]"),
     ] = None,
 ) -> None:
-    """Run a command in the environment of a launch, with callbacks on every Trainer under it. `exec --help` has all.
+    """Run a command in the environment of a launch, with callbacks on every Trainer under it.
 
-    The command takes the place of this process, so its exit code is the answer: 127 if it is not found, 126 if it
-    cannot be run.
+    `exec --help` has all.
+
+    The command takes the place of this process, so its exit code is the answer: 127 if it is not
+    found, 126 if it cannot be run.
     """
     import json
     import sys
@@ -34,14 +37,18 @@ def exec_(
     )
     given, words = flags.split(command or [])
     if not words:
-        flags.refuse("name a command after --, as in: trainer-plugins exec -- accelerate launch train.py")
+        flags.refuse(
+            "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
+        )
     facts = gather(os.environ)
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
     exports = launch_environment(os.environ, facts).exports
     environ = os.environ | {export.name: export.value for export in exports}
     environ["TRAINER_PLUGINS_ATTACH"] = json.dumps(given)
-    environ["PYTHONPATH"] = os.pathsep.join([*_site.__path__, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [*_site.__path__, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     try:
         os.execvpe(words[0], words, environ)
     except OSError as error:

@@ -20,49 +20,76 @@ def plan(
     model: Annotated[str, typer.Option(help="A config.json of a model, or a folder that has one.")],
     seq_length: Annotated[int, typer.Option(help="Tokens of each row.")] = 2048,
     target_length: Annotated[
-        int | None, typer.Option(help="Tokens of each label of an encoder-decoder; --seq-length unless given.")
+        int | None,
+        typer.Option(help="Tokens of each label of an encoder-decoder; --seq-length unless given."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="In which the weights are loaded: bfloat16, float16, float32.")
+        str | None,
+        typer.Option(help="In which the weights are loaded: bfloat16, float16, float32."),
     ] = None,
     lora_r: Annotated[int | None, typer.Option(help="Train LoRA adapters of this rank.")] = None,
-    lora_target: Annotated[str, typer.Option(help="Their modules: all-linear, or names with commas.")] = "all-linear",
+    lora_target: Annotated[
+        str, typer.Option(help="Their modules: all-linear, or names with commas.")
+    ] = "all-linear",
     peft_config: Annotated[
         Path | None, typer.Option(help="An adapter_config.json of peft, in place of --lora-r.")
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")
+    ] = None,
     num_gpus: Annotated[
-        int | None, typer.Option(help="How many cards train together; as the file of accelerate says, else 1.")
+        int | None,
+        typer.Option(help="How many cards train together; as the file of accelerate says, else 1."),
     ] = None,
-    accelerate_config: Annotated[Path | None, typer.Option(help="The file of accelerate that launches.")] = None,
+    accelerate_config: Annotated[
+        Path | None, typer.Option(help="The file of accelerate that launches.")
+    ] = None,
     padding: Annotated[
-        bool | None, typer.Option(help="Whether batches have padding. Unless said, those of several rows do.")
+        bool | None,
+        typer.Option(help="Whether batches have padding. Unless said, those of several rows do."),
     ] = None,
-    eval_batches: Annotated[int, typer.Option(help="How many batches evaluation has, where there is one.")] = 8,
+    eval_batches: Annotated[
+        int, typer.Option(help="How many batches evaluation has, where there is one.")
+    ] = 8,
     search: Annotated[
-        bool, typer.Option("--search", help="Find the largest micro-batches that fit, the effective batch kept.")
+        bool,
+        typer.Option(
+            "--search", help="Find the largest micro-batches that fit, the effective batch kept."
+        ),
     ] = False,
     search_lengths: Annotated[
-        str | None, typer.Option(help="With --search: lengths to try, with commas; --seq-length unless given.")
+        str | None,
+        typer.Option(help="With --search: lengths to try, with commas; --seq-length unless given."),
     ] = None,
     explain_change: Annotated[
         list[str] | None,
-        typer.Option(metavar="SWITCH", help="What a switch would save: a name, several with +, or all. Repeatable."),
+        typer.Option(
+            metavar="SWITCH",
+            help="What a switch would save: a name, several with +, or all. Repeatable.",
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Give up after so many seconds; a search: for each way to run.")] = 600,
+    timeout: Annotated[
+        float, typer.Option(help="Give up after so many seconds; a search: for each way to run.")
+    ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option("--calibrate", help="Compare with this output_dir of the real run, and keep its context."),
+        typer.Option(
+            "--calibrate",
+            help="Compare with this output_dir of the real run, and keep its context.",
+        ),
     ] = None,
-    calibration: Annotated[bool, typer.Option(help="Count the context that was measured here for the card.")] = True,
+    calibration: Annotated[
+        bool, typer.Option(help="Count the context that was measured here for the card.")
+    ] = True,
     html: Annotated[
         Path | None, typer.Option(help="Write the plan, with its timeline, as a page to this file.")
     ] = None,
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
-    Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be predicted.
+    Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be
+    predicted.
     """
     from trainer_plugins.planner.calibrate import calibrate, timelines_of
     from trainer_plugins.planner.cards import card_of
@@ -141,7 +168,9 @@ def plan(
 
 def _flags(arguments: list[str]) -> tuple[str, ...]:
     """Those of TrainingArguments, which wants a folder to write to; a plan writes nothing."""
-    given = any(argument.split("=")[0] in ("--output_dir", "--output-dir") for argument in arguments)
+    given = any(
+        argument.split("=")[0] in ("--output_dir", "--output-dir") for argument in arguments
+    )
     return (*arguments, *(() if given else ("--output_dir", "runs")))
 
 

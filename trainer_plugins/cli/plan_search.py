@@ -15,7 +15,9 @@ from trainer_plugins.planner.run import predict_all, search_run
 from trainer_plugins.report.page import show
 
 
-def search_batches(run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool) -> bool:
+def search_batches(
+    run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool
+) -> bool:
     """Print the largest micro-batches that fit, and say whether any does.
 
     Raises:
@@ -35,15 +37,23 @@ def search_batches(run: PlanRequest, lengths: str | None, timeout_seconds: float
     return result.best is not None
 
 
-def explain_changes(run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool) -> bool | None:
+def explain_changes(
+    run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool
+) -> bool | None:
     """Print what switches would save, and say whether the run fits as it is.
 
     Raises:
         PlanError: there is no such switch, or the run as it is cannot be predicted.
     """
-    plan, saved = explain(run, changes_of(names), partial(predict_all, timeout_seconds=timeout_seconds))
+    plan, saved = explain(
+        run, changes_of(names), partial(predict_all, timeout_seconds=timeout_seconds)
+    )
     if as_json:
-        print(json.dumps({"plan": asdict(plan), "changes": [asdict(each) for each in saved]}, indent=2))
+        print(
+            json.dumps(
+                {"plan": asdict(plan), "changes": [asdict(each) for each in saved]}, indent=2
+            )
+        )
     else:
         from trainer_plugins.report.plan import verdict
         from trainer_plugins.report.search import changes_report
@@ -58,5 +68,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise PlanError(f"--search-lengths needs numbers of tokens with commas, as in 1024,2048, got {text!r}")
+        raise PlanError(
+            f"--search-lengths needs numbers of tokens with commas, as in 1024,2048, got {text!r}"
+        )
     return tuple(dict.fromkeys(found))

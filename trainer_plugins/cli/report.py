@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 
-def report(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
+) -> None:
     """Print the peak of each moment of a run, what was released, and the findings, for every rank.
 
     Several runs into one folder get a block each, the last one first.

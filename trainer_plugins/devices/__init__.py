@@ -1,4 +1,7 @@
-"""Where memory numbers come from. Nothing here is opened at import; `open_device` opens what it is asked for."""
+"""Where memory numbers come from.
+
+Nothing here is opened at import; `open_device` opens what it is asked for.
+"""
 
 from weakref import WeakValueDictionary
 
@@ -21,8 +24,8 @@ __all__ = [
 ]
 
 
-# One card has one AcceleratorDevice in a process, however many callbacks look at it: what its driver fails to tell is
-# said once, and asked once.
+# One card has one AcceleratorDevice in a process, however many callbacks look at it: what its
+# driver fails to tell is said once, and asked once.
 _open_cards: WeakValueDictionary[str, AcceleratorDevice] = WeakValueDictionary()
 
 
@@ -39,7 +42,9 @@ def open_device(device: torch.device | str) -> Device:
         return HostDevice()
     here = torch.accelerator.current_accelerator()
     if here is None or here.type != device.type:
-        raise ValueError(f"cannot read the memory of {device}: the accelerator here is {here}. Pass device='cpu' or it")
+        raise ValueError(
+            f"cannot read the memory of {device}: the accelerator here is {here}. Pass device='cpu' or it"
+        )
     if device.index is not None and device.index >= torch.accelerator.device_count():
         raise ValueError(
             f"cannot read the memory of {device}: there are {torch.accelerator.device_count()} of its kind"
@@ -50,5 +55,7 @@ def open_device(device: torch.device | str) -> Device:
         card.read()
     # MPS, and backends that count nothing, or nothing that makes sense.
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ValueError(f"cannot read the memory of {device}: torch does not count it ({error})") from error
+        raise ValueError(
+            f"cannot read the memory of {device}: torch does not count it ({error})"
+        ) from error
     return card

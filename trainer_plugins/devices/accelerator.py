@@ -19,26 +19,32 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_SECONDS = 60.0
 
-# A healthy driver answers in microseconds, and opens in milliseconds where the process has a CUDA context. The library
-# is one in a process, so whoever waits for it waits in one line.
+# A healthy driver answers in microseconds, and opens in milliseconds where the process has a CUDA
+# context. The library is one in a process, so whoever waits for it waits in one line.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
 
 class AcceleratorDevice:
     """One card of this process, of whatever kind `torch.accelerator` drives: the same code runs on CUDA and on simgpu.
 
-    What this process holds comes from torch's allocator. What all processes together hold comes from NVML, which
-    answers in about 10 microseconds without waiting for the card; where NVML cannot say (missing, a MIG slice, no
-    permission, see `NvmlError`), from `get_memory_info`, which is right for the own process too. A failing driver is
-    logged once, asked again later when that may help, and never raised.
+    What this process holds comes from torch's allocator. What all processes together hold comes
+    from NVML, which answers in about 10 microseconds without waiting for the card; where NVML
+    cannot say (missing, a MIG slice, no permission, see `NvmlError`), from `get_memory_info`, which
+    is right for the own process too. A failing driver is logged once, asked again later when that
+    may help, and never raised.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self._index = (
+            torch.accelerator.current_device_index() if device.index is None else device.index
+        )
         self._name = f"{device.type}:{self._index}"
         module: Any = torch.get_device_module(device.type)
-        # torch.accelerator.get_memory_info came with torch 2.10; before, only the device's own module has it.
-        self._memory_info = getattr(torch.accelerator, "get_memory_info", None) or module.mem_get_info
+        # torch.accelerator.get_memory_info came with torch 2.10; before, only the device's own
+        # module has it.
+        self._memory_info = (
+            getattr(torch.accelerator, "get_memory_info", None) or module.mem_get_info
+        )
         properties = module.get_device_properties(self._index)
         self._uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
         self._nvml: NvmlDevice | None = None
@@ -56,8 +62,9 @@ class AcceleratorDevice:
 
     def read(self) -> MemoryReading:
         reserved_bytes = allocated_bytes = peak_bytes = num_retries = 0
-        # torch makes its counters at the first allocation. The flat form, torch.accelerator.memory_stats, costs five
-        # times as much as this nested one that it is made from.
+        # torch makes its counters at the first allocation. The flat form,
+        # torch.accelerator.memory_stats, costs five times as much as this nested one that it is
+        # made from.
         if torch._C._accelerator_isAllocatorInitialized():
             stats = torch._C._accelerator_getDeviceStats(self._index)
             allocated = stats["allocated_bytes"]["all"]
@@ -105,7 +112,8 @@ class AcceleratorDevice:
             if self._nvml is None:
                 self._nvml = self._call_nvml(partial(NvmlDevice.open, str(self._uuid)))
             if self._nvml.is_mig:
-                # The driver may name processes of a slice, but only torch's numbers are sure to be the slice's own.
+                # The driver may name processes of a slice, but only torch's numbers are sure to be
+                # the slice's own.
                 return None
             memory = self._call_nvml(self._nvml.memory)
         except NvmlError as error:
@@ -124,13 +132,16 @@ class AcceleratorDevice:
             return _nvml_calls.call(call)
         except TimeoutError as error:
             raise NvmlError(
-                NvmlErrorKind.HANGS, f"the driver hangs: {error}; read `dmesg` and see whether `nvidia-smi` comes back"
+                NvmlErrorKind.HANGS,
+                f"the driver hangs: {error}; read `dmesg` and see whether `nvidia-smi` comes back",
             ) from None
 
     def _postpone_nvml(self, error: NvmlError) -> None:
         first_time = self._nvml_wait_seconds == 0.0
         self._nvml_wait_seconds = min(LONGEST_WAIT_SECONDS, max(1.0, 2 * self._nvml_wait_seconds))
-        self._ask_nvml_at = float("inf") if error.permanent else monotonic() + self._nvml_wait_seconds
+        self._ask_nvml_at = (
+            float("inf") if error.permanent else monotonic() + self._nvml_wait_seconds
+        )
         if first_time or error.permanent:
             logger.log(
                 logging.INFO if self._nvml is None else logging.WARNING,

@@ -29,7 +29,10 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> str | None:
-        """The name that stays the same in every process and order: `GPU-…`. None where there is none."""
+        """The name that stays the same in every process and order: `GPU-…`.
+
+        None where there is none.
+        """
 
     def read(self) -> MemoryReading:
         """Look once. Costs microseconds, allocates nothing on the device, and never waits for it."""
@@ -38,7 +41,13 @@ class Device(Protocol):
         """Begin a new interval for `peak_allocated_bytes`."""
 
     def release_cached(self) -> int:
-        """Give cached memory back to the device and return how many bytes that was. Live tensors are untouched."""
+        """Give cached memory back to the device and return how many bytes that was.
+
+        Live tensors are untouched.
+        """
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """Who holds memory here, or None where that cannot be known. Costs up to milliseconds: ask on suspicion."""
+        """Who holds memory here, or None where that cannot be known.
+
+        Costs up to milliseconds: ask on suspicion.
+        """

@@ -35,11 +35,12 @@ class HostFacts:
 class HostDevice:
     """Main memory as the kernel's OOM killer sees it for this process.
 
-    `total` is the machine's memory or the tightest limit of a control group (v1 or v2) around this process, whichever
-    is smaller; `allocated` is the resident set, of which nothing counts as cached. A reading costs about 0.2 ms, most
-    of it the files of the control groups.
+    `total` is the machine's memory or the tightest limit of a control group (v1 or v2) around this
+    process, whichever is smaller; `allocated` is the resident set, of which nothing counts as
+    cached. A reading costs about 0.2 ms, most of it the files of the control groups.
 
-    Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat, memory.events),
+    Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat,
+        memory.events),
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, proc_pid_clear_refs(5).
     """
 
@@ -136,7 +137,9 @@ class _Limit:
             else ("memory.usage_in_bytes", "total_inactive_file")
         )
         text = _text(self.folder / current)
-        return max(0, int(text) - _table(self.folder / "memory.stat").get(inactive, 0)) if text else 0
+        return (
+            max(0, int(text) - _table(self.folder / "memory.stat").get(inactive, 0)) if text else 0
+        )
 
     def num_oom_kills(self) -> int:
         name = "memory.events" if self.version == 2 else "memory.oom_control"
@@ -156,7 +159,8 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
         return ()
     folder = root / path.lstrip("/")
     if not folder.is_dir():
-        folder = root  # In a container the path may be the host's, while what is mounted is already our own group.
+        # In a container the path may be the host's, while what is mounted is already our own group.
+        folder = root
     inward_out = [folder, *folder.parents]
     around = inward_out[: inward_out.index(root) + 1]
     return tuple(_Limit(folder, version) for folder in around if (folder / "memory.stat").is_file())

@@ -1,4 +1,7 @@
-"""NvmlDevice: a card as the driver sees it, through NVML. Every process's memory, without CUDA and without waiting."""
+"""NvmlDevice: a card as the driver sees it, through NVML.
+
+Every process's memory, without CUDA and without waiting.
+"""
 
 import os
 from collections.abc import Callable
@@ -68,8 +71,9 @@ class NvmlError(RuntimeError):
 class NvmlDevice:
     """One card, or one MIG slice of a card, by the numbers of its driver: a `Device` without torch and without CUDA.
 
-    It is found by UUID and never by index, because NVML numbers cards by PCI address and CUDA, unless told otherwise,
-    by speed (pytorch #86539). Any failure is an `NvmlError`. A forked child finds the card again by itself.
+    It is found by UUID and never by index, because NVML numbers cards by PCI address and CUDA,
+    unless told otherwise, by speed (pytorch #86539). Any failure is an `NvmlError`. A forked child
+    finds the card again by itself.
     """
 
     def __init__(self, uuid: str, name: str | None = None) -> None:
@@ -87,9 +91,10 @@ class NvmlDevice:
         """Open a card by its UUID.
 
         Args:
-            uuid: as `nvidia-smi -L` prints it, `GPU-…` or `MIG-…`, or bare as torch has it: in a MIG slice
-                `torch.cuda.get_device_properties(i).uuid` is the slice's (cuDeviceGetUuid_v2), elsewhere the card's.
-                The whole of it: CUDA_VISIBLE_DEVICES may hold a prefix, NVML takes none (vLLM #51677).
+            uuid: as `nvidia-smi -L` prints it, `GPU-…` or `MIG-…`, or bare as torch has it: in a
+                MIG slice `torch.cuda.get_device_properties(i).uuid` is the slice's
+                (cuDeviceGetUuid_v2), elsewhere the card's. The whole of it: CUDA_VISIBLE_DEVICES
+                may hold a prefix, NVML takes none (vLLM #51677).
             name: what readings call it, as in `cuda:0`. None: its UUID.
 
         Raises:
@@ -130,8 +135,9 @@ class NvmlDevice:
     def memory(self) -> tuple[int, int]:
         """Return total and free bytes, cheaply enough for every step: about 12 us with a real driver (MangoHud #2104).
 
-        The total is what processes can take, without the part that the driver keeps for itself, 300 to 600 MiB. Drivers
-        before 510 have only version 1 of the call: there that part is in the total, and counts as used.
+        The total is what processes can take, without the part that the driver keeps for itself, 300
+        to 600 MiB. Drivers before 510 have only version 1 of the call: there that part is in the
+        total, and counts as used.
 
         Raises:
             NvmlError: the driver does not say.
@@ -149,14 +155,17 @@ class NvmlDevice:
     def read(self) -> MemoryReading:
         """Look once. Reserved is what the driver lists for this process, CUDA context and all; 0 if it lists nothing.
 
-        It asks for the list of processes; where only the card's own numbers are wanted, `memory` is cheaper.
+        It asks for the list of processes; where only the card's own numbers are wanted, `memory` is
+        cheaper.
 
         Raises:
             NvmlError: the driver does not say.
         """
         total_bytes, free_bytes = self.memory()
         processes = self._processes(total_bytes, named=False) or ()
-        own_bytes = sum(process.used_bytes or 0 for process in processes if process.pid == os.getpid())
+        own_bytes = sum(
+            process.used_bytes or 0 for process in processes if process.pid == os.getpid()
+        )
         self._peak_bytes = max(self._peak_bytes, own_bytes)
         return MemoryReading(
             device=self._name,
@@ -177,10 +186,10 @@ class NvmlDevice:
     def processes(self) -> tuple[GpuProcess, ...] | None:
         """List the compute processes on the card.
 
-        None where that cannot be known: no permission, not supported, or a list with impossible numbers. An empty list
-        does not mean that nobody is there: drivers leave out processes outside of the container. Graphics processes are
-        not asked for: that call holds the driver's lock for milliseconds, in which nobody's kernels are launched
-        (MangoHud #2104).
+        None where that cannot be known: no permission, not supported, or a list with impossible
+        numbers. An empty list does not mean that nobody is there: drivers leave out processes
+        outside of the container. Graphics processes are not asked for: that call holds the driver's
+        lock for milliseconds, in which nobody's kernels are launched (MangoHud #2104).
 
         Raises:
             NvmlError: the driver cannot be asked at present, or the card is lost.
@@ -189,10 +198,15 @@ class NvmlDevice:
         return self._processes(total_bytes, named=True)
 
     def close(self) -> None:
-        """Let go of NVML, which counts its users. A closed device opens itself again when it is asked something."""
+        """Let go of NVML, which counts its users.
+
+        A closed device opens itself again when it is asked something.
+        """
         if self._opened_in_pid == os.getpid():
             self._opened_in_pid = None
-            with suppress(pynvml.NVMLError):  # somebody has shut it down for us, so there is nothing to let go of
+            with suppress(
+                pynvml.NVMLError
+            ):  # somebody has shut it down for us, so there is nothing to let go of
                 pynvml.nvmlShutdown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,27 +223,36 @@ class NvmlDevice:
         used_bytes: dict[int, int | None] = {}
         for row in rows:
             if row.pid >= MAX_PID or (row.usedGpuMemory or 0) > total_bytes:
-                return None  # read with the wrong layout, so rows that look right cannot be trusted either
+                # read with the wrong layout, so rows that look right cannot be trusted either
+                return None
             if row.pid == 0:
                 continue  # a process that has no number in this container
-            # One process may come several times, each time with all its memory: the driver compares numbers of
-            # different pid namespaces (open-gpu-kernel-modules, gpu_rmapi.c). So the largest, not the sum.
+            # One process may come several times, each time with all its memory: the driver compares
+            # numbers of different pid namespaces (open-gpu-kernel-modules, gpu_rmapi.c). So the
+            # largest, not the sum.
             seen = used_bytes.get(row.pid)
-            used_bytes[row.pid] = row.usedGpuMemory if seen is None else max(seen, row.usedGpuMemory or 0)
+            used_bytes[row.pid] = (
+                row.usedGpuMemory if seen is None else max(seen, row.usedGpuMemory or 0)
+            )
         return tuple(
             GpuProcess(pid, num_bytes, self._process_name(pid) if named else None)
             for pid, num_bytes in used_bytes.items()
         )
 
     def _process_name(self, pid: int) -> str | None:
-        with suppress(psutil.Error):  # it is gone, or not in this container: the driver may know it all the same
+        with suppress(
+            psutil.Error
+        ):  # it is gone, or not in this container: the driver may know it all the same
             return str(psutil.Process(pid).name())
-        with suppress(pynvml.NVMLError, UnicodeDecodeError):  # pynvml decodes strictly, and a name may be any bytes
+        with suppress(
+            pynvml.NVMLError, UnicodeDecodeError
+        ):  # pynvml decodes strictly, and a name may be any bytes
             return pynvml.nvmlSystemGetProcessName(pid) or None
         return None
 
     def _ask_memory(self, handle: Any) -> Any:
-        # Version 2 keeps apart what the driver has reserved for itself. Where it is missing, version 1 (None) for good.
+        # Version 2 keeps apart what the driver has reserved for itself. Where it is missing,
+        # version 1 (None) for good.
         if self._memory_version is not None:
             try:
                 return pynvml.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
@@ -238,9 +261,10 @@ class NvmlDevice:
         return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
     def _ask_processes(self, handle: Any) -> Any:
-        # Version 2 has one layout in all drivers; version 3 had another from 535.43 to 535.86 (gpustat #161). pynvml's
-        # unversioned name is version 3, and where that is missing it raises what is no NVMLError. The detail list of
-        # pynvml 13.615 raises TypeError where bytes are N/A.
+        # Version 2 has one layout in all drivers; version 3 had another from 535.43 to 535.86
+        # (gpustat #161). pynvml's unversioned name is version 3, and where that is missing it
+        # raises what is no NVMLError. The detail list of pynvml 13.615 raises TypeError where bytes
+        # are N/A.
         with suppress(pynvml.NVMLError_FunctionNotFound):
             return pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
         return pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
@@ -264,7 +288,9 @@ class NvmlDevice:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
         except pynvml.NVMLError as error:
             pynvml.nvmlShutdown()
-            if error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT:  # what it says of a text that is no UUID at all
+            if (
+                error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT
+            ):  # what it says of a text that is no UUID at all
                 error = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
             raise self._explained("presence", error) from error
         self._opened_in_pid = os.getpid()
@@ -272,7 +298,8 @@ class NvmlDevice:
     def _ask(self, what: str, query: Callable[[Any], T]) -> T:
         """Put a question about the card; `what` it is about goes into the message if that fails."""
         if self._opened_in_pid != os.getpid():
-            self._connect()  # in a forked child the parent's handle and initialisation are not to be relied on
+            # in a forked child the parent's handle and initialisation are not to be relied on
+            self._connect()
         try:
             with suppress(pynvml.NVMLError_Uninitialized):
                 return query(self._handle)
@@ -287,7 +314,9 @@ class NvmlDevice:
             if error.value == getattr(pynvml, f"NVML_ERROR_{code}", None):
                 kind, text = known_kind, known_text
         bare_uuid = self._uuid.removeprefix("GPU-").removeprefix("MIG-")
-        return NvmlError(kind, text.format(what=what, uuid=self._uuid, bare_uuid=bare_uuid, error=error))
+        return NvmlError(
+            kind, text.format(what=what, uuid=self._uuid, bare_uuid=bare_uuid, error=error)
+        )
 
 
 # Return codes that are not below may pass: timeout, in use, out of memory, unknown.
@@ -313,8 +342,16 @@ _EXPLANATIONS = (
         "the NVIDIA library and the loaded kernel driver are of two versions, as after an update; reboot the machine,"
         " or start the container anew if only that is older",
     ),
-    ("NOT_SUPPORTED", NvmlErrorKind.NOT_SUPPORTED, _NOT_TOLD + "this card has no such answer; do without it"),
-    ("FUNCTION_NOT_FOUND", NvmlErrorKind.NOT_SUPPORTED, _NOT_TOLD + "it is too old for that; update it or do without"),
+    (
+        "NOT_SUPPORTED",
+        NvmlErrorKind.NOT_SUPPORTED,
+        _NOT_TOLD + "this card has no such answer; do without it",
+    ),
+    (
+        "FUNCTION_NOT_FOUND",
+        NvmlErrorKind.NOT_SUPPORTED,
+        _NOT_TOLD + "it is too old for that; update it or do without",
+    ),
     (
         "ARGUMENT_VERSION_MISMATCH",
         NvmlErrorKind.NOT_SUPPORTED,
@@ -328,7 +365,8 @@ _EXPLANATIONS = (
     (
         "OPERATING_SYSTEM",
         NvmlErrorKind.NO_PERMISSION,
-        _NOT_TOLD + "the operating system or the container forbids it; allow access to /dev/nvidia*",
+        _NOT_TOLD
+        + "the operating system or the container forbids it; allow access to /dev/nvidia*",
     ),
     (
         "GPU_IS_LOST",

@@ -15,8 +15,8 @@ Job = tuple[Callable[[], object], SimpleQueue[Answer]]
 class Patience:
     """Makes calls on a thread of its own, which is all that hangs where one of them does.
 
-    The thread is a daemon, made at the first call in this process; a forked child makes its own. Handing a call over
-    costs some tens of microseconds.
+    The thread is a daemon, made at the first call in this process; a forked child makes its own.
+    Handing a call over costs some tens of microseconds.
     """
 
     def __init__(self, name: str, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """A plugin for axolotl: `plugins: [trainer_plugins.integrations.axolotl.MemoryPlugin]` in its YAML.
 
-Written against the plugin interface that axolotl documents (`axolotl.integrations.base.BasePlugin`), not yet run in it.
+Written against the plugin interface that axolotl documents
+(`axolotl.integrations.base.BasePlugin`), not yet run in it.
 """
 
 from collections.abc import Mapping
@@ -32,13 +33,21 @@ class MemoryPlugin(BasePlugin):
         """Name the pydantic model of our keys, as axolotl asks for it."""
         return f"{__name__}.MemoryInput"
 
-    def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: "Trainer") -> "list[TrainerCallback]":
-        """Protect the Trainer that axolotl has built. Returns none to add: they have to stand before its trackers."""
+    def add_callbacks_post_trainer(
+        self, cfg: Mapping[str, Any], trainer: "Trainer"
+    ) -> "list[TrainerCallback]":
+        """Protect the Trainer that axolotl has built.
+
+        Returns none to add: they have to stand before its trackers.
+        """
         protect(trainer, **_given(cfg))
         return []
 
 
 def _given(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    # All keys that begin as ours do, so that one that is misspelt is told; axolotl has none of its own that do.
-    ours = {name: value for name, value in cfg.items() if name.startswith(PREFIX) and value is not None}
+    # All keys that begin as ours do, so that one that is misspelt is told; axolotl has none of its
+    # own that do.
+    ours = {
+        name: value for name, value in cfg.items() if name.startswith(PREFIX) and value is not None
+    }
     return {name.removeprefix(PREFIX): value for name, value in ours.items()}

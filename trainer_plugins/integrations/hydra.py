@@ -29,8 +29,9 @@ def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
 class AttachToJob(Callback):
     """A callback of Hydra: every Trainer that a job builds in its process gets the callbacks of the job's config.
 
-    Jobs of a multirun that share a process have each their own. A config from which they cannot be made ends the job
-    before it begins, with one line and exit code 2: of an exception Hydra would only warn.
+    Jobs of a multirun that share a process have each their own. A config from which they cannot be
+    made ends the job before it begins, with one line and exit code 2: of an exception Hydra would
+    only warn.
     """
 
     def __init__(self) -> None:

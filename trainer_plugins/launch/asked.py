@@ -57,19 +57,22 @@ class Asked:
         if self.one_process_for == "--cpu":
             return "nothing"
         if self.distributed_type in ("DEEPSPEED", "FSDP", "NO"):
-            return {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "NO": "nothing"}[self.distributed_type]
+            return {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "NO": "nothing"}[
+                self.distributed_type
+            ]
         return "DDP" if (self.distributed_type or "").startswith("MULTI_") else None
 
 
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
     """Find what was asked: of `accelerate launch` by flag and file, else by environment, and of TrainingArguments.
 
-    `accelerate launch` hands neither its file nor its flags to the script; they are read from the command line of the
-    process that launched this one.
+    `accelerate launch` hands neither its file nor its flags to the script; they are read from the
+    command line of the process that launched this one.
 
     Args:
         environ: the environment of this process.
-        deepspeed: `TrainingArguments.deepspeed`, a path or a mapping. It overrides the launch file in transformers.
+        deepspeed: `TrainingArguments.deepspeed`, a path or a mapping. It overrides the launch file
+            in transformers.
         fsdp: `TrainingArguments.fsdp`.
     """
     launcher = find_launcher()
@@ -82,10 +85,20 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
     document = _of_json(deepspeed)
     if document is not None or fsdp:
         # These take the place of what the launch says of the same, and leave its ranks as they are.
-        for name in ("zero_stage", "offload", "bf16_master", "checkpointing", "misspelt", "flags_beside_json"):
+        for name in (
+            "zero_stage",
+            "offload",
+            "bf16_master",
+            "checkpointing",
+            "misspelt",
+            "flags_beside_json",
+        ):
             said.pop(name, None)
     if document is not None:
-        said |= _of_document(document) | {"source": "TrainingArguments.deepspeed", "distributed_type": "DEEPSPEED"}
+        said |= _of_document(document) | {
+            "source": "TrainingArguments.deepspeed",
+            "distributed_type": "DEEPSPEED",
+        }
     elif fsdp:
         said |= {"source": "TrainingArguments.fsdp", "distributed_type": "FSDP"}
     return Asked(**said)
@@ -96,7 +109,9 @@ def of_launcher(launcher: Launcher) -> dict[str, Any]:
     flags = launcher.flags()
     if flags is None:
         return {}
-    given: set[str] = getattr(flags, "nondefault", set())  # what was written, accelerate/commands/utils.py
+    given: set[str] = getattr(
+        flags, "nondefault", set()
+    )  # what was written, accelerate/commands/utils.py
     config, source, misspelt = _file(launcher, flags)
     kinds = {
         "DEEPSPEED": "use_deepspeed",
@@ -108,8 +123,14 @@ def of_launcher(launcher: Launcher) -> dict[str, Any]:
         if getattr(flags, flag, False):
             config["distributed_type"] = kind
     passed_over = set()
-    has_json = "deepspeed_config_file" in given or part(config, "deepspeed_config.deepspeed_config_file") is not None
-    for section, known in (("deepspeed_config", keys.ACCELERATE_DEEPSPEED), ("fsdp_config", keys.ACCELERATE_FSDP)):
+    has_json = (
+        "deepspeed_config_file" in given
+        or part(config, "deepspeed_config.deepspeed_config_file") is not None
+    )
+    for section, known in (
+        ("deepspeed_config", keys.ACCELERATE_DEEPSPEED),
+        ("fsdp_config", keys.ACCELERATE_FSDP),
+    ):
         written = {key: _plain(getattr(flags, key)) for key in known if key in given}
         if has_json:
             passed_over |= {key for key in written if key in keys.REFUSED_BESIDE_JSON}
@@ -154,7 +175,11 @@ def _file(launcher: Launcher, flags: Any) -> tuple[dict[str, Any], str, dict[str
         key: match[0]
         for key in section
         if key not in keys.ACCELERATE_DEEPSPEED
-        and (match := get_close_matches(str(key), set(keys.ACCELERATE_DEEPSPEED) - set(section), 1, 0.8))
+        and (
+            match := get_close_matches(
+                str(key), set(keys.ACCELERATE_DEEPSPEED) - set(section), 1, 0.8
+            )
+        )
     }
     mended = {near.get(key, key): value for key, value in section.items()}
     return loaded | {"deepspeed_config": mended}, file.name, near
@@ -170,11 +195,18 @@ def _prefixed(section: object, name: str) -> dict[str, Any]:
 
 def _plain(value: object) -> object:
     """The value of a flag, as YAML would have it."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    return (
+        {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def _of_document(document: Document) -> dict[str, Any]:
-    said: dict[str, Any] = {"zero_stage": zero_stage(document), "offload": offload_devices(document)}
+    said: dict[str, Any] = {
+        "zero_stage": zero_stage(document),
+        "offload": offload_devices(document),
+    }
     if document.deepspeed is not None:
         said["bf16_master"] = part(document.deepspeed, "bf16.bf16_master_weights_and_grads") is True
         block = document.deepspeed.get("activation_checkpointing")
@@ -189,7 +221,9 @@ def _of_document(document: Document) -> dict[str, Any]:
         said["multinode_launcher"] = part(config, "deepspeed_config.deepspeed_multinode_launcher")
         kind = said.get("distributed_type")
         said["offload"] = {
-            what: where for what, where in said["offload"].items() if (what == "fsdp") == (kind == "FSDP")
+            what: where
+            for what, where in said["offload"].items()
+            if (what == "fsdp") == (kind == "FSDP")
         }
     return said
 
@@ -197,7 +231,10 @@ def _of_document(document: Document) -> dict[str, Any]:
 def _of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Read what a launcher exported (accelerate/utils/launch.py), where the launcher itself is not to be seen."""
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
-        said: dict[str, Any] = {"source": "ACCELERATE_USE_DEEPSPEED", "distributed_type": "DEEPSPEED"}
+        said: dict[str, Any] = {
+            "source": "ACCELERATE_USE_DEEPSPEED",
+            "distributed_type": "DEEPSPEED",
+        }
         document = _of_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
         return said if document is None else _of_document(document) | said
     if _is_true(environ.get("ACCELERATE_USE_FSDP")):

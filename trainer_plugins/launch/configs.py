@@ -53,13 +53,15 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
     Args:
         name: of the shipped file.
         folder: where to, made if need be.
-        overrides: `key=value`, where key is one of accelerate (`num_processes`, `fsdp_config.fsdp_offload_params`) or
-            of DeepSpeed (`zero_optimization.reduce_bucket_size`). The result is checked before anything is written.
+        overrides: `key=value`, where key is one of accelerate (`num_processes`,
+            `fsdp_config.fsdp_offload_params`) or of DeepSpeed
+            (`zero_optimization.reduce_bucket_size`). The result is checked before anything is
+            written.
         force: replace a file that is there.
 
     Raises:
-        ConfigError: an unknown name or key, a value that does not fit, a file that is there, a folder that cannot be
-            written.
+        ConfigError: an unknown name or key, a value that does not fit, a file that is there, a
+            folder that cannot be written.
     """
     target = folder / f"{path(name).stem}.yaml"
     text = read(name)
@@ -76,12 +78,16 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
                 _refuse_errors(draft)
             os.replace(draft, target)
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}. Give another folder") from None
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror or error}. Give another folder"
+        ) from None
     return target
 
 
 def _refuse_errors(draft: Path) -> None:
-    errors = [finding for finding in judge(read_document(draft)) if finding.severity >= Severity.ERROR]
+    errors = [
+        finding for finding in judge(read_document(draft)) if finding.severity >= Severity.ERROR
+    ]
     if errors:
         raise ConfigError(f"the result would not run: {errors[0]}")
 
@@ -89,7 +95,9 @@ def _refuse_errors(draft: Path) -> None:
 def _overridden(text: str, override: str, name: str) -> str:
     key, equals, written = override.partition("=")
     if not (key and equals and written):
-        raise ConfigError(f"--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got {override!r}")
+        raise ConfigError(
+            f"--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got {override!r}"
+        )
     value = _value(written)
     config = yaml.safe_load(text)
     first, _, rest = key.partition(".")
@@ -101,17 +109,26 @@ def _overridden(text: str, override: str, name: str) -> str:
         return _with_line(text, key, value, None)
     known = _deepspeed_names()
     if key not in known and not key.startswith(("optimizer.params.", "scheduler.params.")):
-        choices = [*known, *keys.ACCELERATE, *(f"{part}.{k}" for part, block in _SECTIONS.items() for k in block)]
+        choices = [
+            *known,
+            *keys.ACCELERATE,
+            *(f"{part}.{k}" for part, block in _SECTIONS.items() for k in block),
+        ]
         short = [full for full in choices if full.split(".")[-1] == key]
         near = short or get_close_matches(key, choices, 1, 0.6)
-        raise ConfigError(f"--set {key}: there is no such key" + (f", did you mean {near[0]}?" if near else ""))
+        raise ConfigError(
+            f"--set {key}: there is no such key" + (f", did you mean {near[0]}?" if near else "")
+        )
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} runs no DeepSpeed, so {key} would do nothing in it")
     return _with_json(text, key, value)
 
 
 def _deepspeed_names() -> list[str]:
-    return [*keys.DEEPSPEED, *(f"{block}.{key}" for block, known in keys.BLOCKS.items() for key in known)]
+    return [
+        *keys.DEEPSPEED,
+        *(f"{block}.{key}" for block, known in keys.BLOCKS.items() for key in known),
+    ]
 
 
 def _value(written: str) -> Any:
@@ -119,7 +136,11 @@ def _value(written: str) -> Any:
         value = json.loads(written)
     except (ValueError, RecursionError):
         return written
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 10 else value
+    return (
+        int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) >= 10
+        else value
+    )
 
 
 def _with_line(text: str, key: str, value: Any, section: str | None) -> str:
@@ -129,8 +150,16 @@ def _with_line(text: str, key: str, value: Any, section: str | None) -> str:
     if re.search(rf"^{indent}{key}:.*$", text, re.MULTILINE):
         return re.sub(rf"^{indent}{key}:.*$", lambda _: line, text, count=1, flags=re.MULTILINE)
     if section is None:
-        return re.sub(r"^distributed_type:.*$", lambda found: f"{found[0]}\n{line}", text, count=1, flags=re.MULTILINE)
-    return re.sub(rf"^{section}:$", lambda found: f"{found[0]}\n{line}", text, count=1, flags=re.MULTILINE)
+        return re.sub(
+            r"^distributed_type:.*$",
+            lambda found: f"{found[0]}\n{line}",
+            text,
+            count=1,
+            flags=re.MULTILINE,
+        )
+    return re.sub(
+        rf"^{section}:$", lambda found: f"{found[0]}\n{line}", text, count=1, flags=re.MULTILINE
+    )
 
 
 def _with_json(text: str, key: str, value: Any) -> str:

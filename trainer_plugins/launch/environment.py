@@ -56,7 +56,9 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
     machine = gather_machine(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     cards = (
-        list(Path("/dev").glob("nvidia[0-9]*")) if visible is None else [name for name in visible.split(",") if name]
+        list(Path("/dev").glob("nvidia[0-9]*"))
+        if visible is None
+        else [name for name in visible.split(",") if name]
     )
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
     return LaunchFacts(
@@ -69,7 +71,10 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
 
 
 def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> LaunchEnvironment:
-    """Judge what to export. A variable that is set is left alone, but for the other names of allocator settings."""
+    """Judge what to export.
+
+    A variable that is set is left alone, but for the other names of allocator settings.
+    """
     variables = Variables.of(environ)
     choice = choose(variables, facts.machine)
     why = choice.why
@@ -82,8 +87,12 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 
 
 def _others(facts: LaunchFacts) -> list[Export]:
-    """What is not the allocator's. TORCH_NCCL_ASYNC_ERROR_HANDLING is missing since its default is what one wants."""
-    # Without a card nobody knows how many ranks share the CPUs, and too many threads are far slower than too few.
+    """What is not the allocator's.
+
+    TORCH_NCCL_ASYNC_ERROR_HANDLING is missing since its default is what one wants.
+    """
+    # Without a card nobody knows how many ranks share the CPUs, and too many threads are far slower
+    # than too few.
     threads = Export(
         "OMP_NUM_THREADS",
         str(max(1, facts.num_cpus // max(1, facts.num_cards))),

@@ -1,8 +1,9 @@
 """Builds of torch's C++ extensions that were cut off: each left a lock on which every later launch waits for ever.
 
-`torch.utils.cpp_extension.load`, by which DeepSpeed compiles CPUAdam and others at their first use, takes a file named
-`lock` for a lock: whoever finds it waits until it is gone (`FileBaton.wait`). A process that is killed while it
-compiles leaves it behind. While a build runs, its process has the file open.
+`torch.utils.cpp_extension.load`, by which DeepSpeed compiles CPUAdam and others at their first use,
+takes a file named `lock` for a lock: whoever finds it waits until it is gone (`FileBaton.wait`). A
+process that is killed while it compiles leaves it behind. While a build runs, its process has the
+file open.
 """
 
 import os
@@ -18,7 +19,19 @@ import psutil
 from trainer_plugins.finding import Finding, Severity
 
 # Other machines see these too, and the processes there are not to be seen from here.
-_SHARED = ("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "gluster", "fuse", "9p", "virtiofs")
+_SHARED = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "ceph",
+    "gluster",
+    "fuse",
+    "9p",
+    "virtiofs",
+)
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
@@ -38,7 +51,8 @@ class ExtensionLock:
 def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
     """Look for locks in the folder in which this Python builds extensions of torch.
 
-    Costs the listing of a folder; where there is a lock, also a look at the open files of all processes.
+    Costs the listing of a folder; where there is a lock, also a look at the open files of all
+    processes.
 
     Args:
         environ: where TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may say which folder it is.
@@ -97,7 +111,9 @@ def _read(file: Path) -> ExtensionLock | None:
         file.stat()  # a build that has ended meanwhile closed it, and then removed it
     except OSError:
         return None
-    return ExtensionLock(path=file, age_seconds=max(0.0, time.time() - found.st_mtime), holder=holder, unseen=unseen)
+    return ExtensionLock(
+        path=file, age_seconds=max(0.0, time.time() - found.st_mtime), holder=holder, unseen=unseen
+    )
 
 
 def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
@@ -119,13 +135,18 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
 
 def _may_hold(process: psutil.Process, owner: int) -> bool:
     """Whether a process whose open files cannot be read may be the one that made a file of this user."""
-    if process.info["status"] == psutil.STATUS_ZOMBIE or (process.pid == 1 and _sees_all_processes()):
+    if process.info["status"] == psutil.STATUS_ZOMBIE or (
+        process.pid == 1 and _sees_all_processes()
+    ):
         return False
     return process.info["uids"] is None or owner in process.info["uids"]
 
 
 def _is(opened: Path, file: Path, found: os.stat_result) -> bool:
-    """Whether a link below /proc leads to this file. The name first: it spares the stat of pipes and sockets."""
+    """Whether a link below /proc leads to this file.
+
+    The name first: it spares the stat of pipes and sockets.
+    """
     try:
         return os.readlink(opened).endswith(file.name) and os.path.samestat(opened.stat(), found)
     except OSError:
@@ -137,7 +158,9 @@ def _out_of_sight(file: Path) -> str:
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"
     parts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next((parts[str(folder)] for folder in file.resolve().parents if str(folder) in parts), "")
+    kind = next(
+        (parts[str(folder)] for folder in file.resolve().parents if str(folder) in parts), ""
+    )
     if kind.startswith(_SHARED):
         return f"its folder is on {kind}, which other machines may share"
     if kind != "overlay" and not _sees_all_processes():

@@ -28,7 +28,8 @@ def read_in_force(
         wrapper: what training calls, `trainer.model_wrapped`.
         optimizer: with accelerate's wrapper or without.
         distributed_type: accelerate's name for it.
-        world_size: ranks by accelerate's count. There may be a process group of more, in which each trains alone.
+        world_size: ranks by accelerate's count. There may be a process group of more, in which each
+            trains alone.
         device: type of the device, such as `cuda`.
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
@@ -48,7 +49,9 @@ def read_in_force(
         homes=homes,
         optimizer_class=_optimizer_class(optimizer),
         master_dtype=_master_dtype(optimizer),
-        is_checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in wrapper.modules()),
+        is_checkpointing=any(
+            getattr(module, "gradient_checkpointing", False) for module in wrapper.modules()
+        ),
     )
 
 
@@ -67,7 +70,9 @@ def _names(obj: object) -> set[str]:
 
 
 def _family(wrapper: nn.Module) -> str:
-    return next((family for name, family in _FAMILIES.items() if name in _names(wrapper)), "nothing")
+    return next(
+        (family for name, family in _FAMILIES.items() if name in _names(wrapper)), "nothing"
+    )
 
 
 def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
@@ -94,10 +99,14 @@ def _parameters(wrapper: nn.Module) -> tuple[int, int, dict[str, int]]:
         elif hasattr(p, "placements"):  # a DTensor: FSDP2, tensor parallel
             local = p.to_local()
             divided, here, where = local.numel() < numel, local.numel(), local.device.type
-        elif (size := getattr(p, "_unpadded_unsharded_size", None)) is not None:  # a flat parameter of FSDP 1
+        elif (
+            size := getattr(p, "_unpadded_unsharded_size", None)
+        ) is not None:  # a flat parameter of FSDP 1
             numel = size.numel()
             divided = here < numel
-        elif type(p).__name__ == "Params4bit":  # two weights a byte; counted as peft and transformers do
+        elif (
+            type(p).__name__ == "Params4bit"
+        ):  # two weights a byte; counted as peft and transformers do
             numel = here = numel * 2 * p.element_size()
         whole += numel
         partitioned += numel if divided else 0
@@ -132,9 +141,14 @@ def _fsdp_offload(wrapper: nn.Module) -> dict[str, str]:
     offloads = any(getattr(handle, "_offload_params", False) for handle in _flat_handles(wrapper))
     fsdp2: list[Any] = [module for module in wrapper.modules() if "FSDPModule" in _names(module)]
     for state in [module._get_fsdp_state() for module in fsdp2]:
-        # torch 2.13 has several groups a module; its property for the one raises where there are more.
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        offloads = offloads or any(p.offload_to_cpu for group in groups if group is not None for p in group.fsdp_params)
+        # torch 2.13 has several groups a module; its property for the one raises where there are
+        # more.
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]
+        offloads = offloads or any(
+            p.offload_to_cpu for group in groups if group is not None for p in group.fsdp_params
+        )
     return {"fsdp": "cpu"} if offloads else {}
 
 
@@ -147,7 +161,8 @@ def _optimizer_class(optimizer: Any) -> str | None:
 def _master_dtype(optimizer: Any) -> str | None:
     """The dtype of what the optimizer updates: DeepSpeed's own copies of the weights, or else the weights."""
     copies = [
-        getattr(optimizer, name, None) for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+        getattr(optimizer, name, None)
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
     ]
     groups = getattr(optimizer, "param_groups", None) or ()
     for tensors in (*copies, *(group["params"] for group in groups)):

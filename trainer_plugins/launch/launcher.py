@@ -41,7 +41,10 @@ class Launcher:
 
 
 def find_launcher() -> Launcher | None:
-    """Find the nearest launcher above this process. None where it is none of accelerate's, or may not be looked at."""
+    """Find the nearest launcher above this process.
+
+    None where it is none of accelerate's, or may not be looked at.
+    """
     try:
         above = psutil.Process().parents()
     except psutil.Error:
@@ -53,7 +56,9 @@ def find_launcher() -> Launcher | None:
             continue
         if (arguments := launch_arguments(command)) is not None:
             return Launcher(tuple(arguments), folder)
-        if any(Path(word).stem == "torchrun" or word == "torch.distributed.run" for word in command[:4]):
+        if any(
+            Path(word).stem == "torchrun" or word == "torch.distributed.run" for word in command[:4]
+        ):
             return None  # an accelerate above that did not launch these ranks
     return None
 

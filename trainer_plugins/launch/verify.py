@@ -1,6 +1,7 @@
 """Hold what was asked of a launch against what runs, and name the usual cause where they differ.
 
-Each of these launches ends with exit code 0 and has trained something else; the causes were found by running them.
+Each of these launches ends with exit code 0 and has trained something else; the causes were found
+by running them.
 """
 
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.asked import Asked
 from trainer_plugins.strategy import Strategy
 
-# Below the persistence threshold a parameter stays whole on every rank. That is meant for a bias here and there; where
-# half of all elements are in such parameters, the division saves little.
+# Below the persistence threshold a parameter stays whole on every rank. That is meant for a bias
+# here and there; where half of all elements are in such parameters, the division saves little.
 _LEAST_PARTITIONED_FRACTION = 0.5
 
 
@@ -55,10 +56,15 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
 
 def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     meant = asked.family
-    if meant in (None, runs.family) or runs.family == "unknown" or runs.world_size < (asked.world_size or 1):
+    if (
+        meant in (None, runs.family)
+        or runs.family == "unknown"
+        or runs.world_size < (asked.world_size or 1)
+    ):
         return  # ranks that are missing were a finding of their own
     if meant == "DDP" and (runs.world_size == 1 or runs.num_partitioned):
-        return  # one rank needs no wrapper, and transformers does without one where it divides by tensor
+        # one rank needs no wrapper, and transformers does without one where it divides by tensor
+        return
     if (meant == "FSDP" and runs.world_size == 1) or (meant == "nothing" and runs.family == "DDP"):
         return
     remedy = "Look for an Accelerator or PartialState that the script built itself"
@@ -82,7 +88,10 @@ def _name(family: str | None) -> str:
 
 
 def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    """Judge what is divided and moved. Where DeepSpeed or FSDP does not run at all, that has been said."""
+    """Judge what is divided and moved.
+
+    Where DeepSpeed or FSDP does not run at all, that has been said.
+    """
     if runs.family != asked.family or runs.family not in ("DeepSpeed", "FSDP"):
         return
     lost = _lost(asked)
@@ -100,9 +109,7 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         if in_force == where and not (what == "param" and where == "nvme" and not on_drive):
             continue
         if in_force == where:
-            remedy = (
-                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for weights this small "
-            )
+            remedy = "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for weights this small "
             remedy += "`device: cpu` is what runs, so write that"
             summary = "the weights were asked onto a drive, and none of them is there"
         else:
@@ -144,8 +151,14 @@ def _lost(asked: Asked) -> tuple[str, str]:
         )
     if asked.flags_beside_json:
         flags = ", ".join(asked.flags_beside_json)
-        return f": accelerate passes over {flags} beside a DeepSpeed JSON", "Change the DeepSpeed JSON instead"
-    return "", "See which file was really read: a default_config.yaml, or `deepspeed` in TrainingArguments"
+        return (
+            f": accelerate passes over {flags} beside a DeepSpeed JSON",
+            "Change the DeepSpeed JSON instead",
+        )
+    return (
+        "",
+        "See which file was really read: a default_config.yaml, or `deepspeed` in TrainingArguments",
+    )
 
 
 def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:

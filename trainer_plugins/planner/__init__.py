@@ -1,7 +1,13 @@
 """What a run will need of its card, before it is launched: the real training step on tensors without bytes."""
 
 from trainer_plugins.planner.calibrate import Calibration, Difference, calibrate
-from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, NotPredicted, PlanError, TensorAtPeak
+from trainer_plugins.planner.plan import (
+    MemoryPlan,
+    MomentPeak,
+    NotPredicted,
+    PlanError,
+    TensorAtPeak,
+)
 from trainer_plugins.planner.run import plan_run
 
 __all__ = [

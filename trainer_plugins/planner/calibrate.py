@@ -17,10 +17,16 @@ _MOMENTS = {
     "predict": ("evaluation", "generation"),
     "save": ("save",),
 }
-"""What the watchdog tells apart, and which moments of a plan that is. What comes before and after has no steps."""
+"""What the watchdog tells apart, and which moments of a plan that is.
+
+What comes before and after has no steps.
+"""
 
 _SAME_CARD = 0.05  # of its total: drivers, ECC and what is counted as the card's differ by less
-_LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = 0.1, 3 << 29  # what lies above it is somebody else's too
+_LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = (
+    0.1,
+    3 << 29,
+)  # what lies above it is somebody else's too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,11 @@ class Difference:
     @property
     def fraction(self) -> float:
         """By how much the prediction is too high, of what was measured; below 0 it is too low."""
-        return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes if self.measured_bytes else 0.0
+        return (
+            (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
+            if self.measured_bytes
+            else 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +72,9 @@ class Calibration:
 def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     """Compare a plan with the timelines of the run that it was made for, and keep the context that was measured.
 
-    The context is all that is kept, for this kind of card and torch: no factor is ever put on a trace. Of several runs
-    into one folder the last one counts, and of several ranks the one that has most.
+    The context is all that is kept, for this kind of card and torch: no factor is ever put on a
+    trace. Of several runs into one folder the last one counts, and of several ranks the one that
+    has most.
 
     Args:
         plan: what was predicted.
@@ -77,7 +88,9 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     ranks = timelines_of(run_dir)
     _refuse_another_run(plan, ranks)
     differences = _differences(plan, ranks)
-    context_bytes = max(each.reading.non_torch_bytes for each in _all(ranks) if isinstance(each, Sample))
+    context_bytes = max(
+        each.reading.non_torch_bytes for each in _all(ranks) if isinstance(each, Sample)
+    )
     remarks = _remarks(ranks)
     doubt = _doubt_about_context(plan, ranks, context_bytes)
     kept_in = None
@@ -105,7 +118,9 @@ def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
         raise PlanError(f"--calibrate: {error}") from error
     ranks = runs[-1].timelines if runs else {}
     if not any(isinstance(each, Sample) and each.moment in _MOMENTS for each in _all(ranks)):
-        raise PlanError(f"--calibrate: {run_dir} has no reading of a training step, an evaluation or a save")
+        raise PlanError(
+            f"--calibrate: {run_dir} has no reading of a training step, an evaluation or a save"
+        )
     return ranks
 
 
@@ -130,7 +145,9 @@ def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list
             ),
         }
         found += [
-            Difference(moment=moment, counter=counter, predicted_bytes=predicted, measured_bytes=measured)
+            Difference(
+                moment=moment, counter=counter, predicted_bytes=predicted, measured_bytes=measured
+            )
             for counter, (predicted, measured) in pairs.items()
         ]
     return found
@@ -139,7 +156,10 @@ def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list
 def _readings(
     ranks: Mapping[int, Sequence[Entry]], moment: str, before_evaluation: bool = False
 ) -> list[MemoryReading]:
-    """Of all ranks. What an evaluation has reserved stays so in the training after it, which a plan has before it."""
+    """Of all ranks.
+
+    What an evaluation has reserved stays so in the training after it, which a plan has before it.
+    """
     found = []
     for entries in ranks.values():
         for entry in entries:
@@ -176,13 +196,19 @@ def _refuse_another_run(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) 
                         f"{plan.gpu} of {size(plan.capacity_bytes)}"
                     )
     if len(ranks) > plan.num_gpus:
-        raise PlanError(f"--calibrate: there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs")
+        raise PlanError(
+            f"--calibrate: there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs"
+        )
 
 
-def _doubt_about_context(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]], context_bytes: int) -> str | None:
+def _doubt_about_context(
+    plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]], context_bytes: int
+) -> str | None:
     if plan.gpu is None or plan.capacity_bytes is None:
         return "name the card with --gpu"
-    if any(isinstance(each, Remark) and each.finding.code == "foreign-memory" for each in _all(ranks)):
+    if any(
+        isinstance(each, Remark) and each.finding.code == "foreign-memory" for each in _all(ranks)
+    ):
         return "other processes were on the card, as the run has noted"
     most = min(_LARGEST_CONTEXT_BYTES, int(_LARGEST_CONTEXT_FRACTION * plan.capacity_bytes))
     if context_bytes > most:
@@ -194,7 +220,9 @@ def _remarks(ranks: Mapping[int, Sequence[Entry]]) -> list[str]:
     flushes = sum(isinstance(each, Flush) for each in _all(ranks))
     if not flushes:
         return []
-    return [f"the run gave its cache back {flushes} times: between two readings it may have reserved more"]
+    return [
+        f"the run gave its cache back {flushes} times: between two readings it may have reserved more"
+    ]
 
 
 def _all(ranks: Mapping[int, Sequence[Entry]]) -> Iterable[Entry]:

@@ -20,7 +20,10 @@ class Card:
 
     capability: tuple[int, int] = (9, 0)
     context_bytes: int = GUESSED_CONTEXT_BYTES
-    """What CUDA, its libraries and their code take in one process. It differs with the driver and what is imported."""
+    """What CUDA, its libraries and their code take in one process.
+
+    It differs with the driver and what is imported.
+    """
 
     context_source: str | None = None
     """Who has measured that context; None: nobody, it is a guess."""
@@ -51,8 +54,9 @@ def _card(
     )
 
 
-# Each capacity stands in somebody's message of torch ("GPU 0 has a total capacity of 79.10 GiB"), the smallest that was
-# found, because drivers and ECC differ; that of the RTX 6000 Ada is the RTX A6000's, which has as many chips.
+# Each capacity stands in somebody's message of torch ("GPU 0 has a total capacity of 79.10 GiB"),
+# the smallest that was found, because drivers and ECC differ; that of the RTX 6000 Ada is the RTX
+# A6000's, which has as many chips.
 CARDS = (
     _card("t4", 14.56, (7, 5), (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4")),
     _card("v100-16gb", 15.77, (7, 0)),
@@ -93,4 +97,6 @@ def card_of(text: str) -> Card:
             raise PlanError(f"--gpu: {error}") from error
     near = get_close_matches(name, _BY_NAME, n=1)
     hint = f"is it {near[0]}?" if near else f"known are {', '.join(_BY_NAME)}"
-    raise PlanError(f"no card is known by the name {text!r}: {hint} A size is good too, as in 24GiB")
+    raise PlanError(
+        f"no card is known by the name {text!r}: {hint} A size is good too, as in 24GiB"
+    )

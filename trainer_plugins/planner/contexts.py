@@ -1,4 +1,7 @@
-"""Contexts measured on this machine: one small file for each kind of card and version of torch. Delete it to forget."""
+"""Contexts measured on this machine: one small file for each kind of card and version of torch.
+
+Delete it to forget.
+"""
 
 import json
 import os
@@ -12,8 +15,14 @@ from trainer_plugins.planner.cards import Card
 
 def context_file(card_name: str) -> Path:
     """Where the context of this card, with the torch that is installed, is or would be kept."""
-    cache = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
-    return cache / "contexts" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', card_name)}-torch{version('torch')}.json"
+    cache = Path(
+        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
+    )
+    return (
+        cache
+        / "contexts"
+        / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', card_name)}-torch{version('torch')}.json"
+    )
 
 
 def remember(card_name: str, context_bytes: int, measured_in: Path) -> Path:

@@ -145,8 +145,15 @@ class MemoryPlan:
 
     @property
     def margin_bytes(self) -> int | None:
-        """What is left on the card at the peak; below 0 it is what is missing. None where no card was named."""
-        return None if self.capacity_bytes is None else self.capacity_bytes - self.nvidia_smi_peak_bytes
+        """What is left on the card at the peak; below 0 it is what is missing.
+
+        None where no card was named.
+        """
+        return (
+            None
+            if self.capacity_bytes is None
+            else self.capacity_bytes - self.nvidia_smi_peak_bytes
+        )
 
     def to_json(self) -> str:
         """The plan as one JSON object, with flat keys named as the fields."""
@@ -162,12 +169,17 @@ class MemoryPlan:
         try:
             fields: dict[str, Any] = json.loads(text)
             fields["top_tensors"] = tuple(
-                TensorAtPeak(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in fields["top_tensors"]
+                TensorAtPeak(**{**tensor, "shape": tuple(tensor["shape"])})
+                for tensor in fields["top_tensors"]
             )
-            fields["moments"] = {name: MomentPeak(**peak) for name, peak in fields["moments"].items()}
+            fields["moments"] = {
+                name: MomentPeak(**peak) for name, peak in fields["moments"].items()
+            }
             for name in ("not_predicted", "not_reliable", "assumptions"):
                 fields[name] = tuple(fields[name])
-            fields["timeline"] = tuple((moment, now, held) for moment, now, held in fields["timeline"])
+            fields["timeline"] = tuple(
+                (moment, now, held) for moment, now, held in fields["timeline"]
+            )
             return cls(**fields)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a memory plan: {error}") from error

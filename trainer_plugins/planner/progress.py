@@ -10,7 +10,10 @@ _file: Path | None = None
 
 
 def write_to(file: Path) -> None:
-    """Write the steps of this process to a file, the last one over the one before. For the subprocess."""
+    """Write the steps of this process to a file, the last one over the one before.
+
+    For the subprocess.
+    """
     global _file
     _file = file
 

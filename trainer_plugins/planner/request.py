@@ -14,8 +14,9 @@ LONGEST_SEQUENCE = 1 << 24
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
 OPTIMIZER_STEPS = 3
-"""So many are rehearsed. In the first the optimizer makes its states. The second has them, and the third is the first
-whose blocks lie where one like it has left them: what is reserved grows until then."""
+"""So many are rehearsed. In the first the optimizer makes its states. The second has them, and the
+third is the first whose blocks lie where one like it has left them: what is reserved grows until
+then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,9 @@ class ConfigSource:
     def __post_init__(self) -> None:
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
             if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
-                raise PlanError(f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, got {length:,}")
+                raise PlanError(
+                    f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, got {length:,}"
+                )
         if not 1 <= self.num_evaluation_batches <= MOST_EVALUATION_BATCHES:
             raise PlanError(
                 f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, got {self.num_evaluation_batches:,}"

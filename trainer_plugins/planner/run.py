@@ -59,32 +59,41 @@ def plan_run(
     calibration: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> MemoryPlan:
-    """Predict what a run will need of its card, without one. Ten seconds or more, of which most is imports.
+    """Predict what a run will need of its card, without one.
 
-    The unmodified Trainer runs three steps in a subprocess, on tensors that have shapes and no bytes.
+    Ten seconds or more, of which most is imports.
+
+    The unmodified Trainer runs three steps in a subprocess, on tensors that have shapes and no
+    bytes.
 
     Args:
-        trainer_or_config: a Trainer before training, whose model, arguments and longest batch are looked at and left as
-            they are; or the config of a model (a PretrainedConfig, a dict, or the path of a config.json or its folder).
+        trainer_or_config: a Trainer before training, whose model, arguments and longest batch are
+            looked at and left as they are; or the config of a model (a PretrainedConfig, a dict, or
+            the path of a config.json or its folder).
         training_args: with a config: TrainingArguments, or a dict of their fields.
         seq_length: with a config: tokens of each row; None is 2048.
-        target_length: with the config of an encoder-decoder: tokens of each label; None is `seq_length`.
-        dtype: with a config: in which the weights are loaded, as in "bfloat16"; None is what `from_pretrained` chooses.
+        target_length: with the config of an encoder-decoder: tokens of each label; None is
+            `seq_length`.
+        dtype: with a config: in which the weights are loaded, as in "bfloat16"; None is what
+            `from_pretrained` chooses.
         peft_config: with a config: a PeftConfig, or a dict of its fields.
-        gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: with a Trainer the card it runs on, if there is
-            one; else what it needs is told, and not whether it fits.
+        gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: with a Trainer the card it
+            runs on, if there is one; else what it needs is told, and not whether it fits.
         allocator: the text of PYTORCH_ALLOC_CONF; None is what this process has.
-        num_gpus: how many cards train together. None: with a Trainer its ranks; else as the file says, and one without.
+        num_gpus: how many cards train together. None: with a Trainer its ranks; else as the file
+            says, and one without.
         accelerate_config: with a config: the file by which `accelerate launch` will launch.
-        has_padding: whether batches have padding, which decides about masks. None: with a Trainer as in its batch; with
-            a config where there is more than one row.
-        calibration: whether a context that `calibrate` has measured on this machine is counted, where there is one.
+        has_padding: whether batches have padding, which decides about masks. None: with a Trainer
+            as in its batch; with a config where there is more than one row.
+        calibration: whether a context that `calibrate` has measured on this machine is counted,
+            where there is one.
         timeout_seconds: after which the prediction is given up.
 
     Raises:
-        PlanError: the input is wrong, or a Trainer comes with what is for a config; or the subprocess ended early: one
-            line says how. It is a ValueError.
-        NotPredicted: the input is sound, and nothing here can say what it will need. It is a PlanError.
+        PlanError: the input is wrong, or a Trainer comes with what is for a config; or the
+            subprocess ended early: one line says how. It is a ValueError.
+        NotPredicted: the input is sound, and nothing here can say what it will need. It is a
+            PlanError.
     """
     text = allocator if allocator is not None else allocator_text()
     card = card_of(gpu) if gpu is not None else None
@@ -100,7 +109,9 @@ def plan_run(
             "accelerate_config": accelerate_config,
         }.items():
             if value is not None:
-                raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {_OF_A_TRAINER[name]}")
+                raise PlanError(
+                    f"{name} is for the config of a model, and here is a Trainer: {_OF_A_TRAINER[name]}"
+                )
         from trainer_plugins.planner.rehearse.gather import request_of
 
         request = request_of(trainer_or_config, card, text, num_gpus, has_padding)
@@ -147,7 +158,9 @@ def predict_all(
     return [_outcome(result) for result in _results(requests, timeout_seconds)]
 
 
-def search_run(request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> SearchResult:
+def search_run(
+    request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> SearchResult:
     """Look for the largest micro-batches of a run, in one subprocess.
 
     Args:
@@ -163,15 +176,27 @@ def search_run(request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_
     return SearchResult.from_dict(result["search"])
 
 
-def _results(requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float) -> list[dict[str, Any]]:
+def _results(
+    requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float
+) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess are for one kind of device")
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # NaN is in no order
-        raise PlanError(f"the time limit is a number of seconds, above 0 and of a week at most, got {timeout_seconds}")
+        raise PlanError(
+            f"the time limit is a number of seconds, above 0 and of a week at most, got {timeout_seconds}"
+        )
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
-        asked, answered, log, at = (Path(folder) / name for name in ("requests", "results", "log", "step"))
+        asked, answered, log, at = (
+            Path(folder) / name for name in ("requests", "results", "log", "step")
+        )
         asked.write_bytes(pickle.dumps(list(requests)))
-        command = [*_python(requests[0]), "-m", "trainer_plugins.planner.worker", str(asked), str(answered)]
+        command = [
+            *_python(requests[0]),
+            "-m",
+            "trainer_plugins.planner.worker",
+            str(asked),
+            str(answered),
+        ]
         command += [str(at), str(timeout_seconds)]
         # What it leaves behind when it is killed lies in the folder, and goes with it.
         environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
@@ -190,10 +215,15 @@ def _results(requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: f
 
 
 def _run(
-    command: Sequence[str], log: Path, timeout_seconds: float, environment: Mapping[str, str], progress: Progress
+    command: Sequence[str],
+    log: Path,
+    timeout_seconds: float,
+    environment: Mapping[str, str],
+    progress: Progress,
 ) -> int | None:
     """Run it to its end, and end what it has started; the exit code, or the signal below 0; None if it had no end."""
-    # Nothing is ever written there: the end that this process holds is closed when it ends, whatever ends it.
+    # Nothing is ever written there: the end that this process holds is closed when it ends,
+    # whatever ends it.
     ends_with_us, ours = os.pipe()
     try:
         with log.open("w") as output:
@@ -203,7 +233,8 @@ def _run(
                 stdout=output,
                 stderr=output,
                 env=environment,
-                cwd=log.parent,  # where `python -m` looks first: nothing there is called like a module
+                # where `python -m` looks first: nothing there is called like a module
+                cwd=log.parent,
                 pass_fds=[ends_with_us],
                 start_new_session=True,  # a group of its own, so that a compiler goes with it
             )
@@ -234,11 +265,20 @@ def _python(request: PlanRequest | SearchRequest) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """This process's, but for what a launcher has put there for its ranks."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SIMGPU_CARD")
+    launched = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SIMGPU_CARD",
+    )
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name == "ACCELERATE_MIXED_PRECISION"  # counts in transformers 4.x, whatever the arguments say
+        if name
+        == "ACCELERATE_MIXED_PRECISION"  # counts in transformers 4.x, whatever the arguments say
         or (name not in launched and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")))
     }
     return {**kept, "TOKENIZERS_PARALLELISM": "false"}
@@ -247,7 +287,8 @@ def _environment() -> dict[str, str]:
 def _path(request: PlanRequest | SearchRequest) -> str:
     """Where the subprocess finds modules: as this process does, which has those of the user's Trainer.
 
-    A command line has none. There the folder of the user is left out, whose `timeit.py` is not Python's.
+    A command line has none. There the folder of the user is left out, whose `timeit.py` is not
+    Python's.
     """
     run = request.run if isinstance(request, SearchRequest) else request
     folders = [os.path.abspath(folder) for folder in sys.path]
@@ -263,7 +304,9 @@ def _how_it_ended(code: int, log: str) -> str:
     if code < 0:
         return f"the prediction crashed with {signal.Signals(-code).name}{_it_was_at(log)}: native code did that"
     lines = log.strip().splitlines()
-    return f"the prediction ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+    return (
+        f"the prediction ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+    )
 
 
 _TIME_IS_OVER = re.compile(r"^Timeout \(\d+:.*\)!$", re.MULTILINE)
@@ -290,7 +333,11 @@ def _outcome(result: Mapping[str, Any]) -> MemoryPlan | PlanError:
 
 
 def _refusal(result: Mapping[str, Any]) -> PlanError:
-    return NotPredicted(result["not_predicted"]) if "not_predicted" in result else PlanError(result["error"])
+    return (
+        NotPredicted(result["not_predicted"])
+        if "not_predicted" in result
+        else PlanError(result["error"])
+    )
 
 
 def _config(given: Any) -> dict[str, Any]:
@@ -330,7 +377,9 @@ def _arguments(given: Any) -> bytes | tuple[str, ...]:
         from transformers import Seq2SeqTrainingArguments
 
         return pickle.dumps((Seq2SeqTrainingArguments, dict(given)))
-    return pickle.dumps((type(given), {each.name: getattr(given, each.name) for each in fields(given) if each.init}))
+    return pickle.dumps(
+        (type(given), {each.name: getattr(given, each.name) for each in fields(given) if each.init})
+    )
 
 
 def _peft(given: Any) -> dict[str, Any] | None:

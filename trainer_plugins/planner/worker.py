@@ -1,9 +1,10 @@
 """The subprocess of a prediction, with six arguments: REQUESTS RESULTS STEP SECONDS FOLDER LIFELINE.
 
-REQUESTS is a pickled list of `PlanRequest` or `SearchRequest`; RESULTS becomes a JSON list, for each a plan, or what a
-search found, or a refusal in one line. STEP becomes what it is doing. After SECONDS it ends, whatever it is doing, and
-says on standard error where it was. FOLDER is where who asks works. LIFELINE is the number of a pipe whose other end
-only they hold: when it is closed, this process ends, and its temporary folder goes.
+REQUESTS is a pickled list of `PlanRequest` or `SearchRequest`; RESULTS becomes a JSON list, for
+each a plan, or what a search found, or a refusal in one line. STEP becomes what it is doing. After
+SECONDS it ends, whatever it is doing, and says on standard error where it was. FOLDER is where who
+asks works. LIFELINE is the number of a pipe whose other end only they hold: when it is closed, this
+process ends, and its temporary folder goes.
 """
 
 import faulthandler
@@ -45,11 +46,14 @@ def main(requests_path: str, results_path: str) -> None:
             results.append({"not_predicted": str(refusal).removeprefix("not predicted: ")})
         except PlanError as error:
             results.append({"error": str(error)})
-        except Exception as error:  # noqa: BLE001 - one run that nobody foresaw; the others have their answers
+        # one run that nobody foresaw; the others have their answers
+        except Exception as error:  # noqa: BLE001
             from trainer_plugins.planner.rehearse.build import first_line
 
             traceback.print_exc()
-            results.append({"error": f"the prediction failed: {type(error).__name__}: {first_line(error)}"})
+            results.append(
+                {"error": f"the prediction failed: {type(error).__name__}: {first_line(error)}"}
+            )
         draft = Path(f"{results_path}.draft")
         draft.write_text(json.dumps(results))
         draft.replace(results_path)
@@ -76,7 +80,10 @@ def _searched(request: SearchRequest) -> SearchResult:
     rules_of(request.run)
     request = replace(request, run=resolved(request.run))
     _make_ready(request.device)
-    with _environment_as_it_was(), in_world(World(device=request.device)):  # they ask the card what it can
+    with (
+        _environment_as_it_was(),
+        in_world(World(device=request.device)),
+    ):  # they ask the card what it can
         args = build.arguments_of(request.run.source)
     return search(request, args, Foresight(watch, judge), predict)
 
@@ -145,7 +152,11 @@ def watch(request: Any) -> Watched:
     _make_ready(request.device)
     world = World(
         device=request.device,
-        **({"capability": card.capability, "memory_bytes": card.capacity_bytes} if card is not None else {}),
+        **(
+            {"capability": card.capability, "memory_bytes": card.capacity_bytes}
+            if card is not None
+            else {}
+        ),
         has_padding=request.has_padding is True,
         is_packed=request.is_packed,
     )
@@ -156,7 +167,9 @@ def watch(request: Any) -> Watched:
         strategy = strategy_of(request, args)
         progress.step("building the model")
         with strategy.around(tracker):
-            rehearsed = _told_in_one_line(build.rehearsal_of, request.source, request.has_padding, folder)
+            rehearsed = _told_in_one_line(
+                build.rehearsal_of, request.source, request.has_padding, folder
+            )
             trainer = rehearsed.trainer
             refusals.refuse_trainer(trainer)
             refusals.refuse_model(trainer.model)
@@ -170,15 +183,21 @@ def watch(request: Any) -> Watched:
             if (fsdp := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
                 rehearsed.assumptions.append(refusals.fsdp_in_force(fsdp))
         if tracker.masks_pick_all:
-            rehearsed.assumptions.append("what a mask picks, as in x[mask], is counted as everything: the worst case")
+            rehearsed.assumptions.append(
+                "what a mask picks, as in x[mask], is counted as everything: the worst case"
+            )
         trace = tracker.trace()
         parameters = [*trainer.model.parameters()]
         not_reliable += strategy.not_reliable
         pinned = strategy.host_pinned_bytes_per_node()
     if isinstance(left_out := getattr(request.source, "left_out", ()), tuple) and left_out:
-        not_reliable.append(f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}")
+        not_reliable.append(
+            f"attributes of the Trainer that cannot be pickled were left out: {', '.join(left_out)}"
+        )
     if request.num_nodes > 1:
-        rehearsed.assumptions.append(f"{request.gpus_per_node} GPUs in each of {request.num_nodes} nodes")
+        rehearsed.assumptions.append(
+            f"{request.gpus_per_node} GPUs in each of {request.num_nodes} nodes"
+        )
     return Watched(
         trace=trace,
         num_gpus=request.num_gpus,
@@ -204,7 +223,10 @@ def judge(request: Any, watched: Watched) -> Any:
     from trainer_plugins.planner.tracing.replay import live_at_peak, replay
     from trainer_plugins.planner.tried import known_error, untried
 
-    versions = {"torch": torch.__version__, **_versions("transformers", "accelerate", "peft", "deepspeed")}
+    versions = {
+        "torch": torch.__version__,
+        **_versions("transformers", "accelerate", "peft", "deepspeed"),
+    }
     progress.step("replaying its allocations")
     card, trace, rules = request.card, watched.trace, rules_of(request)
     free = replay(trace, None, rules)
@@ -243,10 +265,15 @@ def judge(request: Any, watched: Watched) -> Any:
         moments=shown.moments,
         num_flushes=on_card.num_flushes if card is not None else 0,
         failed_request_bytes=on_card.failed_request_bytes if card is not None else None,
-        failed_request=f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}" if failed else None,
+        failed_request=f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}"
+        if failed
+        else None,
         not_predicted=watched.not_predicted,
         not_reliable=(*untried(versions), *watched.not_reliable),
-        assumptions=(*watched.assumptions, *([about_context(card)] if context and card is not None else [])),
+        assumptions=(
+            *watched.assumptions,
+            *([about_context(card)] if context and card is not None else []),
+        ),
         known_error=known_error(versions)
         if request.device == "cuda"
         else "the simulated card is met within 1 % in the tests",
@@ -299,13 +326,18 @@ def _told_in_one_line(work: Any, *args: Any) -> Any:
         return work(*args)
     except PlanError:
         raise
-    except (fake_tensor.UnsupportedOperatorException, fake_tensor.DynamicOutputShapeException) as error:
+    except (
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
         raise NotPredicted(f"{error.func}, whose result depends on values") from error
     except fake_tensor.DataDependentOutputException as error:
         raise NotPredicted(f"{error.func}, which asks for a value") from error
     except Exception as error:  # the user's own code runs here, and any error of it is to be told
         if _NO_GRADIENT in str(error):
-            raise PlanError(f"the rehearsal of the run failed, as the run will: {_NO_GRADIENT_BECAUSE}") from error
+            raise PlanError(
+                f"the rehearsal of the run failed, as the run will: {_NO_GRADIENT_BECAUSE}"
+            ) from error
         raise PlanError(
             f"the rehearsal of the run failed: {type(error).__name__}: {first_line(error)}{_where(error)}"
         ) from error
@@ -316,7 +348,10 @@ def _where(error: BaseException) -> str:
     place = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if "/torch/" not in code.co_filename and "/trainer_plugins/planner/" not in code.co_filename:
+        if (
+            "/torch/" not in code.co_filename
+            and "/trainer_plugins/planner/" not in code.co_filename
+        ):
             place = f" (in {Path(code.co_filename).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return place
@@ -346,8 +381,11 @@ def _versions(*names: str) -> dict[str, str]:
 
 def _end_with_who_asks(lifeline: int, scratch: Path) -> None:
     """Have a shell wait for the end of who asks: no thread could, where native code does not let go of Python."""
-    waits = 'read _; kill -KILL $PPID; rm -rf "$0" || rm -rf "$0"; kill -KILL 0'  # 0 is the group, with any compiler
-    subprocess.Popen(["/bin/sh", "-c", waits, str(scratch)], stdin=lifeline, stdout=subprocess.DEVNULL)
+    # 0 is the group, with any compiler
+    waits = 'read _; kill -KILL $PPID; rm -rf "$0" || rm -rf "$0"; kill -KILL 0'
+    subprocess.Popen(
+        ["/bin/sh", "-c", waits, str(scratch)], stdin=lifeline, stdout=subprocess.DEVNULL
+    )
     os.close(lifeline)
 
 
@@ -364,4 +402,6 @@ if __name__ == "__main__":
     main(_requests, _results)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what was planted in torch is not there for its C++ objects to die with; the results are on disk
+    os._exit(
+        0
+    )  # what was planted in torch is not there for its C++ objects to die with; the results are on disk

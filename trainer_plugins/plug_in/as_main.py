@@ -9,13 +9,17 @@ from pathlib import Path
 
 
 class NoSuchProgramError(ValueError):
-    """There is no such script or module. What one raises itself is no such error, and passes through."""
+    """There is no such script or module.
+
+    What one raises itself is no such error, and passes through.
+    """
 
 
 def program(command: list[str], is_module: bool) -> Callable[[], None]:
     """Find a script, or the module of a `python -m`, and give what runs it as `__main__` with its arguments.
 
-    What it raises, and its exit, pass through. It sees `sys.argv` and `sys.path` as under python itself.
+    What it raises, and its exit, pass through. It sees `sys.argv` and `sys.path` as under python
+    itself.
 
     Raises:
         NoSuchProgramError: there is none of that name.
@@ -33,8 +37,8 @@ def _script(command: list[str]) -> Callable[[], None]:
     def run() -> None:
         sys.argv = command
         _put_first_on_path(str(Path(path).resolve().parent))
-        # A module of its own under the name __main__, and it stays there: pickling, and the script's own threads and
-        # exit handlers, look there for its classes.
+        # A module of its own under the name __main__, and it stays there: pickling, and the
+        # script's own threads and exit handlers, look there for its classes.
         module = types.ModuleType("__main__")
         module.__file__ = path
         module.__builtins__ = __builtins__  # type: ignore[attr-defined]
@@ -57,12 +61,16 @@ def _module(command: list[str]) -> Callable[[], None]:
         raise NoSuchProgramError(f"there is no module {name} here")
 
     def run() -> None:
-        sys.argv = command  # runpy puts the module's path in the place of its name, as python -m does
+        sys.argv = (
+            command  # runpy puts the module's path in the place of its name, as python -m does
+        )
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
     return run
 
 
 def _put_first_on_path(folder: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):  # under python -P nothing of the kind stands there
+    if not getattr(
+        sys.flags, "safe_path", False
+    ):  # under python -P nothing of the kind stands there
         sys.path[0] = folder

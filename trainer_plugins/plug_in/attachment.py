@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from trainer_plugins.plug_in._site.trainer_plugins_on_import import passed_over_by_warnings, when_imported
+from trainer_plugins.plug_in._site.trainer_plugins_on_import import (
+    passed_over_by_warnings,
+    when_imported,
+)
 from trainer_plugins.plug_in.options import DEFAULT_PRESET, callbacks_from_args, memory_arguments
 from trainer_plugins.plug_in.protection import give_way, insert, was_inserted
 
@@ -36,22 +39,26 @@ class _State:
 
 
 _state = _State()
-_wrappers: dict[str, Callable[..., Any]] = {}  # name of a method of Trainer -> our wrapper around it
+_wrappers: dict[
+    str, Callable[..., Any]
+] = {}  # name of a method of Trainer -> our wrapper around it
 
 
 def attach(preset: str = DEFAULT_PRESET, **options: Any) -> None:
     """Give every Trainer that is built from now on fresh callbacks of a preset, as `protect` does to one.
 
-    A callback of the same class that the user gives is kept, and ours is not added. Attaching again replaces the
-    preset and the options; Trainers that are built already stay as they are. Neither torch nor transformers is
-    imported: where `transformers.trainer` is not there yet, this waits for it.
+    A callback of the same class that the user gives is kept, and ours is not added. Attaching again
+    replaces the preset and the options; Trainers that are built already stay as they are. Neither
+    torch nor transformers is imported: where `transformers.trainer` is not there yet, this waits
+    for it.
 
     Args:
         preset: which callbacks, see `trainer_plugins.presets`.
         **options: the fields of `MemoryArguments` without `memory_`, as in `warn_fraction=0.8`.
 
     Raises:
-        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing was changed.
+        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing
+            was changed.
     """
     _attach(functools.partial(callbacks_from_args, memory_arguments(preset, **options)))
 
@@ -80,7 +87,9 @@ def attached(preset: str = DEFAULT_PRESET, **options: Any) -> Iterator[None]:
     Raises:
         ValueError: as `attach` does.
     """
-    with attached_callbacks(functools.partial(callbacks_from_args, memory_arguments(preset, **options))):
+    with attached_callbacks(
+        functools.partial(callbacks_from_args, memory_arguments(preset, **options))
+    ):
         yield
 
 
@@ -106,7 +115,8 @@ def say_at_exit(with_children: bool = False) -> None:
     """Have this process say at its end, on stderr, if it built no Trainer while attached.
 
     Args:
-        with_children: its children attach too, so a launcher, which lets them do the work, has nothing to say.
+        with_children: its children attach too, so a launcher, which lets them do the work, has
+            nothing to say.
     """
     if _state.says_at_exit:
         return
@@ -114,13 +124,20 @@ def say_at_exit(with_children: bool = False) -> None:
     pid = os.getpid()
 
     def say() -> None:
-        if _state.num_built or os.getpid() != pid:  # a fork inherits this, and is not the one that was asked
+        if (
+            _state.num_built or os.getpid() != pid
+        ):  # a fork inherits this, and is not the one that was asked
             return
         processes = sys.modules.get("multiprocessing.process")
-        if processes is not None and processes.parent_process() is not None:  # a worker of the one that was asked
+        if (
+            processes is not None and processes.parent_process() is not None
+        ):  # a worker of the one that was asked
             return
         spent = os.times()
-        if with_children and spent.children_user + spent.children_system > spent.user + spent.system:
+        if (
+            with_children
+            and spent.children_user + spent.children_system > spent.user + spent.system
+        ):
             return
         sys.stderr.write(
             "trainer_plugins: nothing was attached: this process built no transformers.Trainer, "
@@ -177,10 +194,14 @@ def _reach(trainer: "Trainer", make: "Callable[[], list[TrainerCallback]]") -> N
     _state.num_built += 1
     try:
         insert(trainer, make())
-    except Exception:  # of somebody's preset, or of a Trainer that is unlike all others; theirs is to train
+    except (
+        Exception
+    ):  # of somebody's preset, or of a Trainer that is unlike all others; theirs is to train
         if not _state.has_failed:
             _state.has_failed = True
-            logger.exception("%s trains without callbacks of ours; this is said once", type(trainer).__name__)
+            logger.exception(
+                "%s trains without callbacks of ours; this is said once", type(trainer).__name__
+            )
 
 
 def _trainer_class() -> "type[Trainer] | None":

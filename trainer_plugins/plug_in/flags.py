@@ -15,7 +15,9 @@ EXIT_USAGE = 2
 class Flags:
     """Our flags in front of a command, the same under `run` and `exec`."""
 
-    def __init__(self, prog: str, command: str, description: str, takes_module: bool = False) -> None:
+    def __init__(
+        self, prog: str, command: str, description: str, takes_module: bool = False
+    ) -> None:
         self.prog = prog
         self.names: list[str] = []
         self.parser = argparse.ArgumentParser(
@@ -29,19 +31,29 @@ class Flags:
         for option in fields(MemoryArguments):
             name = "preset" if option.name == "memory_preset" else option.name
             self.names.append("--" + name.replace("_", "-"))
-            takes: dict[str, Any] = {"type": kind_of(option), "metavar": kind_of(option).__name__.upper()}
+            takes: dict[str, Any] = {
+                "type": kind_of(option),
+                "metavar": kind_of(option).__name__.upper(),
+            }
             self.parser.add_argument(
-                *{self.names[-1]: None, f"--{name}": None},  # the Trainer's own flags are written with _
+                *{
+                    self.names[-1]: None,
+                    f"--{name}": None,
+                },  # the Trainer's own flags are written with _
                 dest=option.name,
                 help=f"{option.metadata['help']} Default: {option.default}.",
                 **({"action": "store_true"} if isinstance(option.default, bool) else takes),
             )
         if takes_module:
-            self.parser.add_argument("-m", action="append_const", const="-m", dest="module", help="run a module")
+            self.parser.add_argument(
+                "-m", action="append_const", const="-m", dest="module", help="run a module"
+            )
         self.parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     def split(self, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """Part what is for `attach` from the command that follows. Bad input ends the process: one line, exit code 2.
+        """Part what is for `attach` from the command that follows.
+
+        Bad input ends the process: one line, exit code 2.
 
         Returns:
             What to give to `attach`, checked, and the command.
@@ -51,7 +63,9 @@ class Flags:
         command: list[str] = [*given.pop("module", []), *given.pop("command")]
         if unknown:
             flag = unknown[0].partition("=")[0]
-            self.refuse(f"there is no option {flag}.{nearest(flag, self.names)} There are: {', '.join(self.names)}")
+            self.refuse(
+                f"there is no option {flag}.{nearest(flag, self.names)} There are: {', '.join(self.names)}"
+            )
         if command[:1] == ["--"]:
             del command[0]
         given = {name.removeprefix(PREFIX): value for name, value in given.items()}

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 _inserted: "dict[int, ref[TrainerCallback]]" = {}
 
 
-def protect(trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Any) -> "list[TrainerCallback]":
-    """Give one Trainer the callbacks of a preset, but for those whose class it already has. Again is harmless.
+def protect(
+    trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Any
+) -> "list[TrainerCallback]":
+    """Give one Trainer the callbacks of a preset, but for those whose class it already has.
 
-    They stand behind the Trainer's own flow and in front of its trackers (`report_to`), so that what they add to the
-    logs is tracked. They hear `on_init_end` when they are added.
+    Again is harmless.
+
+    They stand behind the Trainer's own flow and in front of its trackers (`report_to`), so that
+    what they add to the logs is tracked. They hear `on_init_end` when they are added.
 
     Args:
         trainer: any `transformers.Trainer`, before it trains.
@@ -48,8 +52,14 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
     from trainer_plugins.callbacks._run import RunCallback
 
     present = trainer.callback_handler.callbacks
-    missing = [each for each in callbacks if not any(_same_kind(type(each), type(other)) for other in present)]
-    flow = [index for index, callback in enumerate(present) if isinstance(callback, DefaultFlowCallback)]
+    missing = [
+        each
+        for each in callbacks
+        if not any(_same_kind(type(each), type(other)) for other in present)
+    ]
+    flow = [
+        index for index, callback in enumerate(present) if isinstance(callback, DefaultFlowCallback)
+    ]
     behind = flow[0] + 1 if flow else 0
     for each in missing:
         _inserted[id(each)] = ref(each, functools.partial(_forget, id(each)))
@@ -74,11 +84,15 @@ def _forget(key: int, _: object) -> None:
 def give_way(trainer: "Trainer", cls: "type[TrainerCallback]") -> None:
     """Take out what `insert` gave, where the user is about to add a callback of that class: the user's is kept."""
     present = trainer.callback_handler.callbacks
-    present[:] = [other for other in present if not (_same_kind(type(other), cls) and was_inserted(other))]
+    present[:] = [
+        other for other in present if not (_same_kind(type(other), cls) and was_inserted(other))
+    ]
 
 
 def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> bool:
     """Whether one of two classes is the other's kind: two watchdogs would each see half of the peaks."""
     from transformers import TrainerCallback
 
-    return TrainerCallback not in (one, other) and (issubclass(one, other) or issubclass(other, one))
+    return TrainerCallback not in (one, other) and (
+        issubclass(one, other) or issubclass(other, one)
+    )

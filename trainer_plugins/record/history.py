@@ -11,7 +11,10 @@ from trainer_plugins.record.timeline import Beginning, Entry, Flush, Sample, rea
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: a training with the evaluations before and after it, or evaluations alone. A resumed run is another."""
+    """One run: a training with the evaluations before and after it, or evaluations alone.
+
+    A resumed run is another.
+    """
 
     timelines: Mapping[int, Sequence[Entry]]
     """By rank, what each has noted; at least one rank, and at least one entry each."""
@@ -19,7 +22,9 @@ class Run:
     @property
     def steps(self) -> tuple[int, int]:
         """Optimizer steps that were complete at its beginning, and at its end."""
-        return min(each[0].step for each in self.timelines.values()), max(e.step for e in self._entries())
+        return min(each[0].step for each in self.timelines.values()), max(
+            e.step for e in self._entries()
+        )
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -52,7 +57,10 @@ def read_history(run_dir: Path) -> History:
         ValueError: there are none.
         OSError: a file cannot be read, or is none.
     """
-    found = ((re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path) for path in run_dir.glob("memory/rank-*"))
+    found = (
+        (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
+        for path in run_dir.glob("memory/rank-*")
+    )
     files = dict(sorted((int(match[1]), path) for match, path in found if match))
     if not files:
         raise ValueError(
@@ -79,7 +87,10 @@ def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
 
 
 def _begins_anew(run: Sequence[Entry], entry: Entry) -> bool:
-    """Steps are counted upwards. Those who begin a run say so one after the other, and a run does not begin twice."""
+    """Steps are counted upwards.
+
+    Those who begin a run say so one after the other, and a run does not begin twice.
+    """
     if entry.step < run[-1].step:
         return True
     return _is_beginning(entry) and any(

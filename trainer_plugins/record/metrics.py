@@ -32,7 +32,10 @@ class MemoryMetrics:
 
 
 def metrics_of(
-    before: MemoryReading, readings: Sequence[MemoryReading], flushes: Iterable[Flush], own_non_torch_bytes: int
+    before: MemoryReading,
+    readings: Sequence[MemoryReading],
+    flushes: Iterable[Flush],
+    own_non_torch_bytes: int,
 ) -> MemoryMetrics:
     """Sum up what was seen.
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
 
-# A FIFO would make us wait for its other end, and a terminal would become ours. Windows has neither.
+# A FIFO would make us wait for its other end, and a terminal would become ours. Windows has
+# neither.
 _DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
@@ -31,15 +32,19 @@ def open_regular(path: Path, mode: str) -> FileIO:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that takes its place when all of it is written. Its mode is that of any new file.
+    """Write a file beside `path` that takes its place when all of it is written.
 
-    Where anything is raised, `path` stays as it was, and the draft is removed. Who has the old file open keeps it.
+    Its mode is that of any new file.
+
+    Where anything is raised, `path` stays as it was, and the draft is removed. Who has the old file
+    open keeps it.
 
     Raises:
         OSError: the folder cannot be written, is full, or `path` is a folder.
     """
     draft = path.with_name(f".{path.name}.{token_hex(8)}")
-    # "x" is O_CREAT | O_EXCL: what is there already is an error, a symlink too. So nothing of anybody's is overwritten.
+    # "x" is O_CREAT | O_EXCL: what is there already is an error, a symlink too. So nothing of
+    # anybody's is overwritten.
     with open(draft, "xb") as file:
         try:
             yield file

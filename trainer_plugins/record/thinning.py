@@ -14,7 +14,8 @@ from trainer_plugins.record.regular_file import open_regular, replacing
 _TOGETHER = 8
 _AT_ONCE_BYTES = 1 << 20
 
-# A reading as `timeline.to_line` writes it, and as versions before this one did. What is written otherwise stays.
+# A reading as `timeline.to_line` writes it, and as versions before this one did. What is written
+# otherwise stays.
 _READING = re.compile(
     rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, "step": (?P<step>\d{1,18}), '
     rb'(?P<alike>"moment": "(?!begin"|end")\w+", "device": "[\w:.-]*", "total_bytes": (?P<total>\d{1,18})), '
@@ -29,11 +30,13 @@ _RELEASE = b'{"kind": "flush"'
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of eight readings in a row of one moment four stay, among them those with the highest peak, reserved memory, use
-    of the device and pressure. They stay as they were read, and count how many they stand for. Releases are added up
-    in pairs. Findings, beginnings, ends and what is no entry stay as they are. The newest quarter is copied.
+    Of eight readings in a row of one moment four stay, among them those with the highest peak,
+    reserved memory, use of the device and pressure. They stay as they were read, and count how many
+    they stand for. Releases are added up in pairs. Findings, beginnings, ends and what is no entry
+    stay as they are. The newest quarter is copied.
 
-    Whoever has the file open keeps the old one, whole; a kill at any moment leaves the old one or the new one.
+    Whoever has the file open keeps the old one, whole; a kill at any moment leaves the old one or
+    the new one.
 
     Raises:
         OSError: it cannot be read, or nothing can be written beside it. The file is then as it was.
@@ -113,7 +116,10 @@ def _added(first: bytes, second: bytes) -> bytes | None:
     """Two releases as one, at the time of the second; None where they are of two runs or kinds, or no releases."""
     try:
         one, other = json.loads(first), json.loads(second)
-        alike = all(one.get(name) == other.get(name) for name in ("run", "reason")) and one["step"] <= other["step"]
+        alike = (
+            all(one.get(name) == other.get(name) for name in ("run", "reason"))
+            and one["step"] <= other["step"]
+        )
         for name in ("released_bytes", "seconds"):
             other[name] += one[name]
         other["num_releases"] = one.get("num_releases", 1) + other.get("num_releases", 1)

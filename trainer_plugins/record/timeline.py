@@ -27,12 +27,16 @@ from trainer_plugins.strategy import Strategy
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 8 << 20
-"""A file that has grown longer is thinned, to about two thirds. Findings and beginnings are never dropped."""
+"""A file that has grown longer is thinned, to about two thirds.
+
+Findings and beginnings are never dropped.
+"""
 
 _LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
-# Two launches into one folder write to one file, perhaps at the same time: each line says which process it is of.
+# Two launches into one folder write to one file, perhaps at the same time: each line says which
+# process it is of.
 _PROCESS = token_hex(4)
 
 
@@ -94,11 +98,21 @@ Entry = Sample | Flush | Remark | Beginning
 
 
 def to_line(entry: Entry) -> str:
-    """Render an entry as one line of JSON, without the line feed. Sizes stay in bytes; `run` tells processes apart."""
+    """Render an entry as one line of JSON, without the line feed.
+
+    Sizes stay in bytes; `run` tells processes apart.
+    """
     if isinstance(entry, Sample) and entry.num_readings == 1:
-        # By hand and not by `dataclasses.asdict` and json: this is on the training path, at each step.
+        # By hand and not by `dataclasses.asdict` and json: this is on the training path, at each
+        # step.
         reading = entry.reading
-        names = (_PROCESS, entry.time_seconds, entry.step, _quoted(entry.moment), _quoted(reading.device))
+        names = (
+            _PROCESS,
+            entry.time_seconds,
+            entry.step,
+            _quoted(entry.moment),
+            _quoted(reading.device),
+        )
         return _SAMPLE_LINE % (*names, *_sizes_of(reading))
     record: dict[str, Any] = {
         "kind": type(entry).__name__.lower(),
@@ -107,7 +121,11 @@ def to_line(entry: Entry) -> str:
         "step": entry.step,
     }
     if isinstance(entry, Sample):
-        record |= {"moment": entry.moment, **asdict(entry.reading), "num_readings": entry.num_readings}
+        record |= {
+            "moment": entry.moment,
+            **asdict(entry.reading),
+            "num_readings": entry.num_readings,
+        }
     elif isinstance(entry, Flush):
         record |= {
             "reason": entry.reason,
@@ -124,7 +142,8 @@ def to_line(entry: Entry) -> str:
 def from_line(line: bytes) -> tuple[str, Entry] | None:
     """Read one line back: of which process it is ("" in old files), and the entry.
 
-    None for what is no entry: a kind of a later version, half a line of a killed run, values that no run has.
+    None for what is no entry: a kind of a later version, half a line of a killed run, values that
+    no run has.
     """
     try:
         record = json.loads(line.decode())
@@ -134,7 +153,9 @@ def from_line(line: bytes) -> tuple[str, Entry] | None:
             case "sample":
                 reading = _made(MemoryReading, record)
                 num_readings = record.get("num_readings", 1)
-                entry = Sample(moment=record["moment"], reading=reading, num_readings=num_readings, **common)
+                entry = Sample(
+                    moment=record["moment"], reading=reading, num_readings=num_readings, **common
+                )
                 if reading.total_bytes <= 0 or min(_sizes_of(reading)) < 0:
                     return None
             case "flush":
@@ -146,7 +167,9 @@ def from_line(line: bytes) -> tuple[str, Entry] | None:
                 entry = Beginning(strategy=_made(Strategy, record), **common)
             case _:
                 return None
-        is_sound = _has_types(entry) and entry.step >= 0 and 0 <= entry.time_seconds < _YEAR_10000_SECONDS
+        is_sound = (
+            _has_types(entry) and entry.step >= 0 and 0 <= entry.time_seconds < _YEAR_10000_SECONDS
+        )
         return (str(record.get("run", "")), entry) if is_sound else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -192,7 +215,9 @@ def _is_of(value: object, kind: Any) -> bool:
         return isinstance(value, str)
     if get_origin(kind) is Mapping:
         keys, values = get_args(kind)
-        return isinstance(value, dict) and all(_is_of(k, keys) and _is_of(v, values) for k, v in value.items())
+        return isinstance(value, dict) and all(
+            _is_of(k, keys) and _is_of(v, values) for k, v in value.items()
+        )
     if alternatives := get_args(kind):
         return any(_is_of(value, each) for each in alternatives)
     return isinstance(value, kind)
@@ -226,10 +251,11 @@ def read_timeline(path: Path) -> list[Entry]:
 class Timeline:
     """A history of entries, oldest first, of which the last `capacity` are kept in memory.
 
-    With a `path` each entry is also appended to that file, one line in one write, so that it survives the death of
-    the process. Costs about 20 microseconds an entry. A file that cannot be written is said once and never raised:
-    training goes on, and the entries in memory are written when there is room again. One that is taken away is said
-    once and made again. One of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
+    With a `path` each entry is also appended to that file, one line in one write, so that it
+    survives the death of the process. Costs about 20 microseconds an entry. A file that cannot be
+    written is said once and never raised: training goes on, and the entries in memory are written
+    when there is room again. One that is taken away is said once and made again. One of more than
+    `MAX_FILE_BYTES` is thinned, see `thinning.py`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
@@ -279,7 +305,12 @@ class Timeline:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy opens the file for itself, if it has something to add."""
-        return {**self.__dict__, "_file": None, "_num_taken": 0, "_unwritten": deque(maxlen=self._unwritten.maxlen)}
+        return {
+            **self.__dict__,
+            "_file": None,
+            "_num_taken": 0,
+            "_unwritten": deque(maxlen=self._unwritten.maxlen),
+        }
 
     def _write(self, path: Path) -> None:
         try:
@@ -320,7 +351,9 @@ class Timeline:
             opened = os.fstat(file.fileno())
             if opened.st_size:
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # half a line of a run that was killed, or of a disk that was full
+                if (
+                    file.read(1) != b"\n"
+                ):  # half a line of a run that was killed, or of a disk that was full
                     file.write(b"\n")
             self._file = file  # closes itself when it goes, also at the end of Python
             self._home = (opened.st_dev, opened.st_ino)
@@ -337,7 +370,8 @@ class Timeline:
                 num_bytes,
                 error.strerror,
             )
-        # Where little could be dropped, or nothing, it is worth trying again when much has been added.
+        # Where little could be dropped, or nothing, it is worth trying again when much has been
+        # added.
         self._thin_from_bytes = max(MAX_FILE_BYTES, num_bytes * 3 // 2)
 
     def _say_once(self, message: str, *values: object) -> None:
@@ -346,12 +380,16 @@ class Timeline:
             logger.warning(message, *values)
 
 
-# One file has one Timeline in a process, however many callbacks write to it: two would each keep half the history.
+# One file has one Timeline in a process, however many callbacks write to it: two would each keep
+# half the history.
 _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 
 def timeline_of_run(output_dir: str, rank: int) -> Timeline:
-    """The timeline of one rank of a run: `<output_dir>/memory/rank-<rank>.jsonl`. The same object for every caller."""
+    """The timeline of one rank of a run: `<output_dir>/memory/rank-<rank>.jsonl`.
+
+    The same object for every caller.
+    """
     path = Path(output_dir).absolute() / "memory" / f"rank-{rank}.jsonl"
     timeline = _open_timelines.get(path)
     if timeline is None:

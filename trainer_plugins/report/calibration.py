@@ -23,5 +23,7 @@ def calibration_report(calibration: Calibration) -> RenderableType:
         *calibration.remarks,
     ]
     if calibration.kept_in is not None:
-        lines.append(f"Later plans for this card count that as its context: {calibration.kept_in}. Delete it to undo")
+        lines.append(
+            f"Later plans for this card count that as its context: {calibration.kept_in}. Delete it to undo"
+        )
     return Group(table, *(Text(line) for line in lines))

@@ -16,8 +16,9 @@ _WIDE = 10_000
 def show(page: RenderableType) -> None:
     """Print a page to standard output.
 
-    Names and messages in it may be anybody's: markup in them is text, and controls are made visible (`printable`). On a
-    terminal text is wrapped; a table that is wider than the terminal is not. Elsewhere nothing is.
+    Names and messages in it may be anybody's: markup in them is text, and controls are made visible
+    (`printable`). On a terminal text is wrapped; a table that is wider than the terminal is not.
+    Elsewhere nothing is.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
@@ -41,7 +42,8 @@ def _needed(table: Table, console: Console) -> int:
         if column.justify == "right":
             column.no_wrap = True
             column.min_width = max(
-                (Measurement.get(console, options, cell).maximum for cell in column.cells), default=0
+                (Measurement.get(console, options, cell).maximum for cell in column.cells),
+                default=0,
             )
         else:
             column.overflow = "fold"

@@ -10,7 +10,12 @@ from trainer_plugins.units import MIB, percent, size
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
     """The plan as a page of text: the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
-    parts: list[RenderableType] = [Text(verdict(plan), style="bold"), _figures(plan), _breakdown(plan), _moments(plan)]
+    parts: list[RenderableType] = [
+        Text(verdict(plan), style="bold"),
+        _figures(plan),
+        _breakdown(plan),
+        _moments(plan),
+    ]
     parts.append(_tensors(plan))
     for heading, lines in (
         ("Not predicted", plan.not_predicted),
@@ -19,7 +24,9 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
         ("Known error", (plan.known_error,) if plan.known_error else ()),
     ):
         parts += [Text(f"{heading}: {line}") for line in lines]
-    parts.append(Text("With " + ", ".join(f"{name} {version}" for name, version in plan.versions.items())))
+    parts.append(
+        Text("With " + ", ".join(f"{name} {version}" for name, version in plan.versions.items()))
+    )
     return Group(*parts)
 
 
@@ -29,12 +36,16 @@ def verdict(plan: MemoryPlan) -> str:
     if plan.fits is None or plan.capacity_bytes is None or plan.margin_bytes is None:
         return f"Needs {peak}. Name a card with --gpu to learn whether that fits"
     card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
-    flushes = f", after {plan.num_flushes} times giving the whole cache back" if plan.num_flushes else ""
+    flushes = (
+        f", after {plan.num_flushes} times giving the whole cache back" if plan.num_flushes else ""
+    )
     if plan.fits:
         return f"Fits on {card}: {peak}, {size(plan.margin_bytes)} to spare{flushes}"
     failed = ""
     if plan.failed_request_bytes is not None:
-        failed = f": the allocator fails on {size(plan.failed_request_bytes)} for {plan.failed_request}"
+        failed = (
+            f": the allocator fails on {size(plan.failed_request_bytes)} for {plan.failed_request}"
+        )
     return f"Does not fit on {card}{failed}. Without an end of memory it would be {peak}"
 
 
@@ -43,7 +54,11 @@ def _figures(plan: MemoryPlan) -> Table:
     table.add_row("allocated (max_memory_allocated)", size(plan.allocated_peak_bytes))
     table.add_row("reserved (max_memory_reserved)", size(plan.reserved_peak_bytes))
     table.add_row("nvidia-smi: reserved, and the context", size(plan.nvidia_smi_peak_bytes))
-    pinned = f", {size(plan.host_pinned_bytes_per_node)} of it pinned" if plan.host_pinned_bytes_per_node else ""
+    pinned = (
+        f", {size(plan.host_pinned_bytes_per_node)} of it pinned"
+        if plan.host_pinned_bytes_per_node
+        else ""
+    )
     table.add_row("host RAM of a node, for tensors", size(plan.host_ram_bytes_per_node) + pinned)
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
     table.add_row("parameters that are trained", trainable)
@@ -72,7 +87,9 @@ def _tensors(plan: MemoryPlan) -> Table:
     for tensor in plan.top_tensors:
         shape = f"{tensor.dtype}{list(tensor.shape)} by " if tensor.shape else ""
         made_by = f"{shape}{tensor.operation.removeprefix('aten::')} in the {tensor.moment}"
-        table.add_row(tensor.category, size(tensor.num_bytes), f"{made_by}, {tensor.module or 'the model'}")
+        table.add_row(
+            tensor.category, size(tensor.num_bytes), f"{made_by}, {tensor.module or 'the model'}"
+        )
     return table
 
 

@@ -56,7 +56,9 @@ def chart_of(plan: MemoryPlan) -> Chart | None:
     limit = plan.capacity_bytes - plan.context_bytes if plan.capacity_bytes is not None else None
     highest = max(max(allocated, reserved) for _, allocated, reserved in plan.timeline)
     top = 1.05 * max(highest, limit or 0, 1)
-    moments = [(name, [*points]) for name, points in groupby(plan.timeline, key=lambda point: point[0])]
+    moments = [
+        (name, [*points]) for name, points in groupby(plan.timeline, key=lambda point: point[0])
+    ]
     width = _WIDTH / len(moments)
 
     def height_of(num_bytes: float) -> float:
@@ -65,7 +67,9 @@ def chart_of(plan: MemoryPlan) -> Chart | None:
     allocated, reserved, peak = "", "", (0.0, _HEIGHT)
     for number, (_, points) in enumerate(moments):
         for position, (_, now, held) in enumerate(points):
-            begin, end = (round((number + (position + at) / len(points)) * width, 2) for at in (0, 1))
+            begin, end = (
+                round((number + (position + at) / len(points)) * width, 2) for at in (0, 1)
+            )
             allocated += f" H{begin} V{height_of(now)} H{end}"
             reserved += f" {'H' if reserved else 'M'}{begin} {'V' if reserved else ''}{height_of(held)} H{end}"
             peak = min(peak, (begin, height_of(now)), key=lambda point: point[1])

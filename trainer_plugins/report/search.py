@@ -22,7 +22,11 @@ def search_report(result: SearchResult) -> RenderableType:
     ]
     one_length = len({line.sequence_length for line in result.lines}) == 1
     table = _table(
-        "strategy", "check-\npointing", *([] if one_length else ["length"]), "micro-\nbatch", "accumu-\nlation"
+        "strategy",
+        "check-\npointing",
+        *([] if one_length else ["length"]),
+        "micro-\nbatch",
+        "accumu-\nlation",
     )
     table.columns[0].no_wrap = True
     for name in ("reserved\nGiB", "to spare\nGiB", "host RAM\nGiB", "layers\nrun"):
@@ -75,9 +79,19 @@ def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
         if each.reason is not None:
             table.add_row(each.change, "", "", "", "", each.reason)
         else:
-            table.add_row(each.change, *_savings(each), {True: "yes", False: "no", None: ""}[each.fits], each.how)
-    as_it_is = f"allocated {size(plan.allocated_peak_bytes)}, reserved {size(plan.reserved_peak_bytes)}"
-    return Group(Text(f"The run as it is: {as_it_is}. Each switch alone, predicted anew:", style="bold"), table)
+            table.add_row(
+                each.change,
+                *_savings(each),
+                {True: "yes", False: "no", None: ""}[each.fits],
+                each.how,
+            )
+    as_it_is = (
+        f"allocated {size(plan.allocated_peak_bytes)}, reserved {size(plan.reserved_peak_bytes)}"
+    )
+    return Group(
+        Text(f"The run as it is: {as_it_is}. Each switch alone, predicted anew:", style="bold"),
+        table,
+    )
 
 
 def _savings(saved: Saved) -> list[str]:

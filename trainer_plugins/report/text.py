@@ -51,7 +51,9 @@ def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
     lines: list[Text] = []
     for rank, entries in sorted(timelines.items()):
         for moment, samples in _by_moment(entries).items():
-            highest = max((sample.reading for sample in samples), key=lambda reading: reading.pressure)
+            highest = max(
+                (sample.reading for sample in samples), key=lambda reading: reading.pressure
+            )
             table.add_row(
                 str(rank),
                 printable(moment),
@@ -68,15 +70,24 @@ def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
 
 def _when(run: Run) -> str:
     (first_step, last_step), (began, ended) = run.steps, run.seconds
-    steps = f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
-    from_when, until = (datetime.fromtimestamp(seconds).isoformat(" ", "seconds") for seconds in (began, ended))
+    steps = (
+        f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+    )
+    from_when, until = (
+        datetime.fromtimestamp(seconds).isoformat(" ", "seconds") for seconds in (began, ended)
+    )
     return f"{steps}, {from_when} to {until}"
 
 
 def _strategies(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
     """As what the run began, and as what it went on; once where all ranks say the same."""
-    began = [entry for entries in timelines.values() for entry in entries if isinstance(entry, Beginning)]
-    return [Text(line) for line in dict.fromkeys(f"from step {entry.step}: {entry.strategy}" for entry in began)]
+    began = [
+        entry for entries in timelines.values() for entry in entries if isinstance(entry, Beginning)
+    ]
+    return [
+        Text(line)
+        for line in dict.fromkeys(f"from step {entry.step}: {entry.strategy}" for entry in began)
+    ]
 
 
 def _by_moment(entries: Sequence[Entry]) -> dict[str, list[Sample]]:
@@ -93,7 +104,9 @@ def _releases(rank: int, entries: Sequence[Entry]) -> Text:
         return Text(f"rank {rank}: no cached memory was released")
     released, seconds = sum(f.released_bytes for f in flushes), sum(f.seconds for f in flushes)
     num = sum(f.num_releases for f in flushes)
-    return Text(f"rank {rank}: {num} releases gave back {size(released)} and took {seconds * 1000:.1f} ms")
+    return Text(
+        f"rank {rank}: {num} releases gave back {size(released)} and took {seconds * 1000:.1f} ms"
+    )
 
 
 def _findings(rank: int, entries: Sequence[Entry]) -> list[Text]:
@@ -101,6 +114,9 @@ def _findings(rank: int, entries: Sequence[Entry]) -> list[Text]:
     if not remarks:
         return [Text(f"rank {rank}: no findings", style="green")]
     return [
-        Text(f"rank {rank}, step {remark.step}: {remark.finding}", style=_STYLES[remark.finding.severity])
+        Text(
+            f"rank {rank}, step {remark.step}: {remark.finding}",
+            style=_STYLES[remark.finding.severity],
+        )
         for remark in remarks
     ]

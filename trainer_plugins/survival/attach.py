@@ -24,7 +24,10 @@ class Survival:
             memo_of(trainer)
 
     def detach(self) -> None:
-        """Put back the methods, the callback, and what was switched on, as they were. Again it does nothing."""
+        """Put back the methods, the callback, and what was switched on, as they were.
+
+        Again it does nothing.
+        """
         if self._engine is None:
             return
         self._engine.detach()
@@ -51,34 +54,47 @@ def survive_oom(
 ) -> Survival:
     """Let a Trainer finish the step when a micro-batch does not fit, with the gradient it would have had.
 
-    The micro-batch is divided and computed piece by piece; what a backward pass had finished when it failed is kept.
-    Optimizer steps, effective batch and learning rates stay as they are, nothing is repeated or left out, and how much
-    fits is remembered, also in checkpoints. Where everything fits it costs nothing. Call it before `trainer.train()`.
+    The micro-batch is divided and computed piece by piece; what a backward pass had finished when
+    it failed is kept. Optimizer steps, effective batch and learning rates stay as they are, nothing
+    is repeated or left out, and how much fits is remembered, also in checkpoints. Where everything
+    fits it costs nothing. Call it before `trainer.train()`.
 
     Args:
-        trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in one process, under
-            DDP, and the first two under FSDP2 and DeepSpeed ZeRO.
+        trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in
+            one process, under DDP, and the first two under FSDP2 and DeepSpeed ZeRO.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
-        ladder: what to switch on, in order, when the smallest piece does not fit either: "checkpointing"; "offload",
-            with which activations wait in main memory (not under FSDP2 and ZeRO-3).
-        plan_first: compute the longest rows before step 1, to know beforehand how many fit at once. Leaves no trace.
-        on_refusal: where the result would not be exact, or is not known to be: "error" raises, "warn" says so once and
-            leaves training as it is.
-        vouch_for_loss: a loss of your own (`compute_loss`, `compute_loss_func`, a `forward`, a hook) is a sum or a mean
-            over examples. Which, is measured before the first division; where it is neither, nothing is divided.
+        ladder: what to switch on, in order, when the smallest piece does not fit either:
+            "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2
+            and ZeRO-3).
+        plan_first: compute the longest rows before step 1, to know beforehand how many fit at once.
+            Leaves no trace.
+        on_refusal: where the result would not be exact, or is not known to be: "error" raises,
+            "warn" says so once and leaves training as it is.
+        vouch_for_loss: a loss of your own (`compute_loss`, `compute_loss_func`, a `forward`, a
+            hook) is a sum or a mean over examples. Which, is measured before the first division;
+            where it is neither, nothing is divided.
 
     Raises:
-        ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing is changed then.
+        ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing
+            is changed then.
     """
     check_options(min_micro_batch, ladder, on_refusal)
     reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
-        reasons.append("this version of torch does not finish gradients one by one, tried just now: please report it")
+        reasons.append(
+            "this version of torch does not finish gradients one by one, tried just now: please report it"
+        )
     if not isinstance(family, Family):
         reasons.append(family + VOUCH * isinstance(family, Unknown))
     if isinstance(family, Family) and not reasons:
         originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
-        options = (min_micro_batch, tuple(ladder), plan_first, on_refusal == "error", vouch_for_loss)
+        options = (
+            min_micro_batch,
+            tuple(ladder),
+            plan_first,
+            on_refusal == "error",
+            vouch_for_loss,
+        )
         return Survival(trainer, Engine(Attached(trainer, family, *options, *originals)))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")

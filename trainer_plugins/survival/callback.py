@@ -23,7 +23,8 @@ class SurviveOOM(RunCallback):
         min_micro_batch: as for `survive_oom`.
         ladder: as for `survive_oom`.
         plan_first: as for `survive_oom`.
-        on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends it before step 1.
+        on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends
+            it before step 1.
         vouch_for_loss: as for `survive_oom`.
 
     Raises:
@@ -55,6 +56,8 @@ class SurviveOOM(RunCallback):
             return
         trainer = calling_trainer()
         if trainer is None:
-            logger.warning("SurviveOOM does nothing in this run: it was not called by a transformers.Trainer")
+            logger.warning(
+                "SurviveOOM does nothing in this run: it was not called by a transformers.Trainer"
+            )
         elif not any(isinstance(one, SurvivalMemo) for one in trainer.callback_handler.callbacks):
             survive_oom(trainer, **self._options)

@@ -2,14 +2,16 @@
 
 Invariants, and where each is kept:
 
-* The gradient of a micro-batch is the weighted sum of its pieces': `losses.py` says so, `certificate.py` measures it.
-* No parameter receives the gradient of an example twice: `Piece.final`, from `GradientMark.changed`.
+* The gradient of a micro-batch is the weighted sum of its pieces': `losses.py` says so,
+  `certificate.py` measures it.
+* No parameter receives the gradient of an example twice: `Piece.final`, from
+  `GradientMark.changed`.
 * A failed attempt leaves no tensor (`attempt.py`), no drawn number and no metric (`snapshot.py`).
 * The loss is scaled between the two as the Trainer does it: `_scale`, and `handed.py` measures it.
 * Where everything fits, nothing is copied, computed or waited for.
 
-Not `training_step`: TRL's trainers generate, slice and count in theirs, which must be entered once a micro-batch. And
-not a callback: none is called inside a micro-batch.
+Not `training_step`: TRL's trainers generate, slice and count in theirs, which must be entered once
+a micro-batch. And not a callback: none is called inside a micro-batch.
 """
 
 import math
@@ -50,7 +52,9 @@ class Engine:
     def attach(self) -> None:
         """Stand before the Trainer's methods."""
         self._replaced.put(self._attached.trainer, "compute_loss", self.compute_loss)
-        self._replaced.put(self._attached.trainer, "prediction_step", self._evaluation.prediction_step)
+        self._replaced.put(
+            self._attached.trainer, "prediction_step", self._evaluation.prediction_step
+        )
         self._follow_accelerator()
 
     def detach(self) -> None:
@@ -66,7 +70,10 @@ class Engine:
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """In the place of `trainer.compute_loss`. What was done in pieces comes back as a loss without their graphs."""
+        """In the place of `trainer.compute_loss`.
+
+        What was done in pieces comes back as a loss without their graphs.
+        """
         if self.is_attached and not model.training and not torch.is_grad_enabled():
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
@@ -78,25 +85,37 @@ class Engine:
             )
         try:
             return self._training_loss(run, model, inputs, num_items_in_batch)
-        except BaseException:  # an interruption too: the step is over, and what is computed next is none of it
+        except (
+            BaseException
+        ):  # an interruption too: the step is over, and what is computed next is none of it
             run.memo.is_in_step = False
             raise
 
     def _training_loss(
-        self, run: Run, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | int | None
+        self,
+        run: Run,
+        model: nn.Module,
+        inputs: Inputs,
+        num_items_in_batch: torch.Tensor | int | None,
     ) -> torch.Tensor:
         run.gathers.begin()
-        micro = MicroBatch(Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start())
+        micro = MicroBatch(
+            Piece(dict(inputs), 1), num_items_in_batch, self._scale(num_items_in_batch), run.start()
+        )
         run.ranks.begin(micro)
         recovery = self._planned(run, micro)
         if recovery is None:
-            loss = run.ranks.attempt(partial(run.compute_loss, model, inputs, num_items_in_batch), is_end=False)
+            loss = run.ranks.attempt(
+                partial(run.compute_loss, model, inputs, num_items_in_batch), is_end=False
+            )
             if not isinstance(loss, DidNotFit):
                 if run.memo.pace is not None:
                     run.memo.pace.computed(micro.whole.num_cells, is_divided=False)
                 if run.refuse_what_moves():
                     return loss
-                loss = loss.clone() if loss._is_view() else loss  # `detach_` in `backward` takes no view
+                loss = (
+                    loss.clone() if loss._is_view() else loss
+                )  # `detach_` in `backward` takes no view
                 micro.handed, self._current = Handed(loss, micro.scale), micro
                 return loss
             recovery = _recovery(run, micro)
@@ -118,7 +137,9 @@ class Engine:
             self._run.memo.is_in_step = False
             raise
 
-    def _training_backward(self, run: Run, micro: MicroBatch, loss: torch.Tensor, options: dict[str, Any]) -> None:
+    def _training_backward(
+        self, run: Run, micro: MicroBatch, loss: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         assert micro.handed is not None
         wrong = micro.handed.added(loss)
         if not wrong and (micro.is_finished or not run.is_scale_seen):
@@ -126,12 +147,16 @@ class Engine:
             if not isinstance(measured, DidNotFit):
                 run.is_scale_seen, wrong = True, measured
             elif micro.is_finished:
-                raise measured.as_error("there was no room to measure by what training_step multiplies the loss")
+                raise measured.as_error(
+                    "there was no room to measure by what training_step multiplies the loss"
+                )
         if wrong:
             run.is_refused = True
         if micro.is_finished:
             if wrong := wrong or _wrong_options(options, run.ranks.options):
-                raise RuntimeError(f"{wrong}, so the gradients of this step are wrong: detach survive_oom")
+                raise RuntimeError(
+                    f"{wrong}, so the gradients of this step are wrong: detach survive_oom"
+                )
         elif wrong:
             micro.handed.let_go()
             run.refuse([wrong])
@@ -151,7 +176,9 @@ class Engine:
 
     def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
         """How to divide a micro-batch that is larger than the limit, here or on a rank that keeps step with this."""
-        if math.isinf(run.memo.limit) or not (run.ranks.in_step or micro.whole.num_cells > run.memo.limit):
+        if math.isinf(run.memo.limit) or not (
+            run.ranks.in_step or micro.whole.num_cells > run.memo.limit
+        ):
             return None
         recovery = _recovery(run, micro)
         return recovery if recovery.plan() > 1 else None
@@ -169,8 +196,13 @@ class Engine:
         if self._run is not None:
             self._run.ranks.end()
 
-    def _run_of(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> Run:
-        """The run this micro-batch belongs to. At the first one its optimizer is there, and a batch to look at."""
+    def _run_of(
+        self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
+    ) -> Run:
+        """The run this micro-batch belongs to.
+
+        At the first one its optimizer is there, and a batch to look at.
+        """
         is_new = self._run is None or self._run.state is not self._attached.trainer.state
         reasons: list[str] = []
         if self._run is None or is_new:
@@ -196,14 +228,18 @@ class Engine:
         if self._current is not None and not self._run.is_refused:
             why = "training_step does not call accelerator.backward once for each compute_loss"
             if self._current.is_finished:
-                raise RuntimeError(f"{why}, so the gradients of this step are wrong: detach survive_oom")
+                raise RuntimeError(
+                    f"{why}, so the gradients of this step are wrong: detach survive_oom"
+                )
             self._current, self._run.is_refused = None, True
             self._run.refuse([why])
         return self._run
 
     def _judged_anew(self) -> list[str]:
         """Why the loss cannot be divided, where there is another model by now: `model_init` makes one a training."""
-        family = family_of(self._attached.trainer, self._attached.compute_loss, is_vouched=self._attached.vouched)
+        family = family_of(
+            self._attached.trainer, self._attached.compute_loss, is_vouched=self._attached.vouched
+        )
         if not isinstance(family, Family):
             return [family]
         self._attached.family = family
@@ -211,24 +247,38 @@ class Engine:
         return []
 
     def _pace(self, run: Run) -> Pace:
-        """Of a limit of this rank's own. One that a rehearsal found does not grow, unless it was lowered since."""
+        """Of a limit of this rank's own.
+
+        One that a rehearsal found does not grow, unless it was lowered since.
+        """
         ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
         reading = run.card.read() if run.card else None
-        return Pace(too_much=ceiling, ceiling=ceiling, num_retries=reading.num_alloc_retries if reading else 0)
+        return Pace(
+            too_much=ceiling,
+            ceiling=ceiling,
+            num_retries=reading.num_alloc_retries if reading else 0,
+        )
 
     def _agree(self, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
         """One limit for all ranks; and where there is one, measure together by which weights pieces add up."""
         run.memo.limit = run.ranks.agreed(run.memo.limit)
         if math.isinf(run.memo.limit):
             return
-        recovery, why = _recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())), ""
+        recovery, why = (
+            _recovery(run, MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())),
+            "",
+        )
         try:
             recovery.measure()
         except IndivisibleError as error:
             why = str(error)
         if run.ranks.highest(int(bool(why))):
             run.memo.limit = math.inf
-            run.say(not_attached([f"micro-batches cannot be divided: {why or 'those of another rank cannot'}"]))
+            run.say(
+                not_attached(
+                    [f"micro-batches cannot be divided: {why or 'those of another rank cannot'}"]
+                )
+            )
 
     def _scale(self, num_items: torch.Tensor | int | None) -> float:
         """What `Trainer.training_step` multiplies the loss by: 1 where the loss is over the whole window already."""
@@ -236,7 +286,9 @@ class Engine:
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             accepts = trainer.model_accepts_loss_kwargs and num_items is not None
-            is_scaled = accepts or trainer.compute_loss_func is not None  # how trl says it where transformers is old
+            is_scaled = (
+                accepts or trainer.compute_loss_func is not None
+            )  # how trl says it where transformers is old
         return 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
 
 
@@ -271,4 +323,8 @@ def _cut_off(loss: torch.Tensor) -> None:
 
 def _wrong_options(options: dict[str, Any], expected: Mapping[str, Any]) -> str:
     """Whether `backward` got other options than the pieces had."""
-    return "" if options == expected else f"backward got the options {options}, and the pieces had {dict(expected)}"
+    return (
+        ""
+        if options == expected
+        else f"backward got the options {options}, and the pieces had {dict(expected)}"
+    )

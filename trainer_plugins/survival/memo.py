@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
     """The limit, the rungs that are switched on, and how often the run survived.
 
-    It stands for itself: transformers may build it anew at resume (`restore_callback_states_from_checkpoint`).
+    It stands for itself: transformers may build it anew at resume
+    (`restore_callback_states_from_checkpoint`).
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,10 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
         kept = {name: getattr(self, name) for name in names}
         # JSON has no infinity.
-        return {"args": {}, "attributes": kept if math.isinf(self.limit) else {**kept, "limit": self.limit}}
+        return {
+            "args": {},
+            "attributes": kept if math.isinf(self.limit) else {**kept, "limit": self.limit},
+        }
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -77,7 +81,9 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         self.is_in_step = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.pace is None:
             return
         with self.harmless():
@@ -87,20 +93,33 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         numbers: dict[str, float] = {}
         if self.num_survived > self._num_logged:
             self._num_logged = numbers["out_of_memory_survived"] = self.num_survived
         logs: dict[str, float] = kwargs.get("logs") or {}
-        if {"loss", "learning_rate"} <= logs.keys():  # training's own line: others come back from train() or evaluate()
+        if {
+            "loss",
+            "learning_rate",
+        } <= logs.keys():  # training's own line: others come back from train() or evaluate()
             if not math.isinf(self.limit) or self.num_divided:
-                numbers["memory/divided_micro_batches"], self.num_divided = float(self.num_divided), 0
+                numbers["memory/divided_micro_batches"], self.num_divided = (
+                    float(self.num_divided),
+                    0,
+                )
             logs.update(numbers)
         if state.log_history:
-            state.log_history[-1].update(numbers)  # the Trainer has put a copy of `logs` there before
+            state.log_history[-1].update(
+                numbers
+            )  # the Trainer has put a copy of `logs` there before
 
     def climb(self, ladder: Iterable[str], model: nn.Module) -> str:
-        """Switch the next rung on, for which the limit is open again. Returns its name; "" where there is none."""
+        """Switch the next rung on, for which the limit is open again.
+
+        Returns its name; "" where there is none.
+        """
         rung = next((rung for rung in ladder if rung not in self.rungs and climb(rung, model)), "")
         if rung:
             self.rungs.append(rung)
@@ -117,20 +136,36 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             self.timeline_for(args).add(Remark(step=step, finding=finding))
 
     def _recall(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        # `restore_callback_states_from_checkpoint` is off unless asked for, and a limit is no setting of the user's.
+        # `restore_callback_states_from_checkpoint` is off unless asked for, and a limit is no
+        # setting of the user's.
         name = type(self).__name__
         kept = state.stateful_callbacks.get(name, self.state())
-        # A checkpoint of a run without us lacks the entry, and the Trainer stops at the next save without it.
+        # A checkpoint of a run without us lacks the entry, and the Trainer stops at the next save
+        # without it.
         state.stateful_callbacks[name] = kept
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
         self._num_logged = self.num_survived
         reading = self.card.read() if self.card else None
-        learned_on = [reading.total_bytes if reading else 0, is_checkpointing(model) and not self.rungs]
+        learned_on = [
+            reading.total_bytes if reading else 0,
+            is_checkpointing(model) and not self.rungs,
+        ]
         if learned_on != self.learned_on:
-            self.limit, self.is_rehearsed, self.rungs, self.learned_on = math.inf, False, [], learned_on
-        # What the user has on by now is the user's, and what an earlier run of this Trainer has switched on is ours.
-        self.rungs = [rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on]
+            self.limit, self.is_rehearsed, self.rungs, self.learned_on = (
+                math.inf,
+                False,
+                [],
+                learned_on,
+            )
+        # What the user has on by now is the user's, and what an earlier run of this Trainer has
+        # switched on is ours.
+        self.rungs = [
+            rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on
+        ]
         self._switched_on = [*self.rungs]
         if not math.isinf(self.limit):
-            logger.info("no more than %d tokens (rows x padded length) at once, as this run learned before", self.limit)
+            logger.info(
+                "no more than %d tokens (rows x padded length) at once, as this run learned before",
+                self.limit,
+            )

@@ -43,7 +43,9 @@ class Piece:
     def num_cells(self) -> int:
         return cells(self.inputs)
 
-    def parts(self, layout: Layout, sizes: list[int], weight: Weight, share: Weight) -> list["Piece"]:
+    def parts(
+        self, layout: Layout, sizes: list[int], weight: Weight, share: Weight
+    ) -> list["Piece"]:
         """Divide it. What weighs nothing is left out where its mean is not a number."""
         whole, whole_share = weight.of(self.inputs, self.num), share.of(self.inputs, self.num)
         parts, start = [], 0

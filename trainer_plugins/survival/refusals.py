@@ -1,4 +1,7 @@
-"""Refusals: which Trainers cannot be helped, and why. Asked at attach, and again when the optimizer exists."""
+"""Refusals: which Trainers cannot be helped, and why.
+
+Asked at attach, and again when the optimizer exists.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,13 +42,17 @@ def _parallel(trainer: Trainer) -> Iterator[str]:
         yield f"nn.DataParallel over {args.n_gpu} cards is not supported: start one process a card, or show it one card"
     if trainer.is_model_parallel:
         yield "a model spread over several cards is not supported yet"
-    if getattr(accelerator, "parallelism_config", None) is not None or getattr(trainer.model, "_tp_size", None):
+    if getattr(accelerator, "parallelism_config", None) is not None or getattr(
+        trainer.model, "_tp_size", None
+    ):
         yield "tensor, context and sequence parallelism are not supported: every rank would have to divide alike"
 
 
 def _ddp(trainer: Trainer) -> Iterator[str]:
     model: Any = trainer.model_wrapped
-    is_wrapped = model is not trainer.model  # at the first micro-batch; at attach there is what it will be made with
+    is_wrapped = (
+        model is not trainer.model
+    )  # at the first micro-batch; at attach there is what it will be made with
     if is_wrapped and not isinstance(model, DistributedDataParallel):
         yield f"several processes with {type(model).__name__} around the model, and not DistributedDataParallel"
         return
@@ -71,7 +78,10 @@ def _ddp(trainer: Trainer) -> Iterator[str]:
 def _compiled(trainer: Trainer) -> Iterator[str]:
     plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
     backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
-    is_compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in trainer.model.modules())
+    is_compiled = any(
+        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
+        for m in trainer.model.modules()
+    )
     if trainer.args.torch_compile or backend != "NO" or is_compiled:
         yield "torch.compile compiles anew for every size of a piece, and keeps buffers of its own: turn it off"
 
@@ -88,7 +98,8 @@ def _consumed_gradients(trainer: Trainer) -> Iterator[str]:
 
 def _takes_gradient(parameter: nn.Parameter) -> bool:
     hooks: Any = parameter._post_accumulate_grad_hooks
-    # DeepSpeed's add what they take to what is there already: they are meant for several micro-batches in a window.
+    # DeepSpeed's add what they take to what is there already: they are meant for several
+    # micro-batches in a window.
     return any(not hook.__module__.startswith("deepspeed.") for hook in (hooks or {}).values())
 
 
@@ -96,7 +107,9 @@ def _coupled_rows(trainer: Trainer) -> Iterator[str]:
     yield from coupled_modules(trainer.model)
     config: Any = getattr(bare_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    if any(getattr(c, "output_router_logits", False) for c in configs) or getattr(trainer, "aux_loss_enabled", False):
+    if any(getattr(c, "output_router_logits", False) for c in configs) or getattr(
+        trainer, "aux_loss_enabled", False
+    ):
         yield "the router's auxiliary loss is no sum over rows: set output_router_logits=False in the model's config"
 
 

@@ -23,7 +23,10 @@ class Replaced:
             if of is not None and owner is not of:
                 continue
             if vars(owner).get(name) is not ours:
-                logger.warning("%s was replaced once more since: that is left in place, and ours does nothing", name)
+                logger.warning(
+                    "%s was replaced once more since: that is left in place, and ours does nothing",
+                    name,
+                )
             elif before is None:
                 delattr(owner, name)
             else:

@@ -13,7 +13,13 @@ from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.attempt.marks import GradientMark
 from trainer_plugins.survival.attempt.snapshot import Snapshot
 from trainer_plugins.survival.certificate.certificate import Certificate
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout, Packed, find_layout
+from trainer_plugins.survival.exact.layouts import (
+    IndivisibleError,
+    Inputs,
+    Layout,
+    Packed,
+    find_layout,
+)
 from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.modules import WatchedBuffers
 from trainer_plugins.survival.exact.own_loss import is_foreign
@@ -45,7 +51,11 @@ class Attached:
 def memo_of(trainer: Trainer) -> SurvivalMemo:
     """The memo of a Trainer, which gets one where it has none, or none any more."""
     callbacks = trainer.callback_handler.callbacks
-    if (memo := next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)) is None:
+    if (
+        memo := next(
+            (callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None
+        )
+    ) is None:
         memo = SurvivalMemo()
         trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
         # The Trainer fills this in when it begins, and does not save a callback's state without it.
@@ -61,7 +71,9 @@ class Run:
         self.gathers = Gathers(attached.trainer)
         self.model = self.ranks.bare
         self.state = attached.trainer.state
-        self.memo.card = self.memo.card or card_of(attached.trainer.args.device)  # none before a run has begun
+        self.memo.card = self.memo.card or card_of(
+            attached.trainer.args.device
+        )  # none before a run has begun
         self.card = self.memo.card
         self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
         self.is_refused = self.leftover_is_said = False
@@ -74,7 +86,8 @@ class Run:
         """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
         self.what_moved: str | None = None
         """Which buffer the first forward pass has moved: empty where none, None before it."""
-        # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it has become wrong.
+        # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it
+        # has become wrong.
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
@@ -82,7 +95,11 @@ class Run:
         reading = self.card.read() if self.card else None
         # Where a failure throws every gradient away, none has to be told from the others.
         watched = self._parameters if self.ranks.window is None else ()
-        return Start(Snapshot(self.attached.trainer), GradientMark(watched), reading.allocated_bytes if reading else 0)
+        return Start(
+            Snapshot(self.attached.trainer),
+            GradientMark(watched),
+            reading.allocated_bytes if reading else 0,
+        )
 
     def layout_of(self, inputs: Inputs) -> Layout:
         """How the examples lie.
@@ -91,17 +108,26 @@ class Run:
             IndivisibleError: in no known way, or in one that this run cannot divide.
         """
         layout = find_layout(self.attached.family.layouts, inputs)
-        if isinstance(layout, Packed) and getattr(self.attached.trainer, "neftune_noise_alpha", None):
+        if isinstance(layout, Packed) and getattr(
+            self.attached.trainer, "neftune_noise_alpha", None
+        ):
             raise IndivisibleError(
                 "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces would get more of it"
             )
         return layout
 
-    def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
-        """The Trainer's own, but for what it exchanges with other ranks. Inputs are copied: trainers change theirs."""
+    def compute_loss(
+        self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """The Trainer's own, but for what it exchanges with other ranks.
+
+        Inputs are copied: trainers change theirs.
+        """
         buffers = WatchedBuffers(self.model) if self.what_moved is None and model.training else None
         with self.gathers.held():
-            loss: torch.Tensor = self.attached.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+            loss: torch.Tensor = self.attached.compute_loss(
+                model, dict(inputs), num_items_in_batch=num_items
+            )
         if buffers is not None:
             self.what_moved = buffers.what_moved()
         return loss

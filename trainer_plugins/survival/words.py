@@ -41,14 +41,20 @@ class Story:
     def survived(self, what: str, largest: str, limit: str) -> Finding:
         """It was finished, in pieces of which the largest is named."""
         seconds = sum(failure.seconds for failure in self.failures)
-        how = "in one piece" if len(self.pieces) == 1 else f"in {len(self.pieces)} pieces of at most {largest}"
+        how = (
+            "in one piece"
+            if len(self.pieces) == 1
+            else f"in {len(self.pieces)} pieces of at most {largest}"
+        )
         how += "".join(f", with {rung} switched on" for rung in self.switched_on)
         return Finding(
             code="out-of-memory-survived",
             severity=Severity.WARNING,
             summary=f"{self.tried}; the micro-batch of {what} was finished {how}",
             evidence=f"{num_failed(self.failures)}, {seconds:.2f} s; the limit is now {limit}; "
-            f"{self.failures[0].first_line}" + (f"; {self.measured}" if self.measured else "") + self._vouched(),
+            f"{self.failures[0].first_line}"
+            + (f"; {self.measured}" if self.measured else "")
+            + self._vouched(),
             remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole."
             + " A smaller per_device_train_batch_size with more gradient_accumulation_steps spares the attempts."
             * (sum(self.pieces) > 1),
@@ -56,7 +62,11 @@ class Story:
         )
 
     def _vouched(self) -> str:
-        return f"; you vouched for the loss, and it was measured to be {self.loss}" if self.loss else ""
+        return (
+            f"; you vouched for the loss, and it was measured to be {self.loss}"
+            if self.loss
+            else ""
+        )
 
     def refused(self, what: str, why: str, remedy: str) -> Finding:
         """It could not be."""
@@ -71,11 +81,17 @@ class Story:
 
 def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
     """What to do about an example, or a micro-batch that cannot be divided, that does not fit."""
-    ways = ["shorter sequences", "fewer trainable parameters", "a larger card, or weights spread over several"]
+    ways = [
+        "shorter sequences",
+        "fewer trainable parameters",
+        "a larger card, or weights spread over several",
+    ]
     if not is_checkpointing:
         ways.insert(0, "gradient checkpointing")
     if is_divisible:
-        ways.insert(0, "a smaller per_device_train_batch_size with more gradient_accumulation_steps")
+        ways.insert(
+            0, "a smaller per_device_train_batch_size with more gradient_accumulation_steps"
+        )
     return f"What is left: {', '.join(ways)}."
 
 

@@ -1,8 +1,8 @@
 """The card file: the single truth about one simulated card, which several processes share.
 
-`simgpu` keeps there what each process reserves, the scripted driver library answers from it, and a test writes foreign
-processes into it. Little endian, 4096 bytes: a header (magic, capacity, uuid), then 60 slots, one a process. The same
-layout in C is `simgpu/card.h`.
+`simgpu` keeps there what each process reserves, the scripted driver library answers from it, and a
+test writes foreign processes into it. Little endian, 4096 bytes: a header (magic, capacity, uuid),
+then 60 slots, one a process. The same layout in C is `simgpu/card.h`.
 """
 
 import mmap
@@ -47,17 +47,21 @@ class SimCard:
             if os.fstat(file.fileno()).st_size < _FILE_BYTES or file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"not a card file: {self.path}")
             self._memory = mmap.mmap(file.fileno(), _FILE_BYTES)
-        # Sizes are stored through this view, eight aligned bytes at once, so that no other process reads half of one.
+        # Sizes are stored through this view, eight aligned bytes at once, so that no other process
+        # reads half of one.
         self._words = memoryview(self._memory).cast("Q")
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], capacity_bytes: int, uuid: str | None = None) -> "SimCard":
+    def create(
+        cls, path: str | os.PathLike[str], capacity_bytes: int, uuid: str | None = None
+    ) -> "SimCard":
         """Write a new card file, or start an existing one afresh.
 
         Args:
             path: where.
             capacity_bytes: the memory of the card.
-            uuid: as the driver names it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None draws one.
+            uuid: as the driver names it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None draws
+                one.
 
         Raises:
             ValueError: the capacity is not positive, or the uuid is not of this form.
@@ -102,29 +106,37 @@ class SimCard:
         return max(0, self.capacity_bytes - self.used_bytes)
 
     def processes(self) -> tuple[CardProcess, ...]:
-        """Who holds how much, in the order of the slots. Slots of processes that have died are left out."""
+        """Who holds how much, in the order of the slots.
+
+        Slots of processes that have died are left out.
+        """
         result = []
         for index in range(_NUM_SLOTS):
             pid, flags, num_bytes, name = self._slot(index)
             if pid and (not flags & _LIVE or _exists(pid)):
-                result.append(CardProcess(pid, num_bytes, name.rstrip(b"\0").decode(errors="replace")))
+                result.append(
+                    CardProcess(pid, num_bytes, name.rstrip(b"\0").decode(errors="replace"))
+                )
         return tuple(result)
 
     def hold(self, pid: int, num_bytes: int, name: str, live: bool = False) -> None:
         """Script a process: from now on it holds so much, in place of what it held before.
 
         Args:
-            pid: its process id, which need not exist. Your own adds to what simgpu reserves for you, as memory outside
-                PyTorch does on a real card.
+            pid: its process id, which need not exist. Your own adds to what simgpu reserves for
+                you, as memory outside PyTorch does on a real card.
             num_bytes: what it holds, in bytes.
             name: its command, cut to 47 bytes.
             live: count it only while a process of this pid exists.
 
         Raises:
-            ValueError: the card has not so much free (nothing is changed then), or all slots are taken.
+            ValueError: the card has not so much free (nothing is changed then), or all slots are
+                taken.
         """
         if pid <= 0 or num_bytes < 0:
-            raise ValueError(f"a process has a positive pid and holds at least 0 bytes, got {pid} and {num_bytes}")
+            raise ValueError(
+                f"a process has a positive pid and holds at least 0 bytes, got {pid} and {num_bytes}"
+            )
         index = self._find(pid, live)
         if index is None:
             index = self._find(0, None)

@@ -22,15 +22,18 @@ def has_peers() -> bool:
 class Agreement:
     """Lets the ranks of a run agree on small numbers, where all of them are sure to ask at the same place.
 
-    It uses a gloo group of its own, made at the first question: the numbers stay on the CPU, no card is waited for,
-    and a time-out cannot harm the group that training uses. A question costs about 0.2 ms between two ranks of one
-    machine, nothing with one rank. Every rank has to ask the same questions in the same order, within a time that
-    leaves room for what one rank does alone, such as a save. Where that is not sure, see `StepEndVote`.
+    It uses a gloo group of its own, made at the first question: the numbers stay on the CPU, no
+    card is waited for, and a time-out cannot harm the group that training uses. A question costs
+    about 0.2 ms between two ranks of one machine, nothing with one rank. Every rank has to ask the
+    same questions in the same order, within a time that leaves room for what one rank does alone,
+    such as a save. Where that is not sure, see `StepEndVote`.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         if timeout_seconds <= 0:
-            raise ValueError(f"ranks need a positive time to answer, got timeout_seconds={timeout_seconds}")
+            raise ValueError(
+                f"ranks need a positive time to answer, got timeout_seconds={timeout_seconds}"
+            )
         self.timeout = timedelta(seconds=timeout_seconds)
         self._world: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
@@ -51,7 +54,9 @@ class Agreement:
             return None
         try:
             if self._group is None:
-                self._group = dist.new_group(backend="gloo", timeout=self.timeout, use_local_synchronization=True)
+                self._group = dist.new_group(
+                    backend="gloo", timeout=self.timeout, use_local_synchronization=True
+                )
             votes = torch.tensor(values)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:  # dist.DistError and gloo's own time-outs are RuntimeErrors
@@ -70,8 +75,8 @@ class Agreement:
         return {**self.__dict__, "_world": None, "_group": None}
 
 
-# One group carries the votes of all callbacks: with a group each, ranks that ask in two orders would wait in two of
-# them. By time-out, which is the same on all ranks.
+# One group carries the votes of all callbacks: with a group each, ranks that ask in two orders
+# would wait in two of them. By time-out, which is the same on all ranks.
 _agreements: dict[float, Agreement] = {}
 
 _num_begun: Counter[str] = Counter()
@@ -80,12 +85,14 @@ _num_begun: Counter[str] = Counter()
 class StepEndVote:
     """Lets the ranks agree on one small number at the end of an optimizer step, and waits for nobody who may not come.
 
-    A callback may have been given to some of the ranks only. So each rank that will ask says so when training begins,
-    in the store by which the ranks found each other, where nobody waits. The first rank that asks about a step writes
-    down there whether all are present; the others read what it wrote, so that all vote on that step or none does.
-    Once they have voted, each later question is a vote. Costs 0.3 ms between two ranks of one machine.
+    A callback may have been given to some of the ranks only. So each rank that will ask says so
+    when training begins, in the store by which the ranks found each other, where nobody waits. The
+    first rank that asks about a step writes down there whether all are present; the others read
+    what it wrote, so that all vote on that step or none does. Once they have voted, each later
+    question is a vote. Costs 0.3 ms between two ranks of one machine.
 
-    A step end is the one place to which all ranks come: an evaluation, a save or a generation may be one rank's alone.
+    A step end is the one place to which all ranks come: an evaluation, a save or a generation may
+    be one rank's alone.
     """
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
@@ -120,13 +127,16 @@ class StepEndVote:
         if highest is None:
             return None
         if highest[1] != -highest[2]:
-            self._stop_asking("the ranks ask different questions at one step, as with callbacks in another order")
+            self._stop_asking(
+                "the ranks ask different questions at one step, as with callbacks in another order"
+            )
             return None
         return highest[0]
 
     def leave(self) -> None:
         """Training ends: this rank asks no more."""
-        # Where all have voted, none of them asks by this name again, and the store may have gone with its rank.
+        # Where all have voted, none of them asks by this name again, and the store may have gone
+        # with its rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
                 _store().add(self._key, -1)
@@ -162,7 +172,10 @@ class StepEndVote:
 
 
 def _store() -> Any:
-    """Where the ranks found each other. Asked for each time: who held it would keep its port from a later group."""
+    """Where the ranks found each other.
+
+    Asked for each time: who held it would keep its port from a later group.
+    """
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

@@ -1,8 +1,8 @@
 """Generation: what `generate` needs from a model that is being trained, and what it leaves behind.
 
-`generate` on a model in train mode with gradient checkpointing returns wrong text without a word: the checkpointed
-layers drop `past_key_values`, while `generate` goes on feeding them one token at a time (transformers issue #36051,
-`modeling_layers.py`).
+`generate` on a model in train mode with gradient checkpointing returns wrong text without a word:
+the checkpointed layers drop `past_key_values`, while `generate` goes on feeding them one token at a
+time (transformers issue #36051, `modeling_layers.py`).
 """
 
 import gc
@@ -27,10 +27,13 @@ _guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
 def inference_mode_of(model: nn.Module) -> Iterator[None]:
     """The model in eval mode without gradient checkpointing; afterwards each module exactly as it was found."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True]
+    checkpointed: list[Any] = [
+        m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True
+    ]
     was_training = model.training
     try:
-        # By the model's own methods first, which some adapters override to merge and unmerge their weights.
+        # By the model's own methods first, which some adapters override to merge and unmerge their
+        # weights.
         model.eval()
         for module in checkpointed:
             module.gradient_checkpointing = False
@@ -47,9 +50,9 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 def generation_memory(model: nn.Module) -> Iterator[None]:
     """Wrap one's own preview code: the model generates as in inference, and what that left is dropped.
 
-    The model generates in eval mode without gradient checkpointing and is left exactly as it was found, also when the
-    block raises; then what `generate` left behind is dropped, if anything. Cached memory is not released: that is for
-    all ranks to agree on, see `EvalGenerateCleanup`.
+    The model generates in eval mode without gradient checkpointing and is left exactly as it was
+    found, also when the block raises; then what `generate` left behind is dropped, if anything.
+    Cached memory is not released: that is for all ranks to agree on, see `EvalGenerateCleanup`.
     """
     try:
         with inference_mode_of(model):
@@ -61,9 +64,9 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
 def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
     """What `generate` has left on a model, as pairs of a module and the name of its attribute.
 
-    `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA graphs;
-    `_cached_continuous_batching_manager` holds a paged cache of most of the card. An ordinary `generate` leaves
-    nothing (transformers 5.23).
+    `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA
+    graphs; `_cached_continuous_batching_manager` holds a paged cache of most of the card. An
+    ordinary `generate` leaves nothing (transformers 5.23).
     """
     names = ("_compiled_call", "_cached_continuous_batching_manager")
     return [(module, name) for module in model.modules() for name in names if name in vars(module)]
@@ -72,8 +75,8 @@ def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
 def drop_leftovers(model: nn.Module) -> list[str]:
     """Drop what `generate` has left on a model, and say what that was.
 
-    With a compiled call go the memory pools of CUDA graphs; graphs of other compiled code are recorded again when it
-    runs next. What is compiled stays compiled. Not yet measured on a GPU.
+    With a compiled call go the memory pools of CUDA graphs; graphs of other compiled code are
+    recorded again when it runs next. What is compiled stays compiled. Not yet measured on a GPU.
     """
     found = leftovers(model)
     for module, name in found:
@@ -94,14 +97,17 @@ def drop_leftovers(model: nn.Module) -> list[str]:
 def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]:
     """Put a guard around every `model.generate` that happens inside training; returns what takes it away again.
 
-    Outside `Trainer.train` the guard does nothing, so that a guard left behind by a training that raised is inert.
+    Outside `Trainer.train` the guard does nothing, so that a guard left behind by a training that
+    raised is inert.
     """
     if model not in _guards:
         _guards[model] = []
-        # FSDP2 and PEFT put one there; `_generate` calls it. A copy of a guarded model has ours, and what was before.
+        # FSDP2 and PEFT put one there; `_generate` calls it. A copy of a guarded model has ours,
+        # and what was before.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
-        # A bound method of a function of this module: it is copied with the model by copy.deepcopy, and pickles.
+        # A bound method of a function of this module: it is copied with the model by copy.deepcopy,
+        # and pickles.
         vars(model)["generate"] = MethodType(_generate, model)
     _guards[model].append(guard)
 
@@ -133,22 +139,28 @@ def base_model(model: Any) -> Any:
 def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
     """Build no key-value cache in training forwards of this model; returns what takes that away again.
 
-    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that ask elsewhere, build
-    the keys and values of every layer for nothing.
+    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that ask
+    elsewhere, build the keys and values of every layer for nothing.
     """
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
         return lambda: None
-    remove: Callable[[], None] = base.register_forward_pre_hook(_without_cache, with_kwargs=True).remove
+    remove: Callable[[], None] = base.register_forward_pre_hook(
+        _without_cache, with_kwargs=True
+    ).remove
     return remove
 
 
 def inside_training() -> bool:
-    """Whether a `Trainer.train` is running above us on this thread's stack. Costs about 2 microseconds.
+    """Whether a `Trainer.train` is running above us on this thread's stack.
+
+    Costs about 2 microseconds.
 
     The Trainer has no event for a training that raised; its frame, though, is gone then.
     """
-    from transformers import Trainer  # the floors below the callbacks do not import transformers before it is needed
+    from transformers import (
+        Trainer,
+    )  # the floors below the callbacks do not import transformers before it is needed
 
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -158,7 +170,9 @@ def inside_training() -> bool:
     return False
 
 
-def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _without_cache(
+    module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
     if torch.compiler.is_compiling() or not module.training or not inside_training():
         return None  # a compiled forward cannot look at the stack, and is not worth a graph break
     return args, {**kwargs, "use_cache": False}

@@ -37,8 +37,9 @@ def leftover(
 ) -> Finding | None:
     """Judge what is alive on a card now against what was before an evaluation, and name who holds the difference.
 
-    Costs a reading; where more is alive than before, a garbage collection; where that does not mend it, a walk through
-    all objects. None where it is not known what was before, and on the CPU, whose memory moves with everything.
+    Costs a reading; where more is alive than before, a garbage collection; where that does not mend
+    it, a walk through all objects. None where it is not known what was before, and on the CPU,
+    whose memory moves with everything.
     """
     if device.name == "cpu" or allocated_before_bytes is None:
         return None
@@ -54,38 +55,57 @@ def leftover(
         code="evaluation-leftover",
         severity=Severity.WARNING,
         summary=f"an evaluation left {size(grown_bytes)} more alive on {reading.device} than it found",
-        evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held) or "no holder",
+        evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held)
+        or "no holder",
         remedy="Clear what holds it at the end of the evaluation, or move it off the card with .cpu().",
         amount=float(grown_bytes),
     )
 
 
 def tensors_held(
-    device_type: str, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, largest: int = 3
+    device_type: str,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    largest: int = 3,
 ) -> list[Held]:
     """The largest tensors on a device that no model and not the optimizer owns, with their holders.
 
-    Costs a walk through every object that Python tracks: 0.1 to 1 s. For the case that memory did not come back.
+    Costs a walk through every object that Python tracks: 0.1 to 1 s. For the case that memory did
+    not come back.
     """
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
     found: dict[int, torch.Tensor] = {}
     things = gc.get_objects()
     for thing in things:
-        if issubclass(type(thing), nn.Module):  # weights and buffers of other models, a teacher's or a reference's
+        if issubclass(
+            type(thing), nn.Module
+        ):  # weights and buffers of other models, a teacher's or a reference's
             owned |= {id(tensor) for tensor in vars(thing).get("_buffers", {}).values()}
     for thing in things:
-        if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), nn.Parameter) or id(thing) in owned:
+        if (
+            not issubclass(type(thing), torch.Tensor)
+            or issubclass(type(thing), nn.Parameter)
+            or id(thing) in owned
+        ):
             continue
         try:
             if thing.device.type == device_type:
                 found.setdefault(thing.untyped_storage().data_ptr(), thing)
         except (RuntimeError, NotImplementedError):
-            continue  # a wrapper without memory of its own (DTensor, torchao): what it wraps is found by itself
+            # a wrapper without memory of its own (DTensor, torchao): what it wraps is found by
+            # itself
+            continue
     del things
-    ranked = sorted(found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True)[:largest]
+    ranked = sorted(
+        found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True
+    )[:largest]
     found.clear()
     return [
-        Held(num_bytes=tensor.untyped_storage().nbytes(), shape=tuple(tensor.shape), holder=_holder(tensor, ranked))
+        Held(
+            num_bytes=tensor.untyped_storage().nbytes(),
+            shape=tuple(tensor.shape),
+            holder=_holder(tensor, ranked),
+        )
         for tensor in ranked
     ]
 
@@ -93,11 +113,15 @@ def tensors_held(
 def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
     """The tensors at the ends of the autograd graphs that are alive on a device, with their holders.
 
-    A graph keeps every activation behind it, and Python does not see them: who holds its end holds them all. Costs as
-    much as `tensors_held`.
+    A graph keeps every activation behind it, and Python does not see them: who holds its end holds
+    them all. Costs as much as `tensors_held`.
     """
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    ends = [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.device.type == device_type]
+    ends = [
+        tensor
+        for tensor in tensors
+        if tensor.grad_fn is not None and tensor.device.type == device_type
+    ]
     del tensors
     inner: set[Any] = set()
     behind = [node for tensor in ends for node, _ in tensor.grad_fn.next_functions]
@@ -106,11 +130,18 @@ def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
         if node is not None and node not in inner:
             inner.add(node)
             behind += [further for further, _ in node.next_functions]
-    ends = sorted((tensor for tensor in ends if tensor.grad_fn not in inner), key=torch.numel, reverse=True)[:largest]
-    return [Held(num_bytes=end.nbytes, shape=tuple(end.shape), holder=_holder(end, ends)) for end in ends]
+    ends = sorted(
+        (tensor for tensor in ends if tensor.grad_fn not in inner), key=torch.numel, reverse=True
+    )[:largest]
+    return [
+        Held(num_bytes=end.nbytes, shape=tuple(end.shape), holder=_holder(end, ends))
+        for end in ends
+    ]
 
 
-def _owned(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
+def _owned(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterable[torch.Tensor]:
     if model is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             yield tensor
@@ -138,7 +169,10 @@ def _holder(thing: object, ours: object) -> str:
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
-    """One thing that refers to another, and the name by which it does. Frames last: they name a passing moment."""
+    """One thing that refers to another, and the name by which it does.
+
+    Frames last: they name a passing moment.
+    """
     frame = None
     for referrer in gc.get_referrers(thing):
         if id(referrer) in seen:
@@ -148,7 +182,8 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
                 frame = referrer
         elif isinstance(referrer, dict):
             key = _key(referrer.items(), thing)
-            # The dictionary of an object's attributes, or of a module's globals, stands for its owner.
+            # The dictionary of an object's attributes, or of a module's globals, stands for its
+            # owner.
             for owner in gc.get_referrers(referrer):
                 if id(owner) not in seen and getattr(owner, "__dict__", None) is referrer:
                     name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__

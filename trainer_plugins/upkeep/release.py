@@ -26,16 +26,19 @@ def checked_fraction(min_reclaimable_fraction: float) -> float:
         ValueError: it is not between 0 and 1.
     """
     if not 0 <= min_reclaimable_fraction <= 1:
-        raise ValueError(f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}")
+        raise ValueError(
+            f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}"
+        )
     return min_reclaimable_fraction
 
 
 class AgreedRelease:
     """Releases the cache of one device when any rank has enough to gain, and no rank has a reason to hold.
 
-    A cache is this run's reservation of memory. While memory outside torch grows, within the last 50 steps,
-    somebody else is taking what is free: then a rank holds its cache, and so do all. A question costs a reading and a
-    vote of the ranks; a release makes the driver wait for the card, and the memory has to be fetched again.
+    A cache is this run's reservation of memory. While memory outside torch grows, within the last
+    50 steps, somebody else is taking what is free: then a rank holds its cache, and so do all. A
+    question costs a reading and a vote of the ranks; a release makes the driver wait for the card,
+    and the memory has to be fetched again.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class AgreedRelease:
             device: whose cache to release.
             timeline: where each release is recorded with its gain and its cost.
             vote: of the ranks that ask for releases.
-            min_reclaimable_fraction: share of the card that some rank must have cached; 0 releases whenever asked.
+            min_reclaimable_fraction: share of the card that some rank must have cached; 0 releases
+                whenever asked.
 
         Raises:
             ValueError: the fraction is not between 0 and 1.
@@ -60,15 +64,20 @@ class AgreedRelease:
         self.timeline = timeline
         self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
         self.vote = vote
-        self._noticed: deque[tuple[int, int]] = deque()  # steps and bytes outside torch, oldest first
+        self._noticed: deque[tuple[int, int]] = (
+            deque()
+        )  # steps and bytes outside torch, oldest first
 
     def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
-        """Ask all ranks, and release if they agree. Every rank has to call this at the end of the same step.
+        """Ask all ranks, and release if they agree.
+
+        Every rank has to call this at the end of the same step.
 
         Args:
             step: the step that has ended.
             reason: what the timeline says of a release.
-            is_due: whether this rank has reason to ask for one. The others may, and all have to answer.
+            is_due: whether this rank has reason to ask for one. The others may, and all have to
+                answer.
         """
         wish = _HOLD
         try:
@@ -104,6 +113,15 @@ class AgreedRelease:
         grown_bytes = reading.non_torch_bytes - min(num_bytes for _, num_bytes in self._noticed)
         # Main memory is everybody's and no reservation of ours: there is nothing to hold.
         if self.device.name != "cpu" and grown_bytes >= tolerance_bytes(reading.total_bytes):
-            logger.info("step %d: holding the cache, memory outside torch grew by %s", step, size(grown_bytes))
+            logger.info(
+                "step %d: holding the cache, memory outside torch grew by %s",
+                step,
+                size(grown_bytes),
+            )
             return _HOLD
-        return _YES if is_due and reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes else _NO
+        return (
+            _YES
+            if is_due
+            and reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes
+            else _NO
+        )

@@ -1,4 +1,7 @@
-"""Foreign memory: what other processes hold on our card. Decided by bytes; names are a bonus, not a proof."""
+"""Foreign memory: what other processes hold on our card.
+
+Decided by bytes; names are a bonus, not a proof.
+"""
 
 from collections.abc import Collection
 
@@ -28,14 +31,18 @@ def foreign_memory(
 
     Args:
         reading: the card now.
-        ours_outside_torch_bytes: what we grant ourselves outside torch, where the driver does not list us.
+        ours_outside_torch_bytes: what we grant ourselves outside torch, where the driver does not
+            list us.
         processes: what the driver lists, if it lists anything.
         own_pids: the processes of this run on this machine.
     """
     listed = processes or ()
-    known_bytes = {process.pid: process.used_bytes for process in listed if process.used_bytes is not None}
+    known_bytes = {
+        process.pid: process.used_bytes for process in listed if process.used_bytes is not None
+    }
     used_bytes = reading.total_bytes - reading.free_bytes
-    # Only a list that knows us can be believed about others: in a container pids may be the host's, or left out.
+    # Only a list that knows us can be believed about others: in a container pids may be the host's,
+    # or left out.
     if any(pid in known_bytes for pid in own_pids):
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
         others = [process for process in listed if process.pid not in own_pids]

@@ -5,8 +5,8 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import percent, size
 
-# The cure named by torch's own out-of-memory message. With max_split_size_mb beside it reserved memory grows without
-# bound (pytorch issue #123548), hence "alone".
+# The cure named by torch's own out-of-memory message. With max_split_size_mb beside it reserved
+# memory grows without bound (pytorch issue #123548), hence "alone".
 _EXPANDABLE = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch."
 _REPEAT = "Pad to a few lengths (pad_to_multiple_of=64), so that blocks fit again; expandable_segments is set already."
 
@@ -34,7 +34,9 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
     )
 
 
-def allocator_retries(before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False) -> Finding | None:
+def allocator_retries(
+    before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False
+) -> Finding | None:
     """Judge allocations that succeeded only after the allocator had flushed everything, since an earlier reading.
 
     Args:

@@ -45,7 +45,10 @@ def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
 
 def shared_memory(facts: HostFacts) -> Finding | None:
     """Judge /dev/shm: when it is full, a dataloader worker dies of SIGBUS."""
-    if not facts.shm_total_bytes or facts.shm_free_bytes >= SHM_FREE_FRACTION * facts.shm_total_bytes:
+    if (
+        not facts.shm_total_bytes
+        or facts.shm_free_bytes >= SHM_FREE_FRACTION * facts.shm_total_bytes
+    ):
         return None
     return Finding(
         code="shared-memory-full",

@@ -53,20 +53,28 @@ _CACHE_OF_EXPANDABLE = (
     "expandable_segments is set already."
 )
 
-_END = {"cache": "the allocator has to flush it and ask again"}  # no end of the run: a retry, which waits for the card
+_END = {
+    "cache": "the allocator has to flush it and ask again"
+}  # no end of the run: a retry, which waits for the card
 
 
 def leaks(
-    window: Sequence[Footprint], card: MemoryReading, host: MemoryReading, *, is_expandable: bool = False
+    window: Sequence[Footprint],
+    card: MemoryReading,
+    host: MemoryReading,
+    *,
+    is_expandable: bool = False,
 ) -> list[Finding]:
     """Judge footprints of consecutive steps, oldest first, taken at the same moment of each.
 
-    The slope is Theil and Sen's (median of the slopes between all pairs) over the minima of blocks of 4 steps: a few
-    long batches, a save or an evaluation in between do not move it. A leak rises in every block but one.
+    The slope is Theil and Sen's (median of the slopes between all pairs) over the minima of blocks
+    of 4 steps: a few long batches, a save or an evaluation in between do not move it. A leak rises
+    in every block but one.
 
     Args:
         window: at least `WINDOW` footprints; fewer give no finding.
-        card: the last reading of the card, for what its peak left free and what is noise on a card of its size.
+        card: the last reading of the card, for what its peak left free and what is noise on a card
+            of its size.
         host: the same for main memory.
         is_expandable: whether torch was told to use expandable segments.
     """
@@ -77,7 +85,9 @@ def leaks(
     findings = []
     for kind, (what, remedy) in _KINDS.items():
         total_bytes, left_bytes = (
-            (host.total_bytes, host.free_bytes) if kind == "host" else (card.total_bytes, card.headroom_bytes)
+            (host.total_bytes, host.free_bytes)
+            if kind == "host"
+            else (card.total_bytes, card.headroom_bytes)
         )
         lows = [min(getattr(footprint, kind) for footprint in block) for block in blocks]
         risen_bytes = lows[-1] - lows[0]
@@ -87,7 +97,9 @@ def leaks(
         if sum(after > before for before, after in pairwise(lows)) < len(lows) - 2:
             continue
         points = [(block[0].step, low) for block, low in zip(blocks, lows, strict=True)]
-        slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 > x1)
+        slope = median(
+            (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 > x1
+        )
         if slope <= 0:
             continue
         left = max(0, int(left_bytes / slope))

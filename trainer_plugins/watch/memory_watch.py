@@ -70,12 +70,15 @@ class MemoryWatch:
 
         Args:
             step: optimizer steps completed.
-            moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`, `begin`, `end`.
+            moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
+                `begin`, `end`.
         """
         reading = self.device.read()
         self.device.reset_peak()
         self.timeline.add(Sample(step=step, moment=moment, reading=reading))
-        if self._charted is None:  # the first peak is that of what came before, of loading the model
+        if (
+            self._charted is None
+        ):  # the first peak is that of what came before, of loading the model
             self._begin_chart(reading)
         findings = [
             *self._judge_card(reading, moment),
@@ -89,8 +92,13 @@ class MemoryWatch:
         return news
 
     def metrics(self) -> MemoryMetrics | None:
-        """What was seen since this was last asked; None where there was no look since. It takes no reading."""
-        entries = [entry for timeline, num in self._num_charted.items() for entry in timeline.since(num)]
+        """What was seen since this was last asked; None where there was no look since.
+
+        It takes no reading.
+        """
+        entries = [
+            entry for timeline, num in self._num_charted.items() for entry in timeline.since(num)
+        ]
         readings = [entry.reading for entry in entries if isinstance(entry, Sample)]
         if self._charted is None or not readings:
             return None
@@ -101,7 +109,9 @@ class MemoryWatch:
 
     def _begin_chart(self, reading: MemoryReading) -> None:
         self._charted = reading
-        self._num_charted = {timeline: timeline.num_added for timeline in (self.timeline, *self.flushes)}
+        self._num_charted = {
+            timeline: timeline.num_added for timeline in (self.timeline, *self.flushes)
+        }
 
     def _is_news(self, finding: Finding) -> bool:
         before = self._said.get(finding.code)
@@ -110,7 +120,9 @@ class MemoryWatch:
     def _judge_card(self, reading: MemoryReading, moment: str) -> Iterable[Finding]:
         if found := pressure(reading, self.budget, moment):
             yield found
-        flush = next((timeline.last_flush for timeline in self.flushes if timeline.last_flush), None)
+        flush = next(
+            (timeline.last_flush for timeline in self.flushes if timeline.last_flush), None
+        )
         if flush is not None and flush is not self._judged_flush:
             self._judged_flush = flush
             if found := stuck_memory(flush, reading.total_bytes, is_expandable=self._is_expandable):
@@ -127,16 +139,26 @@ class MemoryWatch:
         if self._non_torch_bytes is None:
             self._non_torch_bytes = min(reading.non_torch_bytes, allowance)
         elif self._num_train_looks < WARM_UP_LOOKS and reading.non_torch_bytes <= allowance:
-            self._non_torch_bytes = max(self._non_torch_bytes, reading.non_torch_bytes)  # NCCL's and cuBLAS's buffers
-        suspicious = reading.non_torch_bytes >= self._non_torch_bytes + tolerance_bytes(reading.total_bytes)
+            self._non_torch_bytes = max(
+                self._non_torch_bytes, reading.non_torch_bytes
+            )  # NCCL's and cuBLAS's buffers
+        suspicious = reading.non_torch_bytes >= self._non_torch_bytes + tolerance_bytes(
+            reading.total_bytes
+        )
         if not suspicious or monotonic() < self._ask_processes_at:
             return
         self._ask_processes_at = monotonic() + PROCESSES_EVERY_SECONDS
-        if found := foreign_memory(reading, self._non_torch_bytes, self.device.processes(), _own_pids()):
+        if found := foreign_memory(
+            reading, self._non_torch_bytes, self.device.processes(), _own_pids()
+        ):
             yield found
 
     def _judge_host(self, moment: str) -> Iterable[Finding]:
-        if moment == "train" and self._host_reading is not None and monotonic() < self._look_at_host_at:
+        if (
+            moment == "train"
+            and self._host_reading is not None
+            and monotonic() < self._look_at_host_at
+        ):
             return
         self._look_at_host_at = monotonic() + HOST_EVERY_SECONDS
         facts = self._host.facts()
@@ -168,7 +190,9 @@ class MemoryWatch:
         )
         # Judged once a quarter of the window is new: it costs 0.2 ms, and a leak does not hurry.
         if self._num_train_looks % (WINDOW // 4) == 0:
-            yield from leaks(self._footprints, reading, self._host_reading, is_expandable=self._is_expandable)
+            yield from leaks(
+                self._footprints, reading, self._host_reading, is_expandable=self._is_expandable
+            )
 
 
 def _own_pids() -> set[int]:

@@ -1,4 +1,7 @@
-"""A Hydra app as people write them: a registry of trainers, of which a config picks one. It knows nothing of us."""
+"""A Hydra app as people write them: a registry of trainers, of which a config picks one.
+
+It knows nothing of us.
+"""
 
 from pathlib import Path
 

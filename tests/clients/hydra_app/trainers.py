@@ -41,7 +41,9 @@ def instantiates(config: DictConfig, **kwargs: Any) -> Trainer:
     return Trainer(callbacks=[instantiate(one) for one in config.callbacks.values()], **kwargs)
 
 
-HANDLERS = {make.__name__: make for make in (forwards, own_callbacks, evaluates_itself, instantiates)}
+HANDLERS = {
+    make.__name__: make for make in (forwards, own_callbacks, evaluates_itself, instantiates)
+}
 
 
 def train(make: Callable[..., Trainer], config: DictConfig, folder: Path) -> None:
@@ -58,7 +60,9 @@ def train(make: Callable[..., Trainer], config: DictConfig, folder: Path) -> Non
         "step": trainer.state.global_step,
         "callbacks": {
             f"{type(one).__module__}.{type(one).__qualname__}": {
-                name: value for name, value in vars(one).items() if isinstance(value, (int, float, str))
+                name: value
+                for name, value in vars(one).items()
+                if isinstance(value, (int, float, str))
             }
             for one in trainer.callback_handler.callbacks
         },

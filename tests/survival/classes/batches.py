@@ -29,7 +29,11 @@ def batch_for(model: nn.Module, *, labels_at_padding: bool) -> dict[str, Any]:
         batch = {"input_ids": torch.where(mask > 0, ids, 0 if pad is None else pad)}
         if "attention_mask" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
             batch["attention_mask"] = mask
-        if main == "pixel_values" and names.get(main) and names[main].default is inspect.Parameter.empty:
+        if (
+            main == "pixel_values"
+            and names.get(main)
+            and names[main].default is inspect.Parameter.empty
+        ):
             batch[main] = _signal(main, config, dice)
         if "bbox" in names:
             batch["bbox"] = torch.randint(0, 30, (4, WIDTH, 4), generator=dice).sort(-1).values
@@ -64,7 +68,13 @@ def _signal(name: str, config: Any, dice: torch.Generator) -> torch.Tensor:
             config,
             *(
                 getattr(config, n, None)
-                for n in ("vision_config", "audio_config", "encoder_config", "backbone_config", "encoder")
+                for n in (
+                    "vision_config",
+                    "audio_config",
+                    "encoder_config",
+                    "backbone_config",
+                    "encoder",
+                )
             ),
         ):
             if (value := getattr(place, key, None)) is not None:

@@ -44,7 +44,11 @@ class Outcome:
 
 def class_names() -> list[str]:
     """Of the classes that may take a loss, as far as their names tell."""
-    return [n for n in dir(transformers) if _NAMED_SO.search(n) and not n.startswith(("Auto", "TF", "Flax"))]
+    return [
+        n
+        for n in dir(transformers)
+        if _NAMED_SO.search(n) and not n.startswith(("Auto", "TF", "Flax"))
+    ]
 
 
 def outcome_of(name: str, folder: Path) -> Outcome | None:
@@ -59,7 +63,10 @@ def outcome_of(name: str, folder: Path) -> Outcome | None:
     if not (inspect.isclass(kind) and issubclass(kind, PreTrainedModel)):
         return None
     model_class: Any = kind
-    if not any(_TAKES_A_LOSS.search(parameter) for parameter in inspect.signature(model_class.forward).parameters):
+    if not any(
+        _TAKES_A_LOSS.search(parameter)
+        for parameter in inspect.signature(model_class.forward).parameters
+    ):
         return None
     gc.collect()
     gc.freeze()  # what has been imported is not looked through at each failure
@@ -105,7 +112,9 @@ class _Training:
             dataloader_pin_memory=False,
         )
         rows: Any = list(range(8))
-        self.trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=self._collate)
+        self.trainer = Trainer(
+            model=model, args=args, train_dataset=rows, data_collator=self._collate
+        )
 
     def feed(self) -> None:
         self.batches = [batch_for(self.model, labels_at_padding=there) for there in (False, True)]
@@ -142,12 +151,21 @@ class _Training:
                 gradients, _ = self.run(max(1, int(0.8 * nums[0])), max(1, int(0.3 * nums[1])))
             except torch.OutOfMemoryError as error:
                 why = re.search(r"survive_oom could not help: (.*)", str(error))
-                return Outcome("refused when measured", _nameless(why.group(1) if why else str(error), self.name))
+                return Outcome(
+                    "refused when measured",
+                    _nameless(why.group(1) if why else str(error), self.name),
+                )
             except ValueError as error:
-                return Outcome("refused when measured", _nameless(str(error).removeprefix(_REFUSED), self.name))
+                return Outcome(
+                    "refused when measured", _nameless(str(error).removeprefix(_REFUSED), self.name)
+                )
             weight = _weight(survival)
         worst = max(_off_by(ours, theirs) for ours, theirs in zip(gradients, whole, strict=True))
-        return Outcome("exact", weight) if worst <= TOLERANCE else Outcome("wrong", f"by {worst:.1e}, as {weight}")
+        return (
+            Outcome("exact", weight)
+            if worst <= TOLERANCE
+            else Outcome("wrong", f"by {worst:.1e}, as {weight}")
+        )
 
     def _collate(self, _: object) -> dict[str, Any]:
         self.num_collated += 1
@@ -164,7 +182,10 @@ def _weight(survival: Survival) -> str:
 def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
     """For the parameter where it is most; a gradient of nothing but zeros is one that is not there."""
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None or b is not None]
-    tensors = [(torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b) for a, b in pairs]  # type: ignore[arg-type]
+    tensors = [
+        (torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b)
+        for a, b in pairs
+    ]  # type: ignore[arg-type]
     largest = max(float(b.norm()) for _, b in tensors)
     return max(float((a - b).norm()) / max(float(b.norm()), _LEAST * largest) for a, b in tensors)
 

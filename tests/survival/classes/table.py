@@ -1,4 +1,6 @@
-"""The table of what became of each class, as it stands in the docs. The sweep holds every class against it.
+"""The table of what became of each class, as it stands in the docs.
+
+The sweep holds every class against it.
 
 `python -m tests.survival.classes.table` writes it.
 """
@@ -35,8 +37,12 @@ _TITLES = {
 def read_table() -> dict[str, Outcome]:
     """Each class that the page lists, and what it says of it."""
     table: dict[str, Outcome] = {}
-    for title, names in re.findall(r"^## (.*?) \(\d+\)\n\n(.*?)\n(?=\n##|\Z)", PAGE.read_text(), re.M | re.S):
-        kind = next(k for k, pattern in _TITLES.items() if title.startswith(pattern.partition("{")[0]))
+    for title, names in re.findall(
+        r"^## (.*?) \(\d+\)\n\n(.*?)\n(?=\n##|\Z)", PAGE.read_text(), re.M | re.S
+    ):
+        kind = next(
+            k for k, pattern in _TITLES.items() if title.startswith(pattern.partition("{")[0])
+        )
         why = title.removeprefix(_TITLES[kind].partition("{")[0])
         table |= dict.fromkeys(re.findall(r"\w+", names), Outcome(kind, why))
     return table
@@ -55,8 +61,14 @@ def render(table: dict[str, Outcome]) -> str:
         groups[outcome].append(name)
     kinds = {kind: sum(outcome.kind == kind for outcome in table.values()) for kind in _TITLES}
     counts = " | ".join(f"{num} {kind}" for kind, num in kinds.items())
-    page = _HEAD.format(version=version("transformers"), tolerance=TOLERANCE, counts=f"{len(table)} classes: {counts}")
-    order = sorted(groups, key=lambda outcome: (list(_TITLES).index(outcome.kind), -len(groups[outcome])))
+    page = _HEAD.format(
+        version=version("transformers"),
+        tolerance=TOLERANCE,
+        counts=f"{len(table)} classes: {counts}",
+    )
+    order = sorted(
+        groups, key=lambda outcome: (list(_TITLES).index(outcome.kind), -len(groups[outcome]))
+    )
     for outcome in order:
         names = ", ".join(sorted(groups[outcome]))
         page += f"\n## {_TITLES[outcome.kind].format(why=outcome.why)} ({len(groups[outcome])})\n\n{names}\n"

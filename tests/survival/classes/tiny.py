@@ -13,10 +13,38 @@ SIZE, HEADS, LAYERS, VOCABULARY, LENGTH, IMAGE, PATCH = 32, 4, 2, 128, 64, 32, 8
 _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "embedding_size", "d_embed"),
-            *("word_embed_proj_dim", "encoder_hidden_size", "decoder_hidden_size", "projection_dim", "out_hidden_size"),
-            *("encoder_hidden_dim", "text_hidden_size", "attention_hidden_size", "emb_dim", "output_dim", "d_inner"),
-            *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_ff", "ffn_dim"),
+            *(
+                "hidden_size",
+                "d_model",
+                "n_embd",
+                "dim",
+                "embed_dim",
+                "hidden_dim",
+                "embedding_size",
+                "d_embed",
+            ),
+            *(
+                "word_embed_proj_dim",
+                "encoder_hidden_size",
+                "decoder_hidden_size",
+                "projection_dim",
+                "out_hidden_size",
+            ),
+            *(
+                "encoder_hidden_dim",
+                "text_hidden_size",
+                "attention_hidden_size",
+                "emb_dim",
+                "output_dim",
+                "d_inner",
+            ),
+            *(
+                "intermediate_size",
+                "moe_intermediate_size",
+                "shared_expert_intermediate_size",
+                "d_ff",
+                "ffn_dim",
+            ),
             *(
                 "encoder_ffn_dim",
                 "decoder_ffn_dim",
@@ -25,33 +53,96 @@ _BY_NAME: dict[str, Any] = {
                 "n_inner",
                 "shared_intermediate_size",
             ),
-            *("lru_width", "classifier_proj_size", "output_hidden_size", "projector_hidden_size", "d_latents"),
+            *(
+                "lru_width",
+                "classifier_proj_size",
+                "output_hidden_size",
+                "projector_hidden_size",
+                "d_latents",
+            ),
             *(
                 "moe_shared_expert_intermediate_size",
                 "intermediate_size_mlp",
                 "expert_ffn_hidden_size",
                 "embedding_dim",
             ),
-            *("hidden_size_per_layer_input", "num_hidden_groups_size", "adapter_hidden_size", "dim_ff"),
-            *("vision_hidden_size", "vocab_hidden_size", "pooler_hidden_size", "dense_intermediate_size"),
-            *("index_head_size", "lm_hidden_size", "qformer_hidden_size", "vlm_hidden_size", "resampler_hidden_size"),
-            *("num_channels_latent", "hidden_channels", "fusion_hidden_size", "decoder_dim", "encoder_dim"),
+            *(
+                "hidden_size_per_layer_input",
+                "num_hidden_groups_size",
+                "adapter_hidden_size",
+                "dim_ff",
+            ),
+            *(
+                "vision_hidden_size",
+                "vocab_hidden_size",
+                "pooler_hidden_size",
+                "dense_intermediate_size",
+            ),
+            *(
+                "index_head_size",
+                "lm_hidden_size",
+                "qformer_hidden_size",
+                "vlm_hidden_size",
+                "resampler_hidden_size",
+            ),
+            *(
+                "num_channels_latent",
+                "hidden_channels",
+                "fusion_hidden_size",
+                "decoder_dim",
+                "encoder_dim",
+            ),
         ),
         SIZE,
     ),
     **dict.fromkeys(
         (
-            *("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads", "attention_heads"),
-            *("encoder_attention_heads", "decoder_attention_heads", "num_kv_heads", "linear_num_key_heads"),
-            *("linear_num_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads", "num_decoder_heads"),
-            *("decoder_num_attention_heads", "decoder_num_key_value_heads", "encoder_num_attention_heads"),
-            *("encoder_num_key_value_heads", "resampler_n_heads", "num_global_key_value_heads", "mamba_n_heads"),
-            *("num_self_attention_heads", "num_cross_attention_heads", "linear_num_heads", "index_n_heads"),
+            *(
+                "num_attention_heads",
+                "num_key_value_heads",
+                "num_heads",
+                "n_head",
+                "n_heads",
+                "attention_heads",
+            ),
+            *(
+                "encoder_attention_heads",
+                "decoder_attention_heads",
+                "num_kv_heads",
+                "linear_num_key_heads",
+            ),
+            *(
+                "linear_num_value_heads",
+                "swa_num_attention_heads",
+                "swa_num_key_value_heads",
+                "num_decoder_heads",
+            ),
+            *(
+                "decoder_num_attention_heads",
+                "decoder_num_key_value_heads",
+                "encoder_num_attention_heads",
+            ),
+            *(
+                "encoder_num_key_value_heads",
+                "resampler_n_heads",
+                "num_global_key_value_heads",
+                "mamba_n_heads",
+            ),
+            *(
+                "num_self_attention_heads",
+                "num_cross_attention_heads",
+                "linear_num_heads",
+                "index_n_heads",
+            ),
         ),
         HEADS,
     ),
-    **dict.fromkeys(("head_dim", "v_head_dim", "d_kv", "linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("attention_head_dim", "swa_head_dim", "global_head_dim", "dim_head", "linear_head_dim"), 8),
+    **dict.fromkeys(
+        ("head_dim", "v_head_dim", "d_kv", "linear_key_head_dim", "linear_value_head_dim"), 8
+    ),
+    **dict.fromkeys(
+        ("attention_head_dim", "swa_head_dim", "global_head_dim", "dim_head", "linear_head_dim"), 8
+    ),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     "rotary_dim": 4,
     "index_head_dim": 8,
@@ -59,27 +150,66 @@ _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_topk", "attention_rank"), 16),
     **dict.fromkeys(
         (
-            *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"),
-            *("num_decoder_layers", "num_encoder_layers", "decoder_num_hidden_layers", "encoder_num_hidden_layers"),
+            *(
+                "num_hidden_layers",
+                "num_layers",
+                "n_layer",
+                "n_layers",
+                "encoder_layers",
+                "decoder_layers",
+                "depth",
+            ),
+            *(
+                "num_decoder_layers",
+                "num_encoder_layers",
+                "decoder_num_hidden_layers",
+                "encoder_num_hidden_layers",
+            ),
             *("resampler_depth", "num_blocks"),
         ),
         LAYERS,
     ),
     **dict.fromkeys(
-        ("vocab_size", "vocab_size_per_layer_input", "encoder_vocab_size", "decoder_vocab_size"), VOCABULARY
+        ("vocab_size", "vocab_size_per_layer_input", "encoder_vocab_size", "decoder_vocab_size"),
+        VOCABULARY,
     ),
     **dict.fromkeys(
         (
-            *("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"),
-            *("max_seq_len", "max_sequence_length", "max_encoder_position_embeddings", "seq_length", "max_seq_length"),
+            *(
+                "max_position_embeddings",
+                "n_positions",
+                "max_source_positions",
+                "max_target_positions",
+                "n_ctx",
+            ),
+            *(
+                "max_seq_len",
+                "max_sequence_length",
+                "max_encoder_position_embeddings",
+                "seq_length",
+                "max_seq_length",
+            ),
             *("max_decoder_position_embeddings", "context_length", "max_length_positions"),
         ),
         LENGTH,
     ),
     **dict.fromkeys(("image_size", "input_size"), IMAGE),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"), 4
+    ),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts"), 2
+    ),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "first_k_dense_replace",
+            "n_shared_experts",
+            "num_shared_experts",
+        ),
+        1,
+    ),
     **dict.fromkeys(("moe_num_shared_experts",), 1),
     "sliding_window": 16,
     "attention_window": 8,
@@ -103,7 +233,13 @@ _BY_NAME: dict[str, Any] = {
     "entity_vocab_size": 40,
     "entity_emb_size": SIZE,
 }
-_WHERE_NONE = ("num_experts_per_tok", "moe_intermediate_size", "num_key_value_heads", "head_dim", "vocab_size")
+_WHERE_NONE = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 _OF_A_FAMILY: dict[str, dict[str, Any]] = {
     "ASTConfig": {"max_length": 32},
     "BrosConfig": {"hidden_size": 64},
@@ -128,16 +264,31 @@ _ZERO = ("drop", "jitter", "mask_time_prob", "mask_feature_prob")
 def tiny_config(config_class: type, **also: Any) -> Any:
     """With each size of this config, and of those inside it, cut down; what draws random numbers is off."""
     default = config_class()
-    sizes = {name: small for name, value in vars(default).items() if (small := _small(name, value)) is not None}
-    inner = {name: tiny_config(type(value)) for name, value in vars(default).items() if _is_config(value)}
-    depth = next((d for n in ("num_hidden_layers", "num_layers") if (d := getattr(default, n, None))), 0)
+    sizes = {
+        name: small
+        for name, value in vars(default).items()
+        if (small := _small(name, value)) is not None
+    }
+    inner = {
+        name: tiny_config(type(value)) for name, value in vars(default).items() if _is_config(value)
+    }
+    depth = next(
+        (d for n in ("num_hidden_layers", "num_layers") if (d := getattr(default, n, None))), 0
+    )
     for name, value in vars(default).items():  # one a layer
         if isinstance(value, list | tuple) and len(value) == depth > LAYERS:
             sizes[name] = sizes.get(name, value)[:LAYERS]
     rope = getattr(default, "rope_parameters", None)
-    if isinstance(rope, dict) and "rope_type" in rope and _HAS_SECTIONS.search(config_class.__name__):
+    if (
+        isinstance(rope, dict)
+        and "rope_type" in rope
+        and _HAS_SECTIONS.search(config_class.__name__)
+    ):
         half = int(8 * rope.get("partial_rotary_factor", 1.0)) // 2
-        sizes["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+        sizes["rope_parameters"] = {
+            **rope,
+            "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+        }
     wanted = {**sizes, **inner, **also, **_OF_A_FAMILY.get(config_class.__name__, {})}
     known = set(inspect.signature(config_class.__init__).parameters)  # type: ignore[misc]
     known |= set(vars(default)) | {"num_labels"}
@@ -151,7 +302,10 @@ def tiny_model(model_class: type, **also: Any) -> nn.Module:
     for one in (config, config.get_text_config()):
         if getattr(one, "pad_token_id", None) is None:
             one.pad_token_id = 0
-        if getattr(one, "is_encoder_decoder", False) and getattr(one, "decoder_start_token_id", None) is None:
+        if (
+            getattr(one, "is_encoder_decoder", False)
+            and getattr(one, "decoder_start_token_id", None) is None
+        ):
             one.decoder_start_token_id = 0
     torch.manual_seed(0)
     model: nn.Module = model_class(config).double()
@@ -180,11 +334,21 @@ def _small(name: str, value: Any) -> Any:
         return type(value)(0)
     if name == "patch_size":
         return _like(value, min(PATCH, value) if isinstance(value, int) else PATCH)
-    if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
+    if (
+        name.endswith(("_token_id", "_token_index"))
+        and isinstance(value, int)
+        and value >= VOCABULARY
+    ):
         return VOCABULARY - 1 - sum(map(ord, name)) % 40
     if name == "eos_token_id" and isinstance(value, list):
         return 2
-    if name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "attention_types"):
+    if name in (
+        "layer_types",
+        "mlp_layer_types",
+        "layers_block_type",
+        "indexer_types",
+        "attention_types",
+    ):
         kinds = [kind for n, kind in enumerate(value) if kind not in value[:n]]
         return (kinds * LAYERS)[:LAYERS]
     if name == "depths":

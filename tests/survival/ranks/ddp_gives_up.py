@@ -1,4 +1,7 @@
-"""Two ranks under DDP, and rank 1 runs out of memory where nothing may be divided. Launched by test_ddp.py."""
+"""Two ranks under DDP, and rank 1 runs out of memory where nothing may be divided.
+
+Launched by test_ddp.py.
+"""
 
 import faulthandler
 import os

@@ -1,6 +1,9 @@
-"""Stories of ranks under DDP: which of them fail, in which micro-batch, and where in it. Launched by test_ddp.py.
+"""Stories of ranks under DDP: which of them fail, in which micro-batch, and where in it.
 
-Each rank writes what it saw, story by story: how far gradients and weights are from those of the run without a failure.
+Launched by test_ddp.py.
+
+Each rank writes what it saw, story by story: how far gradients and weights are from those of the
+run without a failure.
 """
 
 import faulthandler
@@ -48,12 +51,17 @@ POINTS = 10
 Where = dict[int, dict[int, list[float]]]
 """By rank and micro-batch: at which parts of the allocations of the whole it fails."""
 
-CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+CHECKPOINTING = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
 USED = {"ddp_find_unused_parameters": False}
 
 
 def llama(**settings) -> Trainer:
-    return small_trainer(FOLDER / "run", **{"per_device_train_batch_size": 8, "ddp_bucket_cap_mb": 1, **settings})
+    return small_trainer(
+        FOLDER / "run", **{"per_device_train_batch_size": 8, "ddp_bucket_cap_mb": 1, **settings}
+    )
 
 
 def tied(**settings) -> Trainer:
@@ -74,7 +82,10 @@ def in_bf16(**settings) -> Trainer:
 
 def many_layers(**settings) -> Trainer:
     """Several buckets of the reducer, so that some are on their way when it fails."""
-    return llama(model=tiny_llama(num_hidden_layers=8, hidden_size=64, intermediate_size=256).double(), **settings)
+    return llama(
+        model=tiny_llama(num_hidden_layers=8, hidden_size=64, intermediate_size=256).double(),
+        **settings,
+    )
 
 
 class Expert(torch.nn.Module):
@@ -160,7 +171,9 @@ if importlib.util.find_spec("peft"):
 if importlib.util.find_spec("trl"):
     for kind in ("sft", "dpo", "reward", "grpo", "rloo"):
         settings = {"beta": 0.0} if kind == "rloo" else {}
-        STORIES[f"TRL {kind}"] = Story({1: {1: [0.8], 2: [0.3]}}, partial(trl_trainer, kind), settings)
+        STORIES[f"TRL {kind}"] = Story(
+            {1: {1: [0.8], 2: [0.3]}}, partial(trl_trainer, kind), settings
+        )
 
 
 def made(story: Story) -> Trainer:
@@ -178,7 +191,9 @@ def whole_of(name: str) -> Run:
 def same_as(name: str) -> str:
     """The first story that begins from the same run."""
     story = STORIES[name]
-    return next(n for n, s in STORIES.items() if (s.make, s.settings) == (story.make, story.settings))
+    return next(
+        n for n, s in STORIES.items() if (s.make, s.settings) == (story.make, story.settings)
+    )
 
 
 def numbers_off_by(ours: list[dict], theirs: list[dict]) -> float:
@@ -203,7 +218,9 @@ def facts_of(survived: Run, whole: Run, planned: int) -> dict:
         "by rounding": {
             str(dtype): [
                 gradients_by_rounding(survived.gradients, whole.gradients, dtype=dtype),
-                weights_by_rounding(survived.weights, whole.weights, len(whole.gradients), dtype=dtype),
+                weights_by_rounding(
+                    survived.weights, whole.weights, len(whole.gradients), dtype=dtype
+                ),
             ]
             for dtype in (torch.float32, torch.float64)
         },
@@ -219,7 +236,10 @@ def tell(name: str) -> dict:
     trainer = made(story)
     survive_oom(trainer)
     mine = story.where.get(RANK, {})
-    fail_at = {n: [max(1, int(whole.num_allocations[n] * part)) for part in parts] for n, parts in mine.items()}
+    fail_at = {
+        n: [max(1, int(whole.num_allocations[n] * part)) for part in parts]
+        for n, parts in mine.items()
+    }
     return facts_of(Run(trainer, fail_at), whole, sum(map(len, fail_at.values())))
 
 
@@ -255,7 +275,9 @@ def exchanges(make: Callable[..., Trainer], **settings) -> set[int]:
 def sweep(name: str) -> dict:
     make, settings, ranks, which = SWEEPS[name]
     num = Run(make(steps=1, **settings)).num_allocations[which]
-    first = 1 if which else 8  # in a window's first micro-batch DDP begins by exchanging its buffers
+    first = (
+        1 if which else 8
+    )  # in a window's first micro-batch DDP begins by exchanging its buffers
     spread = [first + (num - 3 - first) * point // POINTS for point in range(POINTS)]
     exchanged = exchanges(make, steps=1, **settings)
     points = [next(n for n in range(point, num) if n not in exchanged) for point in spread]
@@ -264,15 +286,22 @@ def sweep(name: str) -> dict:
     trainer = make(steps=len(points), **settings)
     trainer.add_callback(AnewEachStep(trainer))
     mine = points if max(ranks) == RANK else points[::-1]
-    fail_at = {2 * step + which: [point] for step, point in enumerate(mine)} if RANK in ranks else {}
+    fail_at = (
+        {2 * step + which: [point] for step, point in enumerate(mine)} if RANK in ranks else {}
+    )
     return facts_of(Run(trainer, fail_at), whole, len(fail_at)) | {"allocations": num}
 
 
 def resumed() -> dict:
-    """Rank 0 learns a limit, which is in the checkpoint, and both take it up. One step, as its gradient needs weights
-    only: transformers before 5 loads no optimizer on ranks of the CPU.
+    """Rank 0 learns a limit, which is in the checkpoint, and both take it up. One step, as its
+    gradient needs weights only: transformers before 5 loads no optimizer on ranks of the CPU.
     """
-    folder = {"output_dir": str(FOLDER / "saved"), "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    folder = {
+        "output_dir": str(FOLDER / "saved"),
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_only_model": True,
+    }
     rest = {**folder, "lr_scheduler_type": "constant"}
     whole = Run(llama(steps=3, **rest))
     first = llama(steps=2, **rest)

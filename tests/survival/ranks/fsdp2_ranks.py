@@ -1,6 +1,9 @@
-"""Trainings under FSDP2 in which ranks run out of memory, one after the other. Launched by test_fsdp2.py.
+"""Trainings under FSDP2 in which ranks run out of memory, one after the other.
 
-accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks MULTI_CPU (accelerate/state.py).
+Launched by test_fsdp2.py.
+
+accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks MULTI_CPU
+(accelerate/state.py).
 """
 
 import contextlib
@@ -24,7 +27,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama
-from tests.survival.failing import Allocations, Recentred, off_by, padded, ragged_rows, small_trainer
+from tests.survival.failing import (
+    Allocations,
+    Recentred,
+    off_by,
+    padded,
+    ragged_rows,
+    small_trainer,
+)
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
@@ -89,9 +99,12 @@ class KnownLimit(TrainerCallback):
 
 
 class Run:
-    """One training. `fail_at`: for the n-th micro-batch of this rank, the allocations that fail in it.
+    """One training.
 
-    `only_attempts`: of what survive_oom tries, and not the few numbers on the CPU by which it is judged afterwards.
+    `fail_at`: for the n-th micro-batch of this rank, the allocations that fail in it.
+
+    `only_attempts`: of what survive_oom tries, and not the few numbers on the CPU by which it is
+        judged afterwards.
     """
 
     def __init__(self, trainer, fail_at=None, *, only_attempts=False, **train) -> None:
@@ -146,12 +159,18 @@ def make(folder: Path, case: dict):
     if case.get("own_norm"):
         model.model.norm = torch.nn.Sequential(model.model.norm, Recentred(32).double())
     if "lora" in case:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
     if "eval_steps" in settings:
         settings["eval_dataset"] = ragged_rows(8)
     trainer = small_trainer(folder, model, **settings)
-    if case.get("mixed"):  # what is not reduced yet is then kept apart, in the precision of the reduction
-        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float32)
+    if case.get(
+        "mixed"
+    ):  # what is not reduced yet is then kept apart, in the precision of the reduction
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float32
+        )
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return trainer
 
@@ -164,7 +183,9 @@ class Card(HalfFull):
 
     def refuse(self, module, args, kwargs):
         if kwargs["input_ids"].numel() > self.num_tokens:
-            raise torch.OutOfMemoryError(f"CUDA out of memory, with {kwargs['input_ids'].numel()} tokens.")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory, with {kwargs['input_ids'].numel()} tokens."
+            )
 
 
 @contextlib.contextmanager
@@ -187,7 +208,10 @@ def as_torch_says(naive: bool):
 
 @contextlib.contextmanager
 def counted_votes():
-    """What was voted, and how long it took. A vote takes its four bytes of the CPU, so it never fails."""
+    """What was voted, and how long it took.
+
+    A vote takes its four bytes of the CPU, so it never fails.
+    """
     highest, votes = Agreement.highest, []
 
     def counted(agreement, value):
@@ -216,14 +240,21 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
         ]
         for n, parts in case.get("fail", {}).get(str(RANK), {}).items()
     }
-    if "sweep" in case:  # one allocation after the other, a step each, in this micro-batch of the window
+    if (
+        "sweep" in case
+    ):  # one allocation after the other, a step each, in this micro-batch of the window
         num_steps, accumulated = trainer.args.max_steps, trainer.args.gradient_accumulation_steps
         first = 4  # after the batch has been copied
         num = min(reference.num_allocations)
         if case["sweep"]["rank"] == RANK:
             for step in range(num_steps):
-                at = first + int(step * (num - first) * case["sweep"].get("until", 1) / (num_steps - 1))
-                fail_at[step * accumulated + case["sweep"]["micro_batch"]] = [*case["sweep"].get("and", ()), at]
+                at = first + int(
+                    step * (num - first) * case["sweep"].get("until", 1) / (num_steps - 1)
+                )
+                fail_at[step * accumulated + case["sweep"]["micro_batch"]] = [
+                    *case["sweep"].get("and", ()),
+                    at,
+                ]
     resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")} if "resume" in case else {}
     if "limit" in case:
         trainer.add_callback(KnownLimit(trainer, case["limit"][RANK]))
@@ -239,8 +270,18 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     memo = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
     assert anew.survival is not None
     anew.survival.detach()
-    logged = list(zip(trainer.state.log_history, reference.trainer.state.log_history, strict=survived.ended == ""))
-    groups = [group for unit in units_of(trainer.model) for group in unit._get_fsdp_state()._fsdp_param_groups]
+    logged = list(
+        zip(
+            trainer.state.log_history,
+            reference.trainer.state.log_history,
+            strict=survived.ended == "",
+        )
+    )
+    groups = [
+        group
+        for unit in units_of(trainer.model)
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+    ]
     comms = [(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups]
     return {
         "wrapped": type(trainer.model).__name__,
@@ -251,11 +292,17 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
         "ended": survived.ended,
         "num_steps": [len(survived.gradients.kept), len(reference.gradients.kept)],
         "gradients": max(
-            map(off_by, reversed(survived.gradients.kept), reversed(reference.gradients.kept)), default=0.0
+            map(off_by, reversed(survived.gradients.kept), reversed(reference.gradients.kept)),
+            default=0.0,
         ),
         "weights": 0.0 if survived.ended else off_by(survived.weights, reference.weights),
         "logged_off_by": max(
-            (abs(ours[k] - theirs[k]) for ours, theirs in logged for k in theirs if k in ("loss", "learning_rate")),
+            (
+                abs(ours[k] - theirs[k])
+                for ours, theirs in logged
+                for k in theirs
+                if k in ("loss", "learning_rate")
+            ),
             default=0.0,
         ),
         "num_to_fail": sum(map(len, fail_at.values())),
@@ -285,13 +332,19 @@ def run_refusal(folder: Path, case: dict) -> dict:
 def main(folder: Path) -> None:
     cases = json.loads((folder / "cases.json").read_text())
     gc.collect()
-    gc.freeze()  # each survival collects garbage; what imported libraries hold, a million objects, is spared that
+    # each survival collects garbage; what imported libraries hold, a million objects, is spared
+    # that
+    gc.freeze()
     references: dict[str, Run] = {}
     facts = {}
     for name, case in cases.items():
         began = perf_counter()
         like = json.dumps(
-            {k: v for k, v in case.items() if k not in ("fail", "naive", "sweep", "options", "resume", "card", "limit")}
+            {
+                k: v
+                for k, v in case.items()
+                if k not in ("fail", "naive", "sweep", "options", "resume", "card", "limit")
+            }
         )
         if "refused_as" in case:
             facts[name] = run_refusal(folder / "run", case)

@@ -8,7 +8,9 @@ class HalfFull:
 
     def read(self) -> MemoryReading:
         half = {"free_bytes": 5 * 10**8, "reserved_bytes": 5 * 10**8, "allocated_bytes": 5 * 10**8}
-        return MemoryReading(device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half)
+        return MemoryReading(
+            device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half
+        )
 
     def reset_peak(self) -> None:
         pass

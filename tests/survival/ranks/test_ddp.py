@@ -1,5 +1,5 @@
-"""One rank of several runs out of memory under DDP: it finishes its micro-batch, the others wait, and all have the
-gradient that they would have had."""
+"""One rank of several runs out of memory under DDP: it finishes its micro-batch, the others wait,
+and all have the gradient that they would have had."""
 
 import json
 import math
@@ -22,8 +22,17 @@ TOLERANCE = {"bf16": rounding.of_sums(2 * 2 * 7, torch.bfloat16)}
 
 
 def told_by(folder: Path, num_ranks: int) -> list[dict]:
-    call = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", free_port()]
-    done = processes.run([sys.executable, *call, HERE / "ddp_stories.py", folder], cwd=folder, environ=environment())
+    call = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(num_ranks),
+        "--master-port",
+        free_port(),
+    ]
+    done = processes.run(
+        [sys.executable, *call, HERE / "ddp_stories.py", folder], cwd=folder, environ=environment()
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -40,7 +49,11 @@ def of_three(tmp_path_factory) -> list[dict]:
 
 def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
     for fact in facts:
-        assert (fact["wrapper"], fact["backend"], fact["world"]) == ("DistributedDataParallel", "gloo", len(facts))
+        assert (fact["wrapper"], fact["backend"], fact["world"]) == (
+            "DistributedDataParallel",
+            "gloo",
+            len(facts),
+        )
         assert fact["failed"] == fact["planned"]
         if name in IN_FLOAT32:
             assert max(fact["by rounding"]["torch.float32"]) <= 1
@@ -49,11 +62,14 @@ def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
         else:
             assert fact["gradients"] <= TOLERANCE.get(name, 1e-12)
             assert fact["weights"] <= 10 * TOLERANCE.get(name, 1e-12)
-        # transformers before 5 rounds a loss to four digits: two that are equal may be one apart in the last.
+        # transformers before 5 rounds a loss to four digits: two that are equal may be one apart in
+        # the last.
         assert fact["logged"] <= max(3e-5, TOLERANCE.get(name, 0) / 10)
         assert fact["digest"] == facts[0]["digest"], "all ranks have the same weights, bit for bit"
         # Once a run, two numbers more: the derivative of a loss that the Trainer has scaled.
-        assert (fact["more allocations"] in (0, 2)) == (fact["planned"] == 0), "who has not failed computes as always"
+        assert (fact["more allocations"] in (0, 2)) == (fact["planned"] == 0), (
+            "who has not failed computes as always"
+        )
     assert sum(fact["failed"] for fact in facts) > 0
 
 
@@ -75,7 +91,9 @@ def test_wherever_it_fails(of_two, capsys, name: str) -> None:
     assert_equal_to_the_whole(name, facts)
     with capsys.disabled():
         failed, worst = (max(fact[what] for fact in facts) for what in ("failed", "gradients"))
-        print(f"\n  {name}: {failed} of {facts[0]['allocations']} allocations, gradients off by {worst:.1e} at most")
+        print(
+            f"\n  {name}: {failed} of {facts[0]['allocations']} allocations, gradients off by {worst:.1e} at most"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, story in STORIES.items() if story.world == 3])

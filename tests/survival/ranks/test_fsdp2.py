@@ -1,8 +1,9 @@
 """FSDP2: whichever rank runs out of memory, wherever in a window, the step has the gradient it would have had.
 
-Each case is a training of its own, in float64; all of them run in one launch of two ranks (fsdp2_ranks.py), as the
-processes cost more than the trainings. `fail` says for a rank and a micro-batch at which parts of its allocations the
-memory ends: below about 0.5 in the forward pass, beyond 1 in what is computed after a failure.
+Each case is a training of its own, in float64; all of them run in one launch of two ranks
+(fsdp2_ranks.py), as the processes cost more than the trainings. `fail` says for a rank and a
+micro-batch at which parts of its allocations the memory ends: below about 0.5 in the forward pass,
+beyond 1 in what is computed after a failure.
 """
 
 import json
@@ -18,8 +19,14 @@ from tests.distributed.launched import command, ended, start
 SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
 
 WINDOW = {"gradient_accumulation_steps": 3}
-CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+CHECKPOINTING = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
 EVALUATED = {"steps": 3, "eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"steps": 4, "save_strategy": "steps", "save_steps": 2}
 LATE_AND_EARLY = {"1": {"0": [0.6]}, "0": {"5": [0.3]}}
@@ -35,13 +42,28 @@ EXACT: dict[str, dict[str, Any]] = {
     "both, at different points": {"fail": {"1": {"1": [0.9]}, "0": {"1": [0.1]}}},
     "twice in a window": {"fail": {"1": {"0": [0.6]}, "0": {"2": [0.5]}}, "settings": WINDOW},
     "again while it is computed again": {"fail": {"1": {"1": [0.6, 4.6]}}, "settings": WINDOW},
-    "a reduction each micro-batch": {"fail": LATE_AND_EARLY, "settings": WINDOW, "sync_each_batch": True},
-    "weights stay gathered": {"fail": LATE_AND_EARLY, "settings": WINDOW, "reshard_after_forward": "false"},
+    "a reduction each micro-batch": {
+        "fail": LATE_AND_EARLY,
+        "settings": WINDOW,
+        "sync_each_batch": True,
+    },
+    "weights stay gathered": {
+        "fail": LATE_AND_EARLY,
+        "settings": WINDOW,
+        "reshard_after_forward": "false",
+    },
     "checkpointing": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, **CHECKPOINTING}},
     "reentrant checkpointing": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, **REENTRANT}},
-    "tied weights": {"fail": LATE_AND_EARLY, "settings": WINDOW, "config": {"tie_word_embeddings": True}},
+    "tied weights": {
+        "fail": LATE_AND_EARLY,
+        "settings": WINDOW,
+        "config": {"tie_word_embeddings": True},
+    },
     "adapters": {"fail": LATE_AND_EARLY, "settings": WINDOW, "lora": True},
-    "tokens averaged by rank": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, "average_tokens_across_devices": False}},
+    "tokens averaged by rank": {
+        "fail": LATE_AND_EARLY,
+        "settings": {**WINDOW, "average_tokens_across_devices": False},
+    },
     "one rank has one row": {"fail": LATE_AND_EARLY, "settings": WINDOW, "rows": [1, 4]},
     "after an evaluation": {"fail": {"1": {"2": [0.6]}, "0": {"4": [0.2]}}, "settings": EVALUATED},
     "nothing but checkpointing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1]},
@@ -49,14 +71,21 @@ EXACT: dict[str, dict[str, Any]] = {
     "resumed": {"resume": True, "settings": SAVED},
     "swept, not reduced": {"sweep": {"rank": 1, "micro_batch": 0}, "settings": {"steps": 4}},
     "swept, reduced": {"sweep": {"rank": 0, "micro_batch": 1}, "settings": {"steps": 4}},
-    # A second error, after the first: in what is owed, in throwing away, in measuring, in computing again.
-    "swept again": {"sweep": {"rank": 1, "micro_batch": 0, "and": [200], "until": 6}, "settings": {"steps": 4}},
+    # A second error, after the first: in what is owed, in throwing away, in measuring, in computing
+    # again.
+    "swept again": {
+        "sweep": {"rank": 1, "micro_batch": 0, "and": [200], "until": 6},
+        "settings": {"steps": 4},
+    },
 }
 OTHER: dict[str, dict[str, Any]] = {
     "nothing fails": {"settings": WINDOW},
     "in mixed precision": {"fail": LATE_AND_EARLY, "settings": WINDOW, "mixed": True},
     "rehearsed": {"card": [100, 70], "settings": {"per_device_train_batch_size": 8}},
-    "rehearsed, with no room to measure": {"card": [100, 20], "settings": {"per_device_train_batch_size": 8}},
+    "rehearsed, with no room to measure": {
+        "card": [100, 20],
+        "settings": {"per_device_train_batch_size": 8},
+    },
     "a limit between two numbers": {"limit": [63.5, 61.5], "settings": WINDOW},
     "as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW, "naive": True},
     "not as torch says": {"fail": {"1": {"0": [0.75], "4": [0.9]}}, "settings": WINDOW},
@@ -73,17 +102,31 @@ OTHER: dict[str, dict[str, Any]] = {
         "options": {"ladder": []},
     },
     "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
-    "FSDP 1": {"refused_as": "FSDP 1 has nothing that puts it back after an error half way", "fsdp_version": 1},
-    "torch 2.12": {"refused_as": "no reset_iter_state, which came with torch 2.13", "without": "reset_iter_state"},
-    "TRL": {"refused_as": "SFTTrainer.compute_loss gathers metrics over the ranks", "trainer": "SFTTrainer"},
+    "FSDP 1": {
+        "refused_as": "FSDP 1 has nothing that puts it back after an error half way",
+        "fsdp_version": 1,
+    },
+    "torch 2.12": {
+        "refused_as": "no reset_iter_state, which came with torch 2.13",
+        "without": "reset_iter_state",
+    },
+    "TRL": {
+        "refused_as": "SFTTrainer.compute_loss gathers metrics over the ranks",
+        "trainer": "SFTTrainer",
+    },
     # The last: it ends both ranks. Not even a short example fits.
     "one rank cannot go on": {"fail": {"1": {"1": [0.5]}}, "again": 4},
 }
 REFUSED = [name for name, case in OTHER.items() if "refused_as" in case]
 
 
-def launched(folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
-    """Run the cases on so many ranks. Returns what each rank has seen, by case, and how the launch ended."""
+def launched(
+    folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int
+) -> list[dict[str, Any]]:
+    """Run the cases on so many ranks.
+
+    Returns what each rank has seen, by case, and how the launch ended.
+    """
     (folder / "cases.json").write_text(json.dumps(cases))
     call = [*command("fsdp2", ("--num_processes", str(num_ranks)), SCRIPT), str(folder)]
     began = time.monotonic()
@@ -93,7 +136,10 @@ def launched(folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int) -> 
     assert all(list(seen) == list(cases)[: len(seen)] for seen in facts)
     missing = set(cases) - set(facts[-1])
     assert not missing, f"{missing}\n{printed[-5000:]}"
-    return [{**seen, "code": process.returncode, "printed": printed, "s": time.monotonic() - began} for seen in facts]
+    return [
+        {**seen, "code": process.returncode, "printed": printed, "s": time.monotonic() - began}
+        for seen in facts
+    ]
 
 
 IS_REFUSED = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -140,7 +186,9 @@ def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsy
         assert facts["num_forwards"][0] > facts["num_forwards"][1] - 4 * ("resume" in case)
     if "sweep" in case:
         with capsys.disabled():
-            print(f"\n  FSDP2, {name}: gradients off by {two_ranks[0][name]['gradients']:.1e} at most")
+            print(
+                f"\n  FSDP2, {name}: gradients off by {two_ranks[0][name]['gradients']:.1e} at most"
+            )
 
 
 def test_a_limit_is_that_of_all_ranks(two_ranks) -> None:
@@ -156,7 +204,9 @@ def test_where_everything_fits_it_is_one_vote_a_micro_batch(two_ranks) -> None:
         facts = seen["nothing fails"]
         assert (facts["gradients"], facts["weights"], facts["num_survived"]) == (0.0, 0.0, 0)
         assert facts["num_forwards"][0] == facts["num_forwards"][1] == 6
-        assert facts["num_votes"] == 6 + 2, "and at the start one whether to rehearse, and one for the limit"
+        assert facts["num_votes"] == 6 + 2, (
+            "and at the start one whether to rehearse, and one for the limit"
+        )
 
 
 def test_what_is_rehearsed_together_does_not_fail(two_ranks) -> None:
@@ -179,9 +229,14 @@ def test_an_agreed_limit_is_rounded_down(two_ranks) -> None:
 
 
 def test_a_limit_by_which_nothing_can_be_divided_is_given_up_together(two_ranks) -> None:
-    here, there = (seen["rehearsed, with no room to measure"]["ended"] for seen in reversed(two_ranks))
+    here, there = (
+        seen["rehearsed, with no room to measure"]["ended"] for seen in reversed(two_ranks)
+    )
     assert "there was no room to measure whether its loss can be divided" in here
-    assert "there was no room to measure whether its loss can be divided (another rank ran out of memory)" in there
+    assert (
+        "there was no room to measure whether its loss can be divided (another rank ran out of memory)"
+        in there
+    )
 
 
 def test_gradients_kept_in_another_precision(two_ranks) -> None:
@@ -207,7 +262,9 @@ def test_what_couples_rows_in_training_alone_is_found_on_all_ranks(two_ranks, na
 
 def test_all_ranks_give_up_together_each_with_its_reason(two_ranks) -> None:
     here, there = (seen["nothing helps"]["ended"] for seen in reversed(two_ranks))
-    assert here.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB for number")
+    assert here.startswith(
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB for number"
+    )
     assert "there is nothing smaller to try than 1 row" in here
     assert there.startswith("OutOfMemoryError: another rank ran out of memory")
     assert "another rank has nothing smaller to try" in there
@@ -228,7 +285,9 @@ def test_refused_by_name(two_refused, name: str) -> None:
 @pytest.mark.skipif(IS_REFUSED, reason=WHY_NOT)
 def test_three_ranks(tmp_path) -> None:
     fail = {"1": {"1": [0.6]}, "2": {"1": [0.2], "5": [0.9]}}
-    for seen in launched(tmp_path, {"three": {"fail": fail, "settings": WINDOW, "rows": [1, 4, 2]}}, 3):
+    for seen in launched(
+        tmp_path, {"three": {"fail": fail, "settings": WINDOW, "rows": [1, 4, 2]}}, 3
+    ):
         assert seen["code"] == 0
         as_launched(seen["three"], 3)
         assert seen["three"]["num_survived"] == 2

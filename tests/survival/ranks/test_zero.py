@@ -19,24 +19,47 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Both, without a launcher that would end one when the other has failed. Their exit codes, and what they wrote."""
+    """Both, without a launcher that would end one when the other has failed.
+
+    Their exit codes, and what they wrote.
+    """
     folder = tmp_path_factory.mktemp("zero")
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     both = [
-        start([sys.executable, SCRIPT, folder], folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **variables)
+        start(
+            [sys.executable, SCRIPT, folder],
+            folder / str(rank),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            **variables,
+        )
         for rank in (0, 1)
     ]
     codes = processes.end(*both)
     said = [(folder / str(rank) / "printed.txt").read_text() for rank in (0, 1)]
     assert (folder / "rank-0.json").is_file(), said[0][-3000:]
-    return folder, codes, said, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    return (
+        folder,
+        codes,
+        said,
+        [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)],
+    )
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_plan_has_the_gradients_of_the_whole(ranks, name: str) -> None:
     *_, (first, second) = ranks
     for facts in (first[name], second[name]):
-        assert (facts["world_size"], facts["backend"], facts["wrapped"]) == (2, "gloo", "DeepSpeedEngine")
+        assert (facts["world_size"], facts["backend"], facts["wrapped"]) == (
+            2,
+            "gloo",
+            "DeepSpeedEngine",
+        )
         assert facts["stage"] == STAGES[name]
         assert facts["offloaded"] == (name == "zero3")
         assert (facts["num_elsewhere"] > 0) == (facts["stage"] == 3)
@@ -67,7 +90,10 @@ def test_it_is_rehearsed_together_and_leaves_no_trace(ranks, name: str) -> None:
     assert [len(one) for one in first[name]["rehearsed_pieces"]] == [
         len(one) for one in second[name]["rehearsed_pieces"]
     ]
-    assert max(rows * length for pieces in first[name]["rehearsed_pieces"] for rows, length in pieces) <= 32
+    assert (
+        max(rows * length for pieces in first[name]["rehearsed_pieces"] for rows, length in pieces)
+        <= 32
+    )
 
 
 def test_both_ranks_divide_alike(ranks) -> None:
@@ -77,8 +103,14 @@ def test_both_ranks_divide_alike(ranks) -> None:
         pieces = list(zip(*(facts[name]["pieces"] for facts in both), strict=True))
         needed = [[pieces_of(*shape) for shape in shapes] for shapes in micro_batches]
         assert [[len(one) for one in two] for two in pieces] == [[max(two)] * 2 for two in needed]
-        assert any(one != other for one, other in needed), "one rank is divided because the other has to be"
-        assert any(rows < max(two) for two, shapes in zip(needed, micro_batches, strict=True) for rows, _ in shapes)
+        assert any(one != other for one, other in needed), (
+            "one rank is divided because the other has to be"
+        )
+        assert any(
+            rows < max(two)
+            for two, shapes in zip(needed, micro_batches, strict=True)
+            for rows, _ in shapes
+        )
 
 
 def pieces_of(rows: int, length: int) -> int:
@@ -113,10 +145,21 @@ def test_what_fails_all_the_same_stops_every_rank(ranks) -> None:
     checkpoint = folder / "failing" / "checkpoint-2"
     why = f"so all ranks stop, after step 2. The last checkpoint is {checkpoint}"
 
-    assert (folder / "said.txt").read_text().startswith("CUDA out of memory. Tried to allocate 2.00 MiB for number 300")
+    assert (
+        (folder / "said.txt")
+        .read_text()
+        .startswith("CUDA out of memory. Tried to allocate 2.00 MiB for number 300")
+    )
     assert why in (folder / "said.txt").read_text()
     assert codes == [1, 1]
     assert said[0].count("rank 0 stops") == 1
-    assert f"rank 0 stops, because rank 1 cannot go on: a backward pass of ZeRO cannot be repeated, {why}" in said[0]
-    (entry,) = [e for e in read_timeline(folder / "failing" / "memory" / "rank-1.jsonl") if isinstance(e, Remark)]
+    assert (
+        f"rank 0 stops, because rank 1 cannot go on: a backward pass of ZeRO cannot be repeated, {why}"
+        in said[0]
+    )
+    (entry,) = [
+        e
+        for e in read_timeline(folder / "failing" / "memory" / "rank-1.jsonl")
+        if isinstance(e, Remark)
+    ]
     assert entry.finding.code == "out-of-memory-refused"

@@ -1,4 +1,7 @@
-"""ZeRO on two ranks: micro-batches whole and divided by the plan, and at the end one that fails. For test_zero.py."""
+"""ZeRO on two ranks: micro-batches whole and divided by the plan, and at the end one that fails.
+
+For test_zero.py.
+"""
 
 import gc
 import json
@@ -36,11 +39,19 @@ from trainer_plugins.survival.ranks import zero
 
 FOLDER = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
-WHOLE = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+WHOLE = {
+    "stage3_param_persistence_threshold": 0,
+    "reduce_bucket_size": 20_000,
+    "allgather_bucket_size": 20_000,
+}
 STORIES: dict[str, dict] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2, "overlap_comm": True},
-    "zero3": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "zero3": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
 }
 
 
@@ -80,7 +91,11 @@ def flat(rows):
     rows = rows[:1] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows
     ids = torch.cat([row["input_ids"] for row in rows])[None]
     positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }
 
 
 class BeforeTheStep(TrainerCallback):
@@ -92,7 +107,10 @@ class BeforeTheStep(TrainerCallback):
         self.micro_batches: list[list[int]] = []
         self.pieces: list[list[list[int]]] = []
         step = trainer.training_step
-        trainer.training_step = lambda model, inputs, *rest: (self.note(inputs), step(model, inputs, *rest))[1]
+        trainer.training_step = lambda model, inputs, *rest: (
+            self.note(inputs),
+            step(model, inputs, *rest),
+        )[1]
 
     def note(self, inputs):
         self.micro_batches.append(list(inputs["input_ids"].shape))
@@ -103,7 +121,9 @@ class BeforeTheStep(TrainerCallback):
         step = self.engine.step
 
         def noted(*positional, **named):
-            self.gradients.append([safe_get_full_grad(p).clone() for p in self.engine.module.parameters()])
+            self.gradients.append(
+                [safe_get_full_grad(p).clone() for p in self.engine.module.parameters()]
+            )
             return step(*positional, **named)
 
         self.engine.step = noted
@@ -129,7 +149,10 @@ class KnowsTheLimit(TrainerCallback):
 
 
 class Card:
-    """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU. That of rank 1 is the smaller one."""
+    """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU.
+
+    That of rank 1 is the smaller one.
+    """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -139,8 +162,14 @@ class Card:
         self.peak_bytes = max(self.peak_bytes, 10**7 + num_tokens * 10**6)
 
     def read(self) -> MemoryReading:
-        held = {"free_bytes": self.total_bytes - 10**7, "reserved_bytes": 10**7, "allocated_bytes": 10**7}
-        return MemoryReading(device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held)
+        held = {
+            "free_bytes": self.total_bytes - 10**7,
+            "reserved_bytes": 10**7,
+            "allocated_bytes": 10**7,
+        }
+        return MemoryReading(
+            device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held
+        )
 
     def reset_peak(self) -> None:
         self.peak_bytes = 0
@@ -154,7 +183,12 @@ def make(folder: Path, stage: dict, attach: bool = True, collate=uneven):
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
     gc.collect()
-    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    names = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    )
     config = {"zero_optimization": {**WHOLE, **stage}, **dict.fromkeys(names, "auto")}
     trainer = small_trainer(
         folder, tiny_llama(use_cache=False), steps=4, deepspeed={**config, "zero_force_ds_cpu_optimizer": False},
@@ -165,7 +199,14 @@ def make(folder: Path, stage: dict, attach: bool = True, collate=uneven):
     return trainer
 
 
-def trained(folder: Path, stage: dict, attach: bool = True, resume: str | None = None, limit=math.inf, collate=uneven):
+def trained(
+    folder: Path,
+    stage: dict,
+    attach: bool = True,
+    resume: str | None = None,
+    limit=math.inf,
+    collate=uneven,
+):
     trainer = make(folder, stage, attach, collate)
     memos = [c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo)]
     trainer.add_callback(KnowsTheLimit(memos, limit))
@@ -202,7 +243,10 @@ def told(name: str, config: dict) -> dict:
     _, plain_seen = trained(folder / "plain", config, attach=False)
     whole, whole_seen = trained(folder / "whole", config)
     expected = weights(folder / "whole")
-    attached = [off_by(expected, weights(folder / "plain")), off_by_steps(whole_seen.gradients, plain_seen.gradients)]
+    attached = [
+        off_by(expected, weights(folder / "plain")),
+        off_by_steps(whole_seen.gradients, plain_seen.gradients),
+    ]
     dist.barrier()
     know_a_limit(folder / "whole" / "checkpoint-2", 30)
     divided, seen = trained(folder / "whole", config, resume=str(folder / "whole" / "checkpoint-2"))
@@ -239,7 +283,10 @@ def flattened() -> dict:
     _, whole = trained(FOLDER / "flat", stage, attach=False, collate=flat)
     _, divided = trained(FOLDER / "flat", stage, limit=25, collate=flat)
     pieces = [len(one) for one in divided.pieces]
-    return {"gradients": gradients_by_rounding(divided.gradients, whole.gradients), "pieces": pieces}
+    return {
+        "gradients": gradients_by_rounding(divided.gradients, whole.gradients),
+        "pieces": pieces,
+    }
 
 
 def refused(stage: dict) -> str:

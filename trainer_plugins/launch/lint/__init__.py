@@ -1,7 +1,7 @@
 """What is wrong with a launch file, before the launch: anybody's accelerate YAML or DeepSpeed JSON.
 
-Neither accelerate nor DeepSpeed is imported: the tables in `keys.py` say what they read, and each rule names the source
-it follows.
+Neither accelerate nor DeepSpeed is imported: the tables in `keys.py` say what they read, and each
+rule names the source it follows.
 """
 
 from collections.abc import Mapping
@@ -32,13 +32,16 @@ def check(
     Args:
         path: an accelerate YAML or a DeepSpeed JSON.
         training: TrainingArguments by name, as `training_arguments` reads them from a command line.
-        num_params: parameters of the model, all of them trained; without it main memory is not judged.
+        num_params: parameters of the model, all of them trained; without it main memory is not
+            judged.
         host_bytes: main memory of the machine, or of its container.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping.
     """
-    return judge(read_document(path), training=training, num_params=num_params, host_bytes=host_bytes)
+    return judge(
+        read_document(path), training=training, num_params=num_params, host_bytes=host_bytes
+    )
 
 
 def judge(

@@ -24,9 +24,19 @@ _TYPES = [
     "TPU",
     "MEGATRON_LM",
 ]
-_SECTIONS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
+_SECTIONS = {
+    "deepspeed_config": "DEEPSPEED",
+    "fsdp_config": "FSDP",
+    "megatron_lm_config": "MEGATRON_LM",
+}
 # FullyShardedDataParallelPlugin of accelerate 1.15 warns at these under version 2 and drops them.
-_FSDP1_ONLY = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
+_FSDP1_ONLY = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+)
 
 
 def accelerate_findings(document: Document) -> Iterator[Finding]:
@@ -59,7 +69,9 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
         yield Finding(
             code="config-wrong-value",
             severity=Severity.ERROR,
-            summary=f"distributed_type is {kind!r}" if kind is not None else "distributed_type is missing",
+            summary=f"distributed_type is {kind!r}"
+            if kind is not None
+            else "distributed_type is missing",
             evidence=f"accelerate knows {', '.join(_TYPES)}",
             remedy="Write one of them",
         )
@@ -106,7 +118,10 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
         remedy = "Write the number of processes of all machines together"
     elif isinstance(processes, int) and processes > 0:
         if kind in ("NO", False) and processes > 1:
-            problem, remedy = f"distributed_type 'NO' with num_processes {processes}", "Write num_processes: 1"
+            problem, remedy = (
+                f"distributed_type 'NO' with num_processes {processes}",
+                "Write num_processes: 1",
+            )
         elif processes % machines:
             problem = f"{processes} processes do not divide among {machines} machines"
             remedy = "num_processes counts the processes of all machines together: write a multiple of num_machines"
@@ -197,17 +212,33 @@ def _fsdp(section: Mapping) -> Iterator[Finding]:
                     severity=Severity.WARNING,
                     summary=f"fsdp_{key} is of FSDP 1; version 2 does not take it",
                     evidence="FullyShardedDataParallelPlugin.__post_init__",
-                    remedy=f"Remove fsdp_{key}" + (", write fsdp_reshard_after_forward" if "strategy" in key else ""),
+                    remedy=f"Remove fsdp_{key}"
+                    + (", write fsdp_reshard_after_forward" if "strategy" in key else ""),
                 )
         if not isinstance(config.get("reshard_after_forward", True), bool):
-            yield _value("fsdp_reshard_after_forward", config["reshard_after_forward"], "version 2 takes true or false")
+            yield _value(
+                "fsdp_reshard_after_forward",
+                config["reshard_after_forward"],
+                "version 2 takes true or false",
+            )
     else:
         if isinstance(config.get("reshard_after_forward"), bool):
-            yield _value("fsdp_reshard_after_forward", config["reshard_after_forward"], "a bool is for fsdp_version: 2")
+            yield _value(
+                "fsdp_reshard_after_forward",
+                config["reshard_after_forward"],
+                "a bool is for fsdp_version: 2",
+            )
         if config.get("activation_checkpointing_offload") is True:
             yield _value("fsdp_activation_checkpointing_offload", True, "it needs fsdp_version: 2")
-        if config.get("cpu_ram_efficient_loading") is True and config.get("sync_module_states") is False:
-            yield _value("fsdp_sync_module_states", False, "fsdp_cpu_ram_efficient_loading needs it to be true")
+        if (
+            config.get("cpu_ram_efficient_loading") is True
+            and config.get("sync_module_states") is False
+        ):
+            yield _value(
+                "fsdp_sync_module_states",
+                False,
+                "fsdp_cpu_ram_efficient_loading needs it to be true",
+            )
     known = {
         "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
         "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),

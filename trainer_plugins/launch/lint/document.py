@@ -14,7 +14,10 @@ Mapping = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One file that `accelerate launch --config_file` or DeepSpeed reads. At least one of its two parts is there."""
+    """One file that `accelerate launch --config_file` or DeepSpeed reads.
+
+    At least one of its two parts is there.
+    """
 
     name: str
     """The file's name without its suffix."""
@@ -38,7 +41,11 @@ def read_document(path: Path) -> Document:
         ConfigError: the file cannot be read, or is not a mapping.
     """
     loaded, duplicates = read_mapping(path)
-    accelerate = "distributed_type" in loaded or "compute_environment" in loaded or "deepspeed_config" in loaded
+    accelerate = (
+        "distributed_type" in loaded
+        or "compute_environment" in loaded
+        or "deepspeed_config" in loaded
+    )
     if not accelerate and path.suffix == ".json":
         return Document(name=path.stem, deepspeed=loaded, duplicates=duplicates)
     return document_of(path.stem, loaded, duplicates)
@@ -54,7 +61,9 @@ def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
     loaded, duplicates = parse(read_text(path, str(path)), str(path))
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
-        raise ConfigError(f"{path} holds {kind}, not a mapping: write `key: value` lines, or a JSON object")
+        raise ConfigError(
+            f"{path} holds {kind}, not a mapping: write `key: value` lines, or a JSON object"
+        )
     return loaded, duplicates
 
 
@@ -77,7 +86,9 @@ def document_of(
     )
 
 
-def _named_json(named: object, folder: Path) -> tuple[Mapping | None, tuple[str, ...], str | None, str | None]:
+def _named_json(
+    named: object, folder: Path
+) -> tuple[Mapping | None, tuple[str, ...], str | None, str | None]:
     """Read `deepspeed_config_file` as accelerate does: a path from the folder, else JSON as text, else base64 of JSON.
 
     Source: accelerate/utils/deepspeed.py, HfDeepSpeedConfig.__init__ (1.10 to 1.15).

@@ -8,14 +8,16 @@ from trainer_plugins.launch.lint.names import offload_devices
 from trainer_plugins.launch.lint.schema import part
 from trainer_plugins.units import GIB, size
 
-# Bytes a parameter of tensors after a step, ZeRO-3 with both offloads, 21M parameters, DeepSpeed 0.19.8 on the CPU
-# (measured): fp32 states, bf16 master weights and gradients, and bf16 optimizer states too. The page cache, activations
-# and copies at a checkpoint come on top.
+# Bytes a parameter of tensors after a step, ZeRO-3 with both offloads, 21M parameters, DeepSpeed
+# 0.19.8 on the CPU (measured): fp32 states, bf16 master weights and gradients, and bf16 optimizer
+# states too. The page cache, activations and copies at a checkpoint come on top.
 _BOTH, _BF16_MASTER, _BF16_STATES = 20.1, 16.1, 12.1
 _WEIGHTS = 2.0
 
 
-def memory_findings(document: Document, num_params: float | None, host_bytes: int | None) -> Iterator[Finding]:
+def memory_findings(
+    document: Document, num_params: float | None, host_bytes: int | None
+) -> Iterator[Finding]:
     """Judge the main memory of one machine that holds all ranks."""
     offloads = offload_devices(document)
     if num_params is None or host_bytes is None or "cpu" not in offloads.values():
@@ -29,7 +31,8 @@ def memory_findings(document: Document, num_params: float | None, host_bytes: in
         for what, device in offloads.items()
         if device == "cpu"
         and what != "fsdp"
-        and part(document.deepspeed or {}, f"zero_optimization.offload_{what}.pin_memory") is not False
+        and part(document.deepspeed or {}, f"zero_optimization.offload_{what}.pin_memory")
+        is not False
     ]
     note = f"; pinned, so it cannot be swapped: {', '.join(pinned)}" if pinned else ""
     yield Finding(

@@ -60,12 +60,16 @@ def offload_devices(document: Document) -> dict[str, str]:
         if document.deepspeed is not None:
             device = part(document.deepspeed, f"zero_optimization.offload_{what}.device")
             old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
-            device = "cpu" if part(document.deepspeed, f"zero_optimization.{old}") is True else device
+            device = (
+                "cpu" if part(document.deepspeed, f"zero_optimization.{old}") is True else device
+            )
         else:
             device = part(document.accelerate or {}, f"deepspeed_config.offload_{what}_device")
         if isinstance(device, str) and device in ("cpu", "nvme"):
             found[what] = device
     fsdp = part(document.accelerate or {}, "fsdp_config")
-    if isinstance(fsdp, dict) and (fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true")):
+    if isinstance(fsdp, dict) and (
+        fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true")
+    ):
         found["fsdp"] = "cpu"
     return found

@@ -9,7 +9,14 @@ from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
 
 _NOWHERE = "Remove it"
-_KINDS = {"b": "true or false", "i": "an integer", "f": "a number", "s": "text", "m": "a mapping", "l": "a list"}
+_KINDS = {
+    "b": "true or false",
+    "i": "an integer",
+    "f": "a number",
+    "s": "text",
+    "m": "a mapping",
+    "l": "a list",
+}
 
 
 def schema_findings(document: Document) -> Iterator[Finding]:
@@ -31,16 +38,27 @@ def schema_findings(document: Document) -> Iterator[Finding]:
 def _accelerate(config: Mapping) -> Iterator[Finding]:
     for key, value in config.items():
         if key not in keys.ACCELERATE:
-            yield _unknown(key, "", keys.ACCELERATE, "accelerate launch stops at it (had unknown keys)")
+            yield _unknown(
+                key, "", keys.ACCELERATE, "accelerate launch stops at it (had unknown keys)"
+            )
         elif value is not None and not (key == "num_processes" and value in ("gpu", "auto")):
             yield from _kind(key, value, keys.ACCELERATE[key])
-    sections = (("deepspeed_config", keys.ACCELERATE_DEEPSPEED), ("fsdp_config", keys.ACCELERATE_FSDP))
+    sections = (
+        ("deepspeed_config", keys.ACCELERATE_DEEPSPEED),
+        ("fsdp_config", keys.ACCELERATE_FSDP),
+    )
     for section, known in sections:
         block = config.get(section)
         for key, value in block.items() if isinstance(block, dict) else ():
-            full = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
+            full = (
+                f"fsdp_{key}"
+                if section == "fsdp_config" and not str(key).startswith("fsdp")
+                else str(key)
+            )
             if full not in known:
-                yield _unknown(str(key), f"{section}.", known, "accelerate passes it over and says nothing")
+                yield _unknown(
+                    str(key), f"{section}.", known, "accelerate passes it over and says nothing"
+                )
             elif value == "auto" and full in keys.AUTO:
                 continue  # DeepSpeedPlugin takes the word, and the Trainer puts its own value there
             elif value is not None and full != "deepspeed_config_file":
@@ -78,7 +96,11 @@ def _block(block: Mapping, prefix: str, known: keys.Keys) -> Iterator[Finding]:
             passed_over = prefix.removesuffix(".") in keys.PASSED_OVER
             if passed_over and "comment" in str(key):
                 continue  # JSON has no other place for one
-            what = "DeepSpeed passes it over and says nothing" if passed_over else "DeepSpeed stops at it"
+            what = (
+                "DeepSpeed passes it over and says nothing"
+                if passed_over
+                else "DeepSpeed stops at it"
+            )
             yield _unknown(str(key), prefix, known, what)
         elif value == "auto" and (known[key] != "s" or name in keys.AUTO_IS_OFF):
             yield from _auto(name)
@@ -147,7 +169,9 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
         return
     if name == "zero_optimization" and isinstance(value, bool):
         kind = "m"
-    quoted = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE)
+    quoted = isinstance(value, str) and re.fullmatch(
+        r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE
+    )
     yield Finding(
         code="config-wrong-type",
         severity=Severity.ERROR,

@@ -9,14 +9,18 @@ from typing import Any
 
 import yaml
 
-# No launch file comes near: the largest of accelerate, DeepSpeed, TRL and axolotl has 5 KB and 5 levels.
+# No launch file comes near: the largest of accelerate, DeepSpeed, TRL and axolotl has 5 KB and 5
+# levels.
 _MOST_BYTES = 1 << 20
 _MOST_LEVELS = 50
 _MOST_VALUES = 5_000
 
 
 class ConfigError(ValueError):
-    """A launch file, its name or a wish about it that cannot be served. The text is for the user, on one line."""
+    """A launch file, its name or a wish about it that cannot be served.
+
+    The text is for the user, on one line.
+    """
 
 
 def read_text(path: Path, source: str) -> str:
@@ -38,7 +42,9 @@ def read_text(path: Path, source: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = content[error.start]
-        raise ConfigError(f"{source} is not UTF-8: byte 0x{byte:02x} in line {line}. Save it as UTF-8") from None
+        raise ConfigError(
+            f"{source} is not UTF-8: byte 0x{byte:02x} in line {line}. Save it as UTF-8"
+        ) from None
 
 
 def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
@@ -54,7 +60,9 @@ def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
         return dict(items)
 
     def integer(digits: str) -> int | float:
-        return int(digits) if len(digits) < 100 else math.inf  # Python refuses thousands of digits, and names no key
+        return (
+            int(digits) if len(digits) < 100 else math.inf
+        )  # Python refuses thousands of digits, and names no key
 
     try:
         value = json.loads(text, object_pairs_hook=pairs, parse_int=integer)
@@ -70,7 +78,8 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
     """Parse YAML, without tags that run code; the second value names the keys that were written twice in one mapping.
 
     Raises:
-        ConfigError: it is not YAML, nests too deep, refers to itself, or holds a value that is none.
+        ConfigError: it is not YAML, nests too deep, refers to itself, or holds a value that is
+            none.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -104,9 +113,13 @@ def _written_twice(root: yaml.Node, loader: yaml.SafeLoader, source: str) -> tup
 
 def _refuse_numbers_that_are_none(loaded: object, source: str) -> None:
     for value, name in _walk(loaded, _within_value, source):
-        if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:  # NaN is in no order
+        if (
+            isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64
+        ):  # NaN is in no order
             shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
-            raise ConfigError(f"{source}: {name} is {shown}, and no number that can be meant: write another")
+            raise ConfigError(
+                f"{source}: {name} is {shown}, and no number that can be meant: write another"
+            )
 
 
 def _within_node(node: object) -> list[tuple[str, object]]:
@@ -133,9 +146,14 @@ def _walk(
         if level > _MOST_LEVELS:
             raise ConfigError(f"{_too_deep(source)}, in {name.partition('.')[0]}")
         if num_seen > _MOST_VALUES:
-            raise ConfigError(f"{source} has more than {_MOST_VALUES:,} values once its anchors are followed")
+            raise ConfigError(
+                f"{source} has more than {_MOST_VALUES:,} values once its anchors are followed"
+            )
         yield value, name
-        waiting += [(one, ".".join(filter(None, (name, key))), level + 1) for key, one in reversed(within(value))]
+        waiting += [
+            (one, ".".join(filter(None, (name, key))), level + 1)
+            for key, one in reversed(within(value))
+        ]
 
 
 def _more_than_once(names: list[str]) -> list[str]:

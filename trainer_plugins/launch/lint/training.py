@@ -1,6 +1,7 @@
 """A launch file against the TrainingArguments it will meet.
 
-Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_finalize of transformers 5.23, which raise
+Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_finalize of transformers
+    5.23, which raise
 for each value that is neither "auto" nor equal.
 """
 
@@ -49,7 +50,9 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
             found[waiting] = _value(word)
             waiting = None
         else:
-            raise ConfigError(f"training arguments are --name value or name=value, got {word!r} without a name")
+            raise ConfigError(
+                f"training arguments are --name value or name=value, got {word!r} without a name"
+            )
     return found
 
 
@@ -60,13 +63,19 @@ def _value(text: str) -> object:
         return yaml.safe_load(text) if text.lower() in ("true", "false") else text
 
 
-def training_findings(document: Document, training: Mapping[str, object] | None) -> Iterator[Finding]:
+def training_findings(
+    document: Document, training: Mapping[str, object] | None
+) -> Iterator[Finding]:
     """Judge a file against TrainingArguments; where none are given, only what clashes with nearly all of them."""
     config = document.deepspeed
     if config is None and document.accelerate is not None:
         section = part(document.accelerate, "deepspeed_config")
         names = ("gradient_accumulation_steps", "gradient_clipping")
-        config = {key: section[key] for key in names if key in section} if isinstance(section, dict) else {}
+        config = (
+            {key: section[key] for key in names if key in section}
+            if isinstance(section, dict)
+            else {}
+        )
     elif config is not None and "gradient_accumulation_steps" not in config:
         config = {**config, "gradient_accumulation_steps": 1}
     for key, name, default in _PAIRS:
@@ -77,7 +86,11 @@ def training_findings(document: Document, training: Mapping[str, object] | None)
         source = "written" if written else "put in by accelerate where it is missing"
         says = "the file says" if written else "accelerate puts"
         if training is None:
-            if key.startswith("gradient_") or key in ("train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"):
+            if key.startswith("gradient_") or key in (
+                "train_micro_batch_size_per_gpu",
+                "bf16.enabled",
+                "fp16.enabled",
+            ):
                 if key in _ON_THE_CARD and value is False:
                     continue
                 yield _fixed(key, value, name, source)
@@ -95,7 +108,12 @@ def training_findings(document: Document, training: Mapping[str, object] | None)
                 remedy=f'Write "{key}": "auto", and say it once, in TrainingArguments',
             )
     if training is None and isinstance(part(config or {}, "train_batch_size"), int):
-        yield _fixed("train_batch_size", part(config or {}, "train_batch_size"), "the effective batch", "written")
+        yield _fixed(
+            "train_batch_size",
+            part(config or {}, "train_batch_size"),
+            "the effective batch",
+            "written",
+        )
     yield from _saves(document, training or {})
 
 
@@ -121,6 +139,10 @@ def _saves(document: Document, training: Mapping[str, object]) -> Iterator[Findi
             severity=Severity.ERROR,
             summary="save_only_model does not go with SHARDED_STATE_DICT",
             evidence="the Trainer raises at its start"
-            + ("" if kind else "; it is the default where fsdp_state_dict_type is missing under version 2"),
+            + (
+                ""
+                if kind
+                else "; it is the default where fsdp_state_dict_type is missing under version 2"
+            ),
             remedy="Write fsdp_state_dict_type: FULL_STATE_DICT",
         )

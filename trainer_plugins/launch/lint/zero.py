@@ -39,7 +39,9 @@ def _offload(document: Document, stage: int) -> Iterator[Finding]:
     section = section if isinstance(section, dict) else {}
     offloads = offload_devices(document)
     for what in ("optimizer", "param"):
-        device = part(config, f"zero_optimization.offload_{what}.device") or section.get(f"offload_{what}_device")
+        device = part(config, f"zero_optimization.offload_{what}.device") or section.get(
+            f"offload_{what}_device"
+        )
         if isinstance(device, str) and device not in ("cpu", "nvme", "none", "auto"):
             yield _wrong(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
         block = part(config, f"zero_optimization.offload_{what}")
@@ -108,7 +110,9 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
     zero = zero if isinstance(zero, dict) else {}
     if stage == 0 or (document.accelerate is None and document.deepspeed is not None and not zero):
         return
-    for key in ("reduce_bucket_size", "allgather_bucket_size") if stage < 3 else ("reduce_bucket_size",):
+    for key in (
+        ("reduce_bucket_size", "allgather_bucket_size") if stage < 3 else ("reduce_bucket_size",)
+    ):
         value = zero.get(key, 5e8)
         if not isinstance(value, (int, float)) or value < 3e8:
             continue
@@ -116,9 +120,14 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
             code="config-bucket-memory",
             severity=Severity.WARNING,
             summary=f"{key} holds {value * 2 / 2**30:.2f} GiB of the card in bf16, twice that in fp32",
-            evidence=f"{value:.0e} elements" + ("" if key in zero else ", DeepSpeed's default where none is written"),
+            evidence=f"{value:.0e} elements"
+            + ("" if key in zero else ", DeepSpeed's default where none is written"),
             remedy=f'Write "{key}": 50000000'
-            + (", in a DeepSpeed JSON: the YAML alone cannot say it" if document.deepspeed is None else ""),
+            + (
+                ", in a DeepSpeed JSON: the YAML alone cannot say it"
+                if document.deepspeed is None
+                else ""
+            ),
         )
 
 
@@ -135,8 +144,14 @@ def _precision(config: Mapping, stage: int) -> Iterator[Finding]:
     master = part(config, "bf16.bf16_master_weights_and_grads") is True
     if part(config, "bf16.bf16_optimizer_states") is True:
         if not master:
-            yield _rejected("bf16_optimizer_states without bf16_master_weights_and_grads", "It requires the latter")
-        elif "cpu" in str(part(config, "zero_optimization.offload_optimizer.device")) and "optimizer" not in config:
+            yield _rejected(
+                "bf16_optimizer_states without bf16_master_weights_and_grads",
+                "It requires the latter",
+            )
+        elif (
+            "cpu" in str(part(config, "zero_optimization.offload_optimizer.device"))
+            and "optimizer" not in config
+        ):
             yield _rejected(
                 "bf16_optimizer_states with offload and no optimizer block",
                 "The Trainer would make a DeepSpeedCPUAdam with fp32 states, which DeepSpeed refuses: "
@@ -155,12 +170,22 @@ def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
     if stage < 3:
         idle = sorted(key for key in zero if key.removeprefix("stage3_") in keys.STAGE3)
         if idle:
-            yield _idle(", ".join(idle), f"at stage {stage}", "they are of stage 3", "Remove them, or write stage 3")
+            yield _idle(
+                ", ".join(idle),
+                f"at stage {stage}",
+                "they are of stage 3",
+                "Remove them, or write stage 3",
+            )
     else:
         if zero.get("round_robin_gradients") is True:
-            yield _idle("round_robin_gradients", "at stage 3", "it is of stages 1 and 2", "Remove it")
+            yield _idle(
+                "round_robin_gradients", "at stage 3", "it is of stages 1 and 2", "Remove it"
+            )
         names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-        if not any(zero.get(name) in (True, "auto") for name in (*names, "stage3_gather_fp16_weights_on_model_save")):
+        if not any(
+            zero.get(name) in (True, "auto")
+            for name in (*names, "stage3_gather_fp16_weights_on_model_save")
+        ):
             yield Finding(
                 code="config-gather-on-save",
                 severity=Severity.WARNING,
@@ -195,16 +220,25 @@ def _hand_over(config: Mapping) -> Iterator[Finding]:
         params = part(config, "optimizer.params")
         if isinstance(params, dict) and "max_grad_norm" in params:
             yield _idle(
-                "optimizer.params.max_grad_norm", "in DeepSpeed", "it warns", 'Write "gradient_clipping": "auto"'
+                "optimizer.params.max_grad_norm",
+                "in DeepSpeed",
+                "it warns",
+                'Write "gradient_clipping": "auto"',
             )
         kind = part(config, "optimizer.type")
         if kind is None:
             yield _wrong("optimizer.type", None, "a block without a type is no optimizer")
         if str(kind).lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
-            yield _wrong("optimizer.type", kind, "1-bit optimizers do not work with ZeRO stages 2 and 3")
+            yield _wrong(
+                "optimizer.type", kind, "1-bit optimizers do not work with ZeRO stages 2 and 3"
+            )
     warmup = part(config, "scheduler.params.warmup_num_steps")
     if isinstance(warmup, (int, float)) and warmup <= 0:
-        yield _wrong("scheduler.params.warmup_num_steps", warmup, "DeepSpeed 0.19.6 and later stop at less than 1")
+        yield _wrong(
+            "scheduler.params.warmup_num_steps",
+            warmup,
+            "DeepSpeed 0.19.6 and later stop at less than 1",
+        )
     if "scheduler" in config and "optimizer" not in config:
         yield Finding(
             code="config-scheduler",

@@ -46,13 +46,19 @@ def _flags(name: str, *flags: str) -> _Switch:
     def turn(run: PlanRequest) -> PlanRequest:
         source = _source(run)
         assert isinstance(source.arguments, tuple)
-        return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))  # the last one counts
+        return replace(
+            run, source=replace(source, arguments=(*source.arguments, *flags))
+        )  # the last one counts
 
     return _Switch(name, " ".join(flags), turn)
 
 
 def _expandable(run: PlanRequest) -> PlanRequest:
-    others = [part for part in run.allocator.split(",") if part and not part.startswith("expandable_segments:")]
+    others = [
+        part
+        for part in run.allocator.split(",")
+        if part and not part.startswith("expandable_segments:")
+    ]
     return replace(run, allocator=",".join([*others, "expandable_segments:True"]))
 
 
@@ -103,7 +109,9 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
     for name in (part for change in found for part in change.split(_SEVERAL)):
         if name not in known:
             near = get_close_matches(_OTHER_NAMES.get(name, name), known, 1, 0.5)
-            hint = f"is it {near[0]}?" if near else f"there are {', '.join(sorted(known))}, and {ALL}"
+            hint = (
+                f"is it {near[0]}?" if near else f"there are {', '.join(sorted(known))}, and {ALL}"
+            )
             raise PlanError(f"--explain-change: no switch is called {name!r}: {hint}")
     return tuple(dict.fromkeys(found))
 
@@ -133,13 +141,17 @@ def explain(
     """
     how = {change: ", ".join(switch.how for switch in _switches(change)) for change in changes}
     turned = {change: _turned(run, change) for change in changes}
-    requests = {change: request for change, request in turned.items() if isinstance(request, PlanRequest)}
+    requests = {
+        change: request for change, request in turned.items() if isinstance(request, PlanRequest)
+    }
     as_it_is, *outcomes = predict_all([run, *requests.values()])
     if isinstance(as_it_is, PlanError):
         raise as_it_is
     found: dict[str, MemoryPlan | PlanError] = dict(zip(requests, outcomes, strict=True))
     found |= {change: error for change, error in turned.items() if isinstance(error, PlanError)}
-    return as_it_is, tuple(_saved(change, how[change], as_it_is, found[change]) for change in changes)
+    return as_it_is, tuple(
+        _saved(change, how[change], as_it_is, found[change]) for change in changes
+    )
 
 
 def _turned(run: PlanRequest, change: str) -> PlanRequest | PlanError:

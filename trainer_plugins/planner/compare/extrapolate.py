@@ -1,9 +1,10 @@
 """What a run of many layers allocates, from runs of few: the part of a trace that a layer adds, added again.
 
-The trace of n + p layers is that of n with stretches put in, each of which repeats the stretch before it. Three traces
-are made, of n, n + p and n + 2p layers. What the first two say of the third has to be the third, event by event and
-byte by byte; otherwise there is no extrapolation. The result goes through the allocator's arithmetic like any trace, so
-that what is reserved, which is not linear in anything, is as in a prediction in full.
+The trace of n + p layers is that of n with stretches put in, each of which repeats the stretch
+before it. Three traces are made, of n, n + p and n + 2p layers. What the first two say of the third
+has to be the third, event by event and byte by byte; otherwise there is no extrapolation. The
+result goes through the allocator's arithmetic like any trace, so that what is reserved, which is
+not linear in anything, is as in a prediction in full.
 """
 
 from collections import defaultdict
@@ -96,7 +97,10 @@ def _aligned(short: Sequence[_Step], middle: Sequence[_Step]) -> list[_Part] | N
             lengths = _readings(short, at, middle, to)
             if not lengths:
                 return None
-            length = max(lengths, key=lambda each: _agreement(short, at + (each == 0), middle, to + (each or 1)))
+            length = max(
+                lengths,
+                key=lambda each: _agreement(short, at + (each == 0), middle, to + (each or 1)),
+            )
         if length:
             parts.append(_Part(None, middle[to : to + length]))
         else:
@@ -113,7 +117,9 @@ def _readings(short: Sequence[_Step], at: int, middle: Sequence[_Step], to: int)
     other_size = at < len(short) and short[at][:4] == middle[to][:4]
     spare = len(middle) - to - (len(short) - at)
     return [0] * other_size + [
-        length for length in range(1, min(spare, to) + 1) if middle[to : to + length] == middle[to - length : to]
+        length
+        for length in range(1, min(spare, to) + 1)
+        if middle[to : to + length] == middle[to - length : to]
     ]
 
 
@@ -146,7 +152,9 @@ def _trace_of(steps: Iterator[_Step], host_peaks: Mapping[str, int]) -> Trace | 
             if step.kind == ALLOC:
                 stream, moment, operation, category, dtype = step.born
                 number = len(storages)
-                storages.append(Storage(step.num_bytes, stream, moment, operation, "", category, (), dtype))
+                storages.append(
+                    Storage(step.num_bytes, stream, moment, operation, "", category, (), dtype)
+                )
                 others.append(number)
             else:
                 index = len(others) - 1 - step.place if step.place >= 0 else -1 - step.place

@@ -1,4 +1,7 @@
-"""Predict a run from a few of its layers where that is proven to be the same, else in full. Imports torch."""
+"""Predict a run from a few of its layers where that is proven to be the same, else in full.
+
+Imports torch.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +21,9 @@ class Foresight:
         judge: makes a plan of what was watched.
     """
 
-    def __init__(self, watch: Callable[[PlanRequest], Any], judge: Callable[[PlanRequest, Any], MemoryPlan]) -> None:
+    def __init__(
+        self, watch: Callable[[PlanRequest], Any], judge: Callable[[PlanRequest, Any], MemoryPlan]
+    ) -> None:
         self._watch = watch
         self._judge = judge
         self._repetition: dict[str, Repetition | None] = {}
@@ -44,7 +49,10 @@ class Foresight:
         if repetition is None or way in self._unproven:
             return None
         try:
-            seen = [self._watch(replace(request, source=with_layers(source, count))) for count in repetition.counts]
+            seen = [
+                self._watch(replace(request, source=with_layers(source, count)))
+                for count in repetition.counts
+            ]
         except PlanError:
             return None  # the run in full says what is wrong, of the model that was asked about
         num_more = repetition.num_more
@@ -53,7 +61,9 @@ class Foresight:
             name: _grown([getattr(each, name) for each in seen], num_more)
             for name in ("num_parameters", "num_trainable_parameters")
         }
-        is_pinned = any(each.host_pinned_bytes_per_node for each in seen)  # in powers of two, which do not add up
+        is_pinned = any(
+            each.host_pinned_bytes_per_node for each in seen
+        )  # in powers of two, which do not add up
         if trace is None or None in sizes.values() or is_pinned:
             self._unproven.add(way)  # buckets that span layers do so with every batch
             return None

@@ -46,7 +46,8 @@ class Repetition:
 def repetition_of(source: ConfigSource) -> Repetition | None:
     """Build the whole model, without bytes, and compare its layers; None where they do not repeat, or are few.
 
-    Layers are alike that have the same modules, sizes, and plain attributes, but for those that number them.
+    Layers are alike that have the same modules, sizes, and plain attributes, but for those that
+    number them.
     """
     counts = {source.config[name] for name in _COUNTS if isinstance(source.config.get(name), int)}
     if len(counts) != 1:
@@ -73,7 +74,9 @@ def repetition_of(source: ConfigSource) -> Repetition | None:
 
 def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
     """The same model with fewer layers; lists with an entry for each layer are cut."""
-    counts = {name: source.config[name] for name in _COUNTS if isinstance(source.config.get(name), int)}
+    counts = {
+        name: source.config[name] for name in _COUNTS if isinstance(source.config.get(name), int)
+    }
     before = max(counts.values())
     lists = {
         name: value[:num_layers]
@@ -97,7 +100,8 @@ def _look(layer: torch.nn.Module) -> Any:
             sorted(
                 (key, value)
                 for key, value in vars(module).items()
-                if isinstance(value, (str, bool, int, float)) and not key.endswith(("idx", "index", "layer_id"))
+                if isinstance(value, (str, bool, int, float))
+                and not key.endswith(("idx", "index", "layer_id"))
             ),
         )
         for name, module in layer.named_modules()

@@ -1,7 +1,8 @@
 """The largest micro-batch that fits, for every way to run that is asked about; the effective batch stays what it is.
 
-A micro-batch is a divisor of the rows that one card has between two optimizer steps, so that accumulation makes up for
-it exactly. What is tried is predicted from few layers (`extrapolate`) where that is proven, the best way in full.
+A micro-batch is a divisor of the rows that one card has between two optimizer steps, so that
+accumulation makes up for it exactly. What is tried is predicted from few layers (`extrapolate`)
+where that is proven, the best way in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +58,10 @@ class SearchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLine:
-    """One way to run, with the largest micro-batch that fits; where none does, with the smallest. Sizes in bytes."""
+    """One way to run, with the largest micro-batch that fits; where none does, with the smallest.
+
+    Sizes in bytes.
+    """
 
     strategy: str
     """A launch file that comes with the package, or `AS_GIVEN`."""
@@ -99,7 +103,9 @@ class SearchLine:
     @property
     def hydra_overrides(self) -> str:
         """The same for a Hydra app that has its TrainingArguments at `trainer.args`."""
-        return " ".join(f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items())
+        return " ".join(
+            f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +143,9 @@ class SearchResult:
         import json
 
         best = {
-            name: value for name, value in (found["best"] or {}).items() if name not in ("flags", "hydra_overrides")
+            name: value
+            for name, value in (found["best"] or {}).items()
+            if name not in ("flags", "hydra_overrides")
         }
         plan = found["best_plan"]
         return cls(
@@ -168,7 +176,9 @@ class _Way:
             "gradient_accumulation_steps": rows // micro_batch,
             "gradient_checkpointing": self.gradient_checkpointing,
         }
-        flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]  # the last one counts
+        flags = [
+            text for name, value in changed.items() for text in (f"--{name}", str(value))
+        ]  # the last one counts
         arguments = (*run.source.arguments, *flags)
         source = replace(run.source, arguments=arguments, sequence_length=self.sequence_length)
         return replace(run, source=source, launch_file=self.launch_file)
@@ -197,7 +207,9 @@ def search(
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if rows < 1 or min(asked.lengths, default=0) < 1:
-        raise PlanError(f"a batch needs rows and tokens, got {rows} rows of {min(asked.lengths, default=0)} tokens")
+        raise PlanError(
+            f"a batch needs rows and tokens, got {rows} rows of {min(asked.lengths, default=0)} tokens"
+        )
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     found: dict[_Way, SearchLine] = {}
     refused: dict[tuple[str, str], PlanError] = {}
@@ -211,7 +223,9 @@ def search(
                 except PlanError as error:
                     refused[strategy, str(error)] = error
                     break
-                candidates = [size for size in candidates if size <= line.micro_batch]  # longer rows take more
+                candidates = [
+                    size for size in candidates if size <= line.micro_batch
+                ]  # longer rows take more
     if not found:
         raise next(iter(refused.values()))
     best = _best(found, run, sizes, rows, foresee, predict)
@@ -228,7 +242,11 @@ def search(
 
 
 def _strategies(run: PlanRequest, args: Any) -> list[tuple[str, str | None]]:
-    if run.launch_file is not None or getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+    if (
+        run.launch_file is not None
+        or getattr(args, "deepspeed", None)
+        or getattr(args, "fsdp", None)
+    ):
         return [(AS_GIVEN, run.launch_file)]
     shipped = configs.names()
     found: list[tuple[str, str | None]] = []
@@ -239,7 +257,9 @@ def _strategies(run: PlanRequest, args: Any) -> list[tuple[str, str | None]]:
     return found
 
 
-def _largest(way: _Way, run: PlanRequest, sizes: Sequence[int], rows: int, foresee: Foresee) -> SearchLine:
+def _largest(
+    way: _Way, run: PlanRequest, sizes: Sequence[int], rows: int, foresee: Foresee
+) -> SearchLine:
     """Bisect: a larger micro-batch takes more. The smallest where none fits."""
     first = _line(way, sizes[0], rows, *foresee(way.request(run, sizes[0], rows)))
     if not first.fits:
@@ -263,7 +283,10 @@ def _best(
     foresee: Foresee,
     predict: Callable[[PlanRequest], MemoryPlan],
 ) -> tuple[SearchLine, MemoryPlan] | None:
-    """Predict the best line in full. Should it not fit then, it goes down to what does, and another may be the best."""
+    """Predict the best line in full.
+
+    Should it not fit then, it goes down to what does, and another may be the best.
+    """
     order = sorted(found, key=lambda way: -way.sequence_length)
     plainest = [*dict.fromkeys(way.strategy for way in found)]
     while True:
@@ -272,7 +295,11 @@ def _best(
             return None
         way = min(
             ways,
-            key=lambda way: (-found[way].micro_batch_tokens, way.gradient_checkpointing, plainest.index(way.strategy)),
+            key=lambda way: (
+                -found[way].micro_batch_tokens,
+                way.gradient_checkpointing,
+                plainest.index(way.strategy),
+            ),
         )
         size = found[way].micro_batch
         plan = predict(way.request(run, size, rows))

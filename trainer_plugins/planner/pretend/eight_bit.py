@@ -1,7 +1,10 @@
-"""The optimizers of bitsandbytes by the sizes of their states, without the package and its kernels. Imports torch.
+"""The optimizers of bitsandbytes by the sizes of their states, without the package and its kernels.
 
-bitsandbytes/optim/optimizer.py of 0.50.2 (Optimizer1State, Optimizer2State) and ademamix.py say what is allocated. The
-kernels that update a parameter are given its states and nothing else; they take nothing from the allocator.
+Imports torch.
+
+bitsandbytes/optim/optimizer.py of 0.50.2 (Optimizer1State, Optimizer2State) and ademamix.py say
+what is allocated. The kernels that update a parameter are given its states and nothing else; they
+take nothing from the allocator.
 """
 
 from collections.abc import Iterable
@@ -52,9 +55,15 @@ PAGED = (
 def stand_in(trainer: Any) -> DeclaredStates | None:
     """Let the Trainer make an optimizer with these states where its arguments name one of bitsandbytes."""
     declared = OPTIMIZERS.get(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
-    if declared is None or trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+    if (
+        declared is None
+        or trainer.optimizer is not None
+        or trainer.optimizer_cls_and_kwargs is not None
+    ):
         return None
-    embeddings = [module for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
+    embeddings = [
+        module for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)
+    ]
     trainer.optimizer_cls_and_kwargs = (
         _StandIn,
         {"lr": trainer.args.learning_rate, "declared": declared, "embeddings": embeddings},
@@ -69,11 +78,16 @@ class _StandIn(torch.optim.Optimizer):
         params: as any optimizer takes them.
         lr: for the scheduler.
         declared: what is kept.
-        embeddings: whose weights have 32 bits, as transformers tells bitsandbytes (Trainer.create_optimizer).
+        embeddings: whose weights have 32 bits, as transformers tells bitsandbytes
+            (Trainer.create_optimizer).
     """
 
     def __init__(
-        self, params: Any, lr: float, declared: DeclaredStates, embeddings: Iterable[torch.nn.Embedding]
+        self,
+        params: Any,
+        lr: float,
+        declared: DeclaredStates,
+        embeddings: Iterable[torch.nn.Embedding],
     ) -> None:
         super().__init__(params, {"lr": lr})
         self._declared = declared
@@ -101,11 +115,15 @@ class _StandIn(torch.optim.Optimizer):
         is_paged = self._declared.is_paged and parameter.numel() >= _FEWEST_PAGED
         for number, copies in enumerate(self._declared.copies, start=1):
             shape = (copies, *parameter.shape) if copies > 1 else parameter.shape
-            device = torch.device("cpu") if is_paged else parameter.device  # torch sees managed memory as the host's
+            device = (
+                torch.device("cpu") if is_paged else parameter.device
+            )  # torch sees managed memory as the host's
             self.state[parameter][f"state{number}"] = torch.zeros(shape, dtype=dtype, device=device)
 
     def _begin_in_8_bits(self, parameter: torch.Tensor) -> None:
-        while len(self._maps) < len(self._declared.copies):  # of the whole optimizer: signed, and not
+        while len(self._maps) < len(
+            self._declared.copies
+        ):  # of the whole optimizer: signed, and not
             self._maps.append(torch.empty(_BLOCK, device=parameter.device))
         self._begin(parameter, torch.uint8)
         blocks = -(-parameter.numel() // _BLOCK)
@@ -120,4 +138,6 @@ class _StandIn(torch.optim.Optimizer):
         self._maps.clear()  # a process that resumes has made none
         for number, states in state_dict["state"].items():
             device = parameters[number].device
-            self.state[parameters[number]] = {name: value.to(device) for name, value in states.items()}
+            self.state[parameters[number]] = {
+                name: value.to(device) for name, value in states.items()
+            }

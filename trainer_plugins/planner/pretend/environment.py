@@ -1,6 +1,9 @@
-"""The world of a prediction: tensors without bytes that behave as on the card. Each trap on the way has its function.
+"""The world of a prediction: tensors without bytes that behave as on the card.
 
-Without these a run on fake tensors ends well and gives wrong numbers. `in_world` puts all in place and takes all back.
+Each trap on the way has its function.
+
+Without these a run on fake tensors ends well and gives wrong numbers. `in_world` puts all in place
+and takes all back.
 """
 
 import contextlib
@@ -63,7 +66,9 @@ class _Patches:
 def in_world(world: World) -> Iterator[Tracker]:
     """Live in it: every tensor made inside is fake, and the tracker sees every storage."""
     on_cuda = world.device == "cuda"
-    tracker = Tracker(world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding)
+    tracker = Tracker(
+        world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding
+    )
     patches = _Patches()
     try:
         _data_can_be_set(patches)
@@ -92,7 +97,9 @@ def _modules_can_be_moved(patches: _Patches) -> None:
     original: Any = torch.nn.Module._apply
 
     def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        if not any(isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())):
+        if not any(
+            isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())
+        ):
             return original(self, fn, recurse)
         if recurse:
             for child in self.children():
@@ -130,8 +137,9 @@ def _data_can_be_set(patches: _Patches) -> None:
 def _copies_are_of_this_world(patches: _Patches) -> None:
     """`copy.deepcopy` of a fake tensor copies the mode it is of, and with it weak references to storages.
 
-    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it never took: memory
-    that belongs to somebody else by then is written to, and the process ends somewhere else.
+    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it
+    never took: memory that belongs to somebody else by then is written to, and the process ends
+    somewhere else.
     """
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
@@ -141,7 +149,9 @@ def _optimizers_take_lists(patches: _Patches) -> None:
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)
         if hasattr(module, "_foreach_supported_types"):
-            patches.set(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
+            patches.set(
+                module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor]
+            )
 
 
 def _attention_as_on_the_card(patches: _Patches, world: World) -> None:
@@ -162,8 +172,8 @@ def _no_tracing_path(patches: _Patches) -> None:
 def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
     """Whether a mask is all ones decides whether there is a mask: a question to values, which are not there.
 
-    The tracker answers `mask.all()`; this is the other way to ask, of transformers 5. And whether the positions of a
-    row begin anew in its middle, which is asked by `all` too.
+    The tracker answers `mask.all()`; this is the other way to ask, of transformers 5. And whether
+    the positions of a row begin anew in its middle, which is asked by `all` too.
     """
     import transformers.masking_utils as module
 
@@ -275,7 +285,10 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
         "get_rng_state_all": list,
         "set_rng_state": lambda state, device="cuda": None,
         "set_rng_state_all": lambda states: None,
-        "mem_get_info": lambda device=None: (world.memory_bytes - tracker.allocated_bytes, world.memory_bytes),
+        "mem_get_info": lambda device=None: (
+            world.memory_bytes - tracker.allocated_bytes,
+            world.memory_bytes,
+        ),
         "memory_allocated": lambda device=None: tracker.allocated_bytes,
         "max_memory_allocated": lambda device=None: tracker.allocated_bytes,
         "memory_reserved": lambda device=None: tracker.allocated_bytes,

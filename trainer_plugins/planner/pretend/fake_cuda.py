@@ -1,11 +1,15 @@
-"""Let tensors on a CUDA device that is not there have gradients, in this process and for good. Imports torch.
+"""Let tensors on a CUDA device that is not there have gradients, in this process and for good.
 
-Stock torch cannot: a build without CUDA ends the process at the first backward, and a build with CUDA and no card
-refuses it, because autograd asks the device's guard and CUDA's hooks. `fake_cuda.cpp` answers both in sixty lines; it
-is compiled once for each torch, in two seconds. Where there is no compiler, `_by_hand` plants the same answers from
-Python by the order of virtual functions, which the headers of a torch fix and nothing promises.
+Imports torch.
 
-Before the first backward of the process: autograd counts its devices once. Whoever calls this is a subprocess.
+Stock torch cannot: a build without CUDA ends the process at the first backward, and a build with
+CUDA and no card refuses it, because autograd asks the device's guard and CUDA's hooks.
+`fake_cuda.cpp` answers both in sixty lines; it is compiled once for each torch, in two seconds.
+Where there is no compiler, `_by_hand` plants the same answers from Python by the order of virtual
+functions, which the headers of a torch fix and nothing promises.
+
+Before the first backward of the process: autograd counts its devices once. Whoever calls this is a
+subprocess.
 """
 
 import ctypes
@@ -40,8 +44,16 @@ def install() -> str:
         try:
             way()
             break
-        except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError) as error:
-            refusals.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        except (
+            OSError,
+            subprocess.SubprocessError,
+            AttributeError,
+            RuntimeError,
+            ValueError,
+        ) as error:
+            refusals.append(
+                f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            )
     else:
         raise NoFakeCuda(
             f"torch {torch.__version__} does not take a fake CUDA device ({'; '.join(refusals)}): "
@@ -68,11 +80,20 @@ def _compiled() -> None:
 
 
 def _built() -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    compiler = (
+        os.environ.get("CXX")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+        or shutil.which("c++")
+    )
     if compiler is None or platform.system() != "Linux":
         raise OSError("no C++ compiler")
-    cache = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
-    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()}\n".encode() + _SOURCE.read_bytes()).hexdigest()
+    cache = Path(
+        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
+    )
+    digest = hashlib.sha256(
+        f"{torch.__version__} {platform.machine()}\n".encode() + _SOURCE.read_bytes()
+    ).hexdigest()
     library = cache / f"fake_cuda-torch{torch.__version__}-{digest[:16]}.so"
     if library.exists():
         return library
@@ -88,7 +109,9 @@ def _built() -> Path:
             *(str(_SOURCE), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(draft)),
         ]
         subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
-        draft.replace(library)  # whole or not at all; two that build at the same time build the same
+        draft.replace(
+            library
+        )  # whole or not at all; two that build at the same time build the same
     return library
 
 
@@ -110,7 +133,8 @@ def _by_hand() -> None:
     guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     core._ensureCUDADeviceGuardSet()  # a build with CUDA and no card: torch takes its own guard out
     if not guards[_CUDA]:
-        # torch replaces a guard that counts no devices with one that does nothing, and replaces only what is there.
+        # torch replaces a guard that counts no devices with one that does nothing, and replaces
+        # only what is there.
         functions = (ctypes.c_void_p * _MANY)(*[zero] * _MANY)
         guard = (ctypes.c_void_p * 8)(ctypes.addressof(functions))
         _leak(functions, guard)

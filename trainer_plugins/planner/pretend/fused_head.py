@@ -1,7 +1,8 @@
 """TRL's fused head of a language model on a card, where kernels in Triton do what torch's own operations do elsewhere.
 
-trl/kernels/chunked_logprob.py: the kernels read a tile of the logits and write statistics, or the gradient in place of
-the tile. They take nothing from the allocator. What surrounds them is torch's, and runs here as it is.
+trl/kernels/chunked_logprob.py: the kernels read a tile of the logits and write statistics, or the
+gradient in place of the tile. They take nothing from the allocator. What surrounds them is torch's,
+and runs here as it is.
 """
 
 import sys
@@ -16,4 +17,6 @@ def kernels_take_nothing() -> None:
         return
     kernels._use_triton = lambda device: False  # so that it calls the two functions below
     kernels._forward_tile = kernels._backward_tile = lambda *args, **kwargs: None
-    caller._use_triton = lambda device: True  # where there is Triton, only tokens that count are scored
+    caller._use_triton = lambda device: (
+        True
+    )  # where there is Triton, only tokens that count are scored

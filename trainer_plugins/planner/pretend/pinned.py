@@ -37,4 +37,7 @@ def _is_copied_to_host_meanwhile(func: Any, args: Any, kwargs: Any) -> bool:
     """aten/src/ATen/native/TensorConversions.cpp, _to_copy: a copy that nobody waits for goes to pinned memory."""
     if func is not aten._to_copy.default or not kwargs.get("non_blocking"):
         return False
-    return args[0].device.type != "cpu" and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+    return (
+        args[0].device.type != "cpu"
+        and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+    )

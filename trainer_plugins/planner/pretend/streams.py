@@ -1,9 +1,9 @@
 """Streams of a card that is not there: in whose pool memory is taken. Imports torch.
 
-A block that is freed goes back to the pool of the stream it was taken on, and can be had there at once. That is what
-CUDA's allocator does as long as nobody calls `record_stream`, and neither FSDP2 nor DDP does: they order streams by
-events, and hold what another stream still reads. When such an event comes, which a real card decides, is the order of
-the program here.
+A block that is freed goes back to the pool of the stream it was taken on, and can be had there at
+once. That is what CUDA's allocator does as long as nobody calls `record_stream`, and neither FSDP2
+nor DDP does: they order streams by events, and hold what another stream still reads. When such an
+event comes, which a real card decides, is the order of the program here.
 """
 
 import contextlib

@@ -73,13 +73,19 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
             _check_deepspeed(fields.get("deepspeed"))
             return kind(**fields)
         _check_deepspeed(_value_of("--deepspeed", source.arguments))
-        parser = HfArgumentParser(Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False)
+        parser = HfArgumentParser(
+            Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False
+        )
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
-            args, unknown = parser.parse_args_into_dataclasses([*source.arguments], return_remaining_strings=True)
+            args, unknown = parser.parse_args_into_dataclasses(
+                [*source.arguments], return_remaining_strings=True
+            )
     except SystemExit as exit_:
         lines = errors.getvalue().strip().splitlines()
-        raise PlanError(lines[-1].partition("error: ")[2] if lines else "the flags cannot be read") from exit_
+        raise PlanError(
+            lines[-1].partition("error: ")[2] if lines else "the flags cannot be read"
+        ) from exit_
     except PlanError:
         raise
     except (ValueError, TypeError, ImportError) as error:
@@ -87,7 +93,8 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Any:
     if unknown:
         near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
         raise PlanError(
-            f"neither plan nor TrainingArguments knows {unknown[0]}" + (f": is it {near[0]}?" if near else "")
+            f"neither plan nor TrainingArguments knows {unknown[0]}"
+            + (f": is it {near[0]}?" if near else "")
         )
     return args
 
@@ -109,7 +116,9 @@ def _check_deepspeed(given: Any) -> None:
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:
     """The same arguments for a run of three steps that writes nothing."""
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    given = {
+        field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init
+    }
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 
@@ -136,7 +145,9 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
         raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
     if source.config.get("quantization_config"):
         raise NotPredicted("a quantized model (quantization_config)")
-    refusals.refuse_attention(source.config.get("attn_implementation") or source.config.get("_attn_implementation"))
+    refusals.refuse_attention(
+        source.config.get("attn_implementation") or source.config.get("_attn_implementation")
+    )
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(source.config))
         dtype = _dtype(source, config, assumptions)
@@ -146,7 +157,9 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
             _untie(model)
     except PlanError:
         raise
-    except Exception as error:  # a config may be wrong in any way, and transformers has errors of its own for some
+    except (
+        Exception
+    ) as error:  # a config may be wrong in any way, and transformers has errors of its own for some
         raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
     if source.peft is not None:
         model = _with_peft(model, source.peft)
@@ -156,7 +169,8 @@ def model_of(source: ConfigSource) -> tuple[Any, list[str]]:
 def _untie(model: Any) -> None:
     """Give the head weights of its own where the config's class has overruled the config, as T5's does.
 
-    `from_pretrained` does so too where a checkpoint has both (modeling_utils.py, tie_weights), as that of T5 1.1 has.
+    `from_pretrained` does so too where a checkpoint has both (modeling_utils.py, tie_weights), as
+    that of T5 1.1 has.
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
@@ -164,7 +178,9 @@ def _untie(model: Any) -> None:
     head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     for name, module in model.named_modules():
         if module is head:
-            getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)  # transformers 5
+            getattr(model, "all_tied_weights_keys", {}).pop(
+                f"{name}.weight", None
+            )  # transformers 5
 
 
 def _dtype(source: ConfigSource, config: Any, assumptions: list[str]) -> torch.dtype:
@@ -173,7 +189,9 @@ def _dtype(source: ConfigSource, config: Any, assumptions: list[str]) -> torch.d
     given = source.dtype
     if given is None:
         newer = int(transformers.__version__.partition(".")[0]) >= 5
-        of_config = getattr(config, "dtype", None) if newer else None  # 4.x loads in float32 unless asked otherwise
+        of_config = (
+            getattr(config, "dtype", None) if newer else None
+        )  # 4.x loads in float32 unless asked otherwise
         given = str(of_config or "float32")
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; see --dtype"
@@ -194,8 +212,16 @@ def _class_of(config: Any) -> Any:
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if named is not None and "For" in named.__name__:
         return named
-    autos = (AutoModelForSeq2SeqLM,) if config.is_encoder_decoder else (AutoModelForCausalLM, AutoModelForMaskedLM)
-    if not config.is_encoder_decoder and not getattr(config, "is_decoder", False) and config.model_type in _ENCODERS:
+    autos = (
+        (AutoModelForSeq2SeqLM,)
+        if config.is_encoder_decoder
+        else (AutoModelForCausalLM, AutoModelForMaskedLM)
+    )
+    if (
+        not config.is_encoder_decoder
+        and not getattr(config, "is_decoder", False)
+        and config.model_type in _ENCODERS
+    ):
         autos = (AutoModelForMaskedLM,)
     for auto in autos:
         if type(config) in auto._model_mapping:
@@ -203,7 +229,17 @@ def _class_of(config: Any) -> Any:
     raise NotPredicted(f"{config.model_type} without `architectures` in its config")
 
 
-_ENCODERS = ("bert", "roberta", "distilbert", "electra", "albert", "deberta", "deberta-v2", "xlm-roberta", "modernbert")
+_ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "electra",
+    "albert",
+    "deberta",
+    "deberta-v2",
+    "xlm-roberta",
+    "modernbert",
+)
 
 
 def _with_peft(model: Any, fields: dict[str, Any]) -> Any:
@@ -221,7 +257,9 @@ def _with_peft(model: Any, fields: dict[str, Any]) -> Any:
         raise PlanError(
             f"the adapter's config has keys that peft {peft.__version__} does not know: {', '.join(unknown)}"
         )
-    given = {name: value for name, value in fields.items() if name in known and name != "inference_mode"}
+    given = {
+        name: value for name, value in fields.items() if name in known and name != "inference_mode"
+    }
     try:
         return peft.get_peft_model(model, mapping[kind](**given))
     except (ValueError, TypeError, KeyError) as error:
@@ -245,7 +283,9 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
         return torch.zeros(rows, dtype=torch.long)
 
     if config.is_encoder_decoder:
-        labels: dict[str, Callable[[], torch.Tensor]] = {"labels": lambda: tokens(target_length or length)}
+        labels: dict[str, Callable[[], torch.Tensor]] = {
+            "labels": lambda: tokens(target_length or length)
+        }
     elif name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):
         labels = {"labels": tokens}
     elif name.endswith("ForSequenceClassification"):
@@ -262,7 +302,9 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
     return make
 
 
-def rehearsal_of(source: ConfigSource | TrainerSource, has_padding: bool | None, output_dir: str) -> Rehearsed:
+def rehearsal_of(
+    source: ConfigSource | TrainerSource, has_padding: bool | None, output_dir: str
+) -> Rehearsed:
     """Make what is rehearsed, its model on the card.
 
     Raises:
@@ -274,13 +316,17 @@ def rehearsal_of(source: ConfigSource | TrainerSource, has_padding: bool | None,
     return _of_config(source, args, has_padding, output_dir)
 
 
-def _of_config(source: ConfigSource, args: Any, has_padding: bool | None, output_dir: str) -> Rehearsed:
+def _of_config(
+    source: ConfigSource, args: Any, has_padding: bool | None, output_dir: str
+) -> Rehearsed:
     import transformers
 
     rows = args.per_device_train_batch_size
     for name, number in (("train", rows), ("eval", args.per_device_eval_batch_size)):
         if not 1 <= number <= MOST_ROWS:
-            raise PlanError(f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, got {number:,}")
+            raise PlanError(
+                f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, got {number:,}"
+            )
     model, assumptions = model_of(source)
     if has_padding is None:
         has_padding = rows > 1
@@ -319,7 +365,9 @@ def _constructed(trainer_class: Any, **kwargs: Any) -> Any:
         raise PlanError(first_line(error)) from error
 
 
-def _of_trainer(source: TrainerSource, args: Any, has_padding: bool | None, output_dir: str) -> Rehearsed:
+def _of_trainer(
+    source: TrainerSource, args: Any, has_padding: bool | None, output_dir: str
+) -> Rehearsed:
     sent = ship.loads(source.trainer)
     trainer = _revived(sent, rehearsed_arguments(args, output_dir))
     if trainer.args.device.type == "cuda":
@@ -341,7 +389,12 @@ def _of_trainer(source: TrainerSource, args: Any, has_padding: bool | None, outp
 def _revived(sent: dict[str, Any], args: Any) -> Any:
     """The user's Trainer with all that its constructor made, but for what belongs to a process or a device."""
     import transformers
-    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+    from transformers.trainer_callback import (
+        CallbackHandler,
+        DefaultFlowCallback,
+        TrainerControl,
+        TrainerState,
+    )
     from transformers.trainer_utils import TrainerMemoryTracker
 
     for module in (sent["model"], *sent["others"].values()):
@@ -356,13 +409,19 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     trainer._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
     trainer.create_accelerator_and_postprocess()
     args._setup_devices  # noqa: B018 - it has the side effect that its name tells
-    trainer.optimizer, trainer.lr_scheduler, trainer._created_lr_scheduler = sent["optimizer"], None, False
+    trainer.optimizer, trainer.lr_scheduler, trainer._created_lr_scheduler = (
+        sent["optimizer"],
+        None,
+        False,
+    )
     if trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
     for module in other_models(trainer):
         _placed(module, trainer)
     trainer.model_wrapped = trainer.model
-    trainer.callback_handler = CallbackHandler([DefaultFlowCallback], trainer.model, None, None, None)
+    trainer.callback_handler = CallbackHandler(
+        [DefaultFlowCallback], trainer.model, None, None, None
+    )
     trainer.control, trainer.state = TrainerControl(), TrainerState()
     trainer._train_batch_size = args.train_batch_size
     return trainer

@@ -1,8 +1,8 @@
 """Send classes and functions by what they are made of, where another process cannot import them by their names.
 
-That is all that a script, a notebook or standard input defines (`__main__`), and what is defined inside of a function.
-Nothing of a script is run twice for that, so it needs no `if __name__ == "__main__":`. The other process has the same
-Python and the same libraries.
+That is all that a script, a notebook or standard input defines (`__main__`), and what is defined
+inside of a function. Nothing of a script is run twice for that, so it needs no `if __name__ ==
+"__main__":`. The other process has the same Python and the same libraries.
 """
 
 import builtins
@@ -31,7 +31,9 @@ from typing import Any
 _HOME = "__mp_main__"
 """The module that stands in the other process for all that cannot be imported; named as multiprocessing names it."""
 
-_MADE_ANEW = frozenset({"__dict__", "__weakref__", "__module__", "__qualname__", "__abstractmethods__", "_abc_impl"})
+_MADE_ANEW = frozenset(
+    {"__dict__", "__weakref__", "__module__", "__qualname__", "__abstractmethods__", "_abc_impl"}
+)
 _HEAP_TYPE = 1 << 9  # Include/object.h, Py_TPFLAGS_HEAPTYPE: a class that Python has made
 _numbers: "weakref.WeakKeyDictionary[type, int]" = weakref.WeakKeyDictionary()
 _counted = itertools.count()
@@ -40,7 +42,14 @@ _made: dict[int, type] = {}
 
 _MARKS = {
     id(getattr(dataclasses, name)): name
-    for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR")
+    for name in (
+        "MISSING",
+        "KW_ONLY",
+        "_HAS_DEFAULT_FACTORY",
+        "_FIELD",
+        "_FIELD_CLASSVAR",
+        "_FIELD_INITVAR",
+    )
     if hasattr(dataclasses, name)
 }
 """What dataclasses knows by identity."""
@@ -78,7 +87,9 @@ class ByValue:
             return NotImplemented if is_by_name else self._class(value)
         if isinstance(value, FunctionType):
             return NotImplemented if _has_a_name(value) else self._function(value)
-        if isinstance(value, MethodType):  # by its name pickle would find the method of the class in a replaced one
+        if isinstance(
+            value, MethodType
+        ):  # by its name pickle would find the method of the class in a replaced one
             return _method, (value.__func__, value.__self__)
         if isinstance(value, ModuleType) and _can_be_imported(value.__name__):
             return importlib.import_module, (value.__name__,)
@@ -90,7 +101,9 @@ class ByValue:
             return _cached_property, (value.func, value.attrname)
         if isinstance(value, MappingProxyType):
             return _mapping, (dict(value),)
-        if isinstance(value, (KeysView, ValuesView)):  # of a dict, as in the choices of a field of TrainingArguments
+        if isinstance(
+            value, (KeysView, ValuesView)
+        ):  # of a dict, as in the choices of a field of TrainingArguments
             return list, ([*value],)
         if id(value) in _MARKS:
             return getattr, (dataclasses, _MARKS[id(value)])
@@ -103,11 +116,16 @@ class ByValue:
         if isinstance(kind, enum.EnumMeta):
             values = [(name, member.value) for name, member in vars(kind)["_member_map_"].items()]
             return _make_enum, (number, kind.__bases__, kind.__name__, home, values)
-        descriptors = (MemberDescriptorType, GetSetDescriptorType)  # which a class with __slots__ makes for itself
+        descriptors = (
+            MemberDescriptorType,
+            GetSetDescriptorType,
+        )  # which a class with __slots__ makes for itself
         content = {
             name: value
             for name, value in vars(kind).items()
-            if name not in _MADE_ANEW and not name.startswith("__annot") and not isinstance(value, descriptors)
+            if name not in _MADE_ANEW
+            and not name.startswith("__annot")
+            and not isinstance(value, descriptors)
         }
         slots = {"__slots__": content.pop("__slots__")} if "__slots__" in content else {}
         made = (number, type(kind), kind.__name__, kind.__bases__, {"__module__": home, **slots})
@@ -117,7 +135,8 @@ class ByValue:
         home = _home_of(function.__globals__.get("__name__"))
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         told = {
-            name: getattr(function, name) for name in ("__name__", "__qualname__", "__defaults__", "__kwdefaults__")
+            name: getattr(function, name)
+            for name in ("__name__", "__qualname__", "__defaults__", "__kwdefaults__")
         }
         names = {}
         if home == _HOME:
@@ -128,14 +147,19 @@ class ByValue:
         return _make_function, made, (cells, told, names), None, None, _fill_function
 
     def _names_of(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
-        """The names that it uses of its script. One that cannot be sent is missing there, should it be asked for."""
+        """The names that it uses of its script.
+
+        One that cannot be sent is missing there, should it be asked for.
+        """
         for name in sorted(set(_names_in(function.__code__)) - self._names_sent):
             if name not in function.__globals__ or name == "__builtins__":
                 continue
             value = function.__globals__[name]
             self._names_sent.add(name)
             if name not in self._names_refused:
-                self._names_refused[name] = False  # what refers to itself can be sent if the rest of it can
+                self._names_refused[name] = (
+                    False  # what refers to itself can be sent if the rest of it can
+                )
                 beneath = ByValue(self._can_be_sent, {*self._names_sent}, self._names_refused)
                 self._names_refused[name] = not self._can_be_sent(value, beneath)
             if not self._names_refused[name]:
@@ -171,16 +195,22 @@ def _module(name: str) -> ModuleType:
     if name != _HOME:
         return importlib.import_module(name)
     found = sys.modules.get(name)
-    if found is None or found is sys.modules["__main__"]:  # which multiprocessing gives that name too
+    if (
+        found is None or found is sys.modules["__main__"]
+    ):  # which multiprocessing gives that name too
         found = sys.modules[name] = ModuleType(name)
         vars(found)["__builtins__"] = builtins  # as in every module that is run
     return found
 
 
-def _make_class(number: int, metaclass: type, name: str, bases: tuple[type, ...], first: dict[str, Any]) -> type:
+def _make_class(
+    number: int, metaclass: type, name: str, bases: tuple[type, ...], first: dict[str, Any]
+) -> type:
     if number not in _made:
         _module(first["__module__"])  # code looks there for the names of its annotations
-        _made[number] = new_class(name, bases, {"metaclass": metaclass}, lambda namespace: namespace.update(first))
+        _made[number] = new_class(
+            name, bases, {"metaclass": metaclass}, lambda namespace: namespace.update(first)
+        )
     return _made[number]
 
 
@@ -194,17 +224,22 @@ def _fill_class(kind: type, state: tuple[str, dict[str, Any]]) -> None:
         abc.update_abstractmethods(kind)
 
 
-def _make_enum(number: int, bases: tuple[type, ...], name: str, home: str, members: list[tuple[str, Any]]) -> type:
+def _make_enum(
+    number: int, bases: tuple[type, ...], name: str, home: str, members: list[tuple[str, Any]]
+) -> type:
     def fill(namespace: dict[str, Any]) -> None:
         for member, value in (("__module__", home), *members):
-            namespace[member] = value  # noqa: PERF403 - one by one: that is how an enum learns of them
+            # one by one: that is how an enum learns of them
+            namespace[member] = value  # noqa: PERF403
 
     if number not in _made:
         _made[number] = new_class(name, bases, {}, fill)
     return _made[number]
 
 
-def _method(function: Any, owner: Any) -> Any:  # the classes of these two are in no module by their names
+def _method(
+    function: Any, owner: Any
+) -> Any:  # the classes of these two are in no module by their names
     return MethodType(function, owner)
 
 
@@ -220,10 +255,14 @@ def _cached_property(function: Any, name: str | None) -> Any:
 
 def _make_function(code: bytes, home: str, num_cells: int) -> FunctionType:
     loaded: CodeType = marshal.loads(code)
-    return FunctionType(loaded, vars(_module(home)), closure=tuple(CellType() for _ in range(num_cells)))
+    return FunctionType(
+        loaded, vars(_module(home)), closure=tuple(CellType() for _ in range(num_cells))
+    )
 
 
-def _fill_function(function: FunctionType, state: tuple[list[Any], dict[str, Any], dict[str, Any]]) -> None:
+def _fill_function(
+    function: FunctionType, state: tuple[list[Any], dict[str, Any], dict[str, Any]]
+) -> None:
     cells, told, names = state
     for cell, content in zip(function.__closure__ or (), cells, strict=True):
         cell.cell_contents = content

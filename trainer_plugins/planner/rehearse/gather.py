@@ -1,4 +1,7 @@
-"""Look at somebody's Trainer: its longest batch, its arguments, its model. It is left as it was. Imports torch."""
+"""Look at somebody's Trainer: its longest batch, its arguments, its model.
+
+It is left as it was. Imports torch.
+"""
 
 import contextlib
 import itertools
@@ -17,7 +20,14 @@ from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 
 _MOST_ROWS_READ = 20_000
-_COUNTED = ("input_ids", "labels", "input_values", "input_features", "pixel_values", "attention_mask")
+_COUNTED = (
+    "input_ids",
+    "labels",
+    "input_values",
+    "input_features",
+    "pixel_values",
+    "attention_mask",
+)
 _PROMPTS = ("prompt_ids", "prompt_input_ids")
 _ANSWERS = ("chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids")
 _SIMGPU = "simgpu"
@@ -29,7 +39,8 @@ def request_of(
     """Gather what a prediction needs.
 
     Raises:
-        PlanError: there is no data to find a batch in, or something cannot be sent to another process.
+        PlanError: there is no data to find a batch in, or something cannot be sent to another
+            process.
         NotPredicted: its model is spread over several cards.
     """
     if getattr(trainer, "is_model_parallel", False):
@@ -42,12 +53,16 @@ def request_of(
     with _undisturbed(trainer):
         batch, is_padded = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
         evaluation, num_batches = None, 0
-        evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.do_eval
+        evaluates = (
+            str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.do_eval
+        )
         if evaluates and trainer.eval_dataset is not None:
             dataset = trainer.eval_dataset
             if isinstance(dataset, dict):
                 dataset = max(dataset.values(), key=_length)
-            evaluation, _ = _longest_batch(trainer, dataset, args.per_device_eval_batch_size, "eval_dataset")
+            evaluation, _ = _longest_batch(
+                trainer, dataset, args.per_device_eval_batch_size, "eval_dataset"
+            )
             num_batches = max(1, -(-_length(dataset) // args.per_device_eval_batch_size))
         try:
             sent, left_out = ship.dumps_trainer(trainer)
@@ -140,7 +155,9 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[An
     And whether there is padding, in this batch or where one of its rows is a short one.
     """
     if dataset is None:
-        raise PlanError(f"the Trainer has no {name}, in which its longest batch would be looked for")
+        raise PlanError(
+            f"the Trainer has no {name}, in which its longest batch would be looked for"
+        )
     columns_removed = trainer.args.remove_unused_columns
     if columns_removed and type(dataset).__module__.startswith("datasets."):
         dataset = trainer._remove_unused_columns(dataset, description="planning")
@@ -148,14 +165,19 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[An
         count = min(len(dataset), _MOST_ROWS_READ)
         lengths = [(_size(dataset[index]), index) for index in range(count)]
         lengths.sort(reverse=True)
-        chosen, shortest = [dataset[index] for _, index in lengths[:rows]], dataset[lengths[-1][1]] if lengths else None
+        chosen, shortest = (
+            [dataset[index] for _, index in lengths[:rows]],
+            dataset[lengths[-1][1]] if lengths else None,
+        )
     else:
         read = [*itertools.islice(iter(dataset), max(rows, min(_MOST_ROWS_READ, 50 * rows)))]
         read.sort(key=_size, reverse=True)
         chosen, shortest = read[:rows], read[-1] if read else None
     if not chosen:
         raise PlanError(f"the {name} is empty")
-    chosen = list(itertools.islice(itertools.cycle(chosen), rows))  # a small dataset may be all there is to look at
+    chosen = list(
+        itertools.islice(itertools.cycle(chosen), rows)
+    )  # a small dataset may be all there is to look at
     collator = trainer.data_collator
     if columns_removed and not type(dataset).__module__.startswith("datasets."):
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
@@ -174,7 +196,9 @@ def _size(row: Any) -> int:
     return sum(
         value.numel() if isinstance(value, torch.Tensor) else len(value)
         for value in lengths
-        if value is not None and hasattr(value, "__len__") and not (isinstance(value, torch.Tensor) and value.ndim == 0)
+        if value is not None
+        and hasattr(value, "__len__")
+        and not (isinstance(value, torch.Tensor) and value.ndim == 0)
     )
 
 
@@ -189,6 +213,8 @@ def _is_padded(batch: Any) -> bool:
 
 def _is_packed(batch: Any) -> bool:
     positions = batch.get("position_ids") if hasattr(batch, "get") else None
-    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:  # three: time, height and width of a picture
+    if (
+        not isinstance(positions, torch.Tensor) or positions.ndim != 2
+    ):  # three: time, height and width of a picture
         return False
     return bool((positions.diff(dim=-1) != 1).any())

@@ -1,4 +1,7 @@
-"""What nothing here can say anything about, by name. Asked before and after the Trainer is built."""
+"""What nothing here can say anything about, by name.
+
+Asked before and after the Trainer is built.
+"""
 
 import sys
 from typing import Any
@@ -20,16 +23,25 @@ def refuse_trainer(trainer: Any) -> None:
     """Look at the class of a Trainer, and at an optimizer that it was given.
 
     Raises:
-        NotPredicted: it is one of TRL's whose steps are not known here, or the optimizer has kernels of its own.
+        NotPredicted: it is one of TRL's whose steps are not known here, or the optimizer has
+            kernels of its own.
     """
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if of_trl and of_trl[0] not in _OF_TRL:
         raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
-    if of_trl and of_trl[0] == "DPOTrainer" and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head"):
-        raise NotPredicted("DPO of a TRL without a head of its own, as 0.24: its loss keeps what masks pick")
+    if (
+        of_trl
+        and of_trl[0] == "DPOTrainer"
+        and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
+    ):
+        raise NotPredicted(
+            "DPO of a TRL without a head of its own, as 0.24: its loss keeps what masks pick"
+        )
     home = type(trainer.optimizer).__module__.partition(".")[0]
     if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
-        raise NotPredicted(f"an optimizer of {home} given to the Trainer: name it in TrainingArguments.optim")
+        raise NotPredicted(
+            f"an optimizer of {home} given to the Trainer: name it in TrainingArguments.optim"
+        )
 
 
 def refuse_arguments(args: Any) -> None:
@@ -96,7 +108,9 @@ def refuse_attention(name: object) -> None:
         NotPredicted: its kernel has no rule.
     """
     if isinstance(name, str) and (name in _WITHOUT_RULE or "/" in name):
-        raise NotPredicted(_WITHOUT_RULE.get(name, f"kernels from the hub (attn_implementation={name})"))
+        raise NotPredicted(
+            _WITHOUT_RULE.get(name, f"kernels from the hub (attn_implementation={name})")
+        )
 
 
 def refuse_model(model: Any) -> None:
@@ -106,9 +120,22 @@ def refuse_model(model: Any) -> None:
         NotPredicted: it has layers without a rule.
     """
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        raise NotPredicted(f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')}")
+    if (
+        getattr(model, "is_quantized", False)
+        or getattr(model, "quantization_method", None) is not None
+    ):
+        raise NotPredicted(
+            f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')}"
+        )
     for part in model.modules():
         home = type(part).__module__.partition(".")[0]
-        if home in ("bitsandbytes", "flash_attn", "liger_kernel", "unsloth", "xformers", "mamba_ssm", "causal_conv1d"):
+        if home in (
+            "bitsandbytes",
+            "flash_attn",
+            "liger_kernel",
+            "unsloth",
+            "xformers",
+            "mamba_ssm",
+            "causal_conv1d",
+        ):
             raise NotPredicted(f"layers of {home} ({type(part).__name__})")

@@ -14,8 +14,8 @@ from trainer_plugins.planner.tracing.trace import Tracker
 Batch = dict[str, Any]
 
 _MICRO_STEPS_RUN = 2
-"""The second micro-batch of a step adds to gradients; the third does what the second did, until the last, in which
-ranks reduce."""
+"""The second micro-batch of a step adds to gradients; the third does what the second did, until the
+last, in which ranks reduce."""
 
 _EVALUATION_STEPS_RUN = 2
 
@@ -40,7 +40,9 @@ def rehearse(run: Any, tracker: Tracker) -> None:
         _name_parameters(trainer.model, tracker)  # those of now: a strategy may have replaced them
         if run.make_evaluation_batch is not None:
             num_batches = run.num_evaluation_batches
-            trainer.get_eval_dataloader = lambda *_, **__: _loader(trainer, run.make_evaluation_batch, num_batches)
+            trainer.get_eval_dataloader = lambda *_, **__: _loader(
+                trainer, run.make_evaluation_batch, num_batches
+            )
             _skip_like_evaluation_steps(trainer, num_batches)
             with tracker.during("evaluation"):
                 trainer.evaluate()
@@ -54,13 +56,17 @@ def rehearse(run: Any, tracker: Tracker) -> None:
 def other_models(trainer: Any) -> list[Any]:
     """Models that a Trainer holds beside the one it trains: a reference, a teacher, a reward."""
     trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
-    others = {id(value): value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)}
+    others = {
+        id(value): value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)
+    }
     return [value for key, value in others.items() if key not in trained]
 
 
 def _name_parameters(model: Any, tracker: Tracker) -> None:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad]
+    frozen = [
+        tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad
+    ]
     tracker.tag(frozen, "frozen weights")
     tracker.tag(trainable, "weights")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -198,7 +204,9 @@ def _shapes(value: Any) -> Any:
         return (value.shape, value.dtype, value.device)
     if isinstance(value, (list, tuple)):
         return [_shapes(each) for each in value]
-    return {name: _shapes(each) for name, each in value.items()} if isinstance(value, dict) else None
+    return (
+        {name: _shapes(each) for name, each in value.items()} if isinstance(value, dict) else None
+    )
 
 
 def _like(shapes: Any) -> Any:
@@ -230,7 +238,9 @@ def _resume(trainer: Any, tracker: Tracker) -> None:
         optimizer.state.clear()  # a fresh optimizer has none
         optimizer.load_state_dict(loaded)
         states = (value for state in optimizer.state.values() for value in state.values())
-        tracker.tag((value for value in states if isinstance(value, torch.Tensor)), "optimizer states")
+        tracker.tag(
+            (value for value in states if isinstance(value, torch.Tensor)), "optimizer states"
+        )
 
 
 def _on_host(value: Any) -> Any:

@@ -8,12 +8,27 @@ import torch
 
 from trainer_plugins.planner.rehearse.by_value import ByValue
 
-# What the other process makes anew, or never needs. Everything else of the user's Trainer comes along, so that a
-# subclass finds what its own constructor has left there.
+# What the other process makes anew, or never needs. Everything else of the user's Trainer comes
+# along, so that a subclass finds what its own constructor has left there.
 _LEFT_HERE = frozenset(
     {
-        *("accelerator", "callback_handler", "control", "state", "_memory_tracker", "deepspeed", "model_wrapped"),
-        *("train_dataset", "eval_dataset", "model_init", "hp_search_backend", "data_collator", "compute_metrics"),
+        *(
+            "accelerator",
+            "callback_handler",
+            "control",
+            "state",
+            "_memory_tracker",
+            "deepspeed",
+            "model_wrapped",
+        ),
+        *(
+            "train_dataset",
+            "eval_dataset",
+            "model_init",
+            "hp_search_backend",
+            "data_collator",
+            "compute_metrics",
+        ),
         *("lr_scheduler", "_created_lr_scheduler", "get_train_dataloader", "get_eval_dataloader"),
     }
 )
@@ -32,8 +47,14 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
         "has_metrics": trainer.compute_metrics is not None,
     }
-    others = {name: value for name, value in vars(trainer).items() if name not in _LEFT_HERE | set(essential)}
-    left_out = tuple(name for name, value in others.items() if not _can_be_sent(value, ByValue(_can_be_sent)))
+    others = {
+        name: value
+        for name, value in vars(trainer).items()
+        if name not in _LEFT_HERE | set(essential)
+    }
+    left_out = tuple(
+        name for name, value in others.items() if not _can_be_sent(value, ByValue(_can_be_sent))
+    )
     sent = {name: value for name, value in others.items() if name not in left_out}
     return dumps({**essential, "others": sent}), left_out
 
@@ -48,7 +69,11 @@ def dumps(value: Any) -> bytes:
     try:
         return _dumps(value, by_value)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
-        of = f" (the last class of the script that was sent is {by_value.last_class})" if by_value.last_class else ""
+        of = (
+            f" (the last class of the script that was sent is {by_value.last_class})"
+            if by_value.last_class
+            else ""
+        )
         raise pickle.PicklingError(f"{error}{of}") from error
 
 
@@ -83,8 +108,14 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter):
-            extra = {name: each for name, each in vars(value).items() if isinstance(each, (bool, int, float, str))}
-            if hasattr(value, "ds_shape"):  # DeepSpeed has this rank's part of it elsewhere; the rehearsal divides anew
+            extra = {
+                name: each
+                for name, each in vars(value).items()
+                if isinstance(each, (bool, int, float, str))
+            }
+            if hasattr(
+                value, "ds_shape"
+            ):  # DeepSpeed has this rank's part of it elsewhere; the rehearsal divides anew
                 whole = torch.empty(value.ds_shape, dtype=value.dtype, device="meta")
                 plain = {name: each for name, each in extra.items() if not name.startswith("ds_")}
                 return _parameter, (self._shape_of(whole), value.requires_grad, plain)
@@ -127,7 +158,9 @@ def _tensor(shape_of: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
     return made.requires_grad_() if requires_grad else made
 
 
-def _parameter(shape_of: tuple[Any, ...], requires_grad: bool, extra: dict[str, Any]) -> torch.nn.Parameter:
+def _parameter(
+    shape_of: tuple[Any, ...], requires_grad: bool, extra: dict[str, Any]
+) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(_tensor(shape_of, False), requires_grad)
     vars(parameter).update(extra)
     return parameter

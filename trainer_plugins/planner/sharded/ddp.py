@@ -1,8 +1,8 @@
 """DDP: torch's own reducer, on tensors without bytes. Imports torch.
 
-Buckets are made by torch's C++ (torch/csrc/distributed/c10d/reducer.cpp) and seen as any other memory: in the first
-step one for the whole model, or those of the limits where unused parameters are looked for; from the second step on
-those of the order in which gradients were ready.
+Buckets are made by torch's C++ (torch/csrc/distributed/c10d/reducer.cpp) and seen as any other
+memory: in the first step one for the whole model, or those of the limits where unused parameters
+are looked for; from the second step on those of the order in which gradients were ready.
 """
 
 import contextlib
@@ -37,11 +37,15 @@ class Ddp:
     @contextlib.contextmanager
     def around(self, tracker: Tracker) -> Iterator[None]:
         with as_first_rank(self._request, tracker) as stack, _ReducerCounts() as counts:
-            stack.enter_context(patch.object(dist.Logger, "set_runtime_stats_and_log", lambda logger: None))  # timers
+            stack.enter_context(
+                patch.object(dist.Logger, "set_runtime_stats_and_log", lambda logger: None)
+            )  # timers
             # It reads the sizes that other ranks send; here they are this one's.
             stack.enter_context(
                 patch.object(
-                    torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
+                    torch.nn.parallel.distributed,
+                    "_verify_param_shape_across_processes",
+                    lambda *_, **__: None,
                 )
             )
             rebuild = dist.Reducer._rebuild_buckets
@@ -78,7 +82,8 @@ def _reduced(_: Any, bucket: Any) -> Any:
 class _ReducerCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the reducer bytes for what it reads itself: the order of its buckets, and which parameters were used.
 
-    Both are lists of int32 on the host (reducer.cpp, sync_bucket_indices and all_reduce_local_used_map).
+    Both are lists of int32 on the host (reducer.cpp, sync_bucket_indices and
+    all_reduce_local_used_map).
     """
 
     def __init__(self) -> None:
@@ -97,11 +102,15 @@ class _ReducerCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [each for each in args if isinstance(each, torch.Tensor)]
-        if self._makes_a_list(func, args, kwargs) or (given and all(_is_list(each) for each in given)):
+        if self._makes_a_list(func, args, kwargs) or (
+            given and all(_is_list(each) for each in given)
+        ):
             if func is aten.is_pinned.default:
                 return True  # it insists, and a machine without a card pins nothing
             with _disable_current_modes():
-                return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+                return func(
+                    *args, **{name: value for name, value in kwargs.items() if name != "pin_memory"}
+                )
         if func is aten.copy_.default and _is_list(args[0]):
             return args[0]  # what comes back from the other ranks is what was sent
         return func(*args, **kwargs)
@@ -116,4 +125,8 @@ class _ReducerCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_list(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and tensor.dtype is torch.int32 and tensor.device.type == "cpu"
+    return (
+        not isinstance(tensor, FakeTensor)
+        and tensor.dtype is torch.int32
+        and tensor.device.type == "cpu"
+    )

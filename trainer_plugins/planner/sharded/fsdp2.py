@@ -16,7 +16,8 @@ from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.tracing.trace import Tracker
 
-# transformers/integrations/fsdp.py, is_fsdp_enabled: then only the first rank of a node loads the weights.
+# transformers/integrations/fsdp.py, is_fsdp_enabled: then only the first rank of a node loads the
+# weights.
 _ONE_LOADS = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
@@ -82,7 +83,10 @@ def _gradients_are_known(tracker: Tracker) -> Any:
         result = original(group, *args, **kwargs)
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            kept = (getattr(parameter, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            kept = (
+                getattr(parameter, "unsharded_accumulated_grad", None),
+                getattr(whole, "grad", None),
+            )
             tracker.tag((each for each in kept if each is not None), "gradients")
         return result
 

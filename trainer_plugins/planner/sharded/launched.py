@@ -1,4 +1,7 @@
-"""What a launch file starts, as `accelerate launch` reads it. Imports accelerate: only for the subprocess."""
+"""What a launch file starts, as `accelerate launch` reads it.
+
+Imports accelerate: only for the subprocess.
+"""
 
 import os
 from dataclasses import replace
@@ -13,7 +16,12 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
 # Findings of form that stop a launch, or would make it another one than was written.
-_MALFORMED = ("config-duplicate-key", "config-unknown-key", "config-wrong-type", "config-removed-key")
+_MALFORMED = (
+    "config-duplicate-key",
+    "config-unknown-key",
+    "config-wrong-type",
+    "config-removed-key",
+)
 _REFUSED = {
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "TPUs (distributed_type XLA)",
@@ -35,7 +43,9 @@ def resolved(request: PlanRequest) -> PlanRequest:
     """
     if request.launch_file is None:
         num_gpus = max(1, request.num_gpus)
-        return replace(request, num_gpus=num_gpus, num_nodes=request.num_nodes or nodes_of(num_gpus))
+        return replace(
+            request, num_gpus=num_gpus, num_nodes=request.num_nodes or nodes_of(num_gpus)
+        )
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}
@@ -44,20 +54,34 @@ def resolved(request: PlanRequest) -> PlanRequest:
     num_gpus = request.num_gpus or _num_processes(config, name)
     num_nodes = _num_nodes(config, num_gpus, name)
     if kind == "NO" and num_gpus > 1:
-        raise PlanError(f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}")
+        raise PlanError(
+            f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}"
+        )
     if num_gpus % num_nodes:
-        raise PlanError(f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}")
+        raise PlanError(
+            f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}"
+        )
     deepspeed = None
     try:
         environment = _environment(request.launch_file, num_gpus)
         if kind == "DEEPSPEED":
             deepspeed = _deepspeed(environment)
-            environment = {key: environment[key] for key in ("ACCELERATE_MIXED_PRECISION",) if key in environment}
+            environment = {
+                key: environment[key]
+                for key in ("ACCELERATE_MIXED_PRECISION",)
+                if key in environment
+            }
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
     if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
         raise NotPredicted(f"FSDP1 ({name}; fsdp_version 2 is)")
-    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, deepspeed=deepspeed, environment=environment)
+    return replace(
+        request,
+        num_gpus=num_gpus,
+        num_nodes=num_nodes,
+        deepspeed=deepspeed,
+        environment=environment,
+    )
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
@@ -84,7 +108,9 @@ def _document(path: str) -> Document:
     if malformed:
         raise PlanError(f"--accelerate-config: {_told(malformed[0])}")
     if document.accelerate is None or "distributed_type" not in document.accelerate:
-        raise PlanError(f"--accelerate-config: {path} has no distributed_type: it is not a config file of accelerate")
+        raise PlanError(
+            f"--accelerate-config: {path} has no distributed_type: it is not a config file of accelerate"
+        )
     if document.json_problem is not None:
         raise PlanError(f"--accelerate-config: deepspeed_config_file: {document.json_problem}")
     return document
@@ -101,11 +127,15 @@ def _refuse(config: dict[str, Any], name: str) -> None:
     if not isinstance(kind, str):
         raise PlanError(f"{name} has distributed_type {kind}: it is a name, as in FSDP")
     if kind not in _PLANNED:
-        raise NotPredicted(f"what {name} launches: {_REFUSED.get(kind, f'distributed_type {kind}')}")
+        raise NotPredicted(
+            f"what {name} launches: {_REFUSED.get(kind, f'distributed_type {kind}')}"
+        )
     if config.get("use_cpu"):
         raise NotPredicted(f"what {name} launches: training on the CPU (use_cpu)")
     if config.get("parallelism_config"):
-        raise NotPredicted(f"what {name} launches: tensor, context and replicated parallelism (parallelism_config)")
+        raise NotPredicted(
+            f"what {name} launches: tensor, context and replicated parallelism (parallelism_config)"
+        )
     if config.get("mixed_precision") == "fp8":
         raise NotPredicted(f"what {name} launches: fp8 (mixed_precision)")
     dynamo = (config.get("dynamo_config") or {}).get("dynamo_backend", config.get("dynamo_backend"))
@@ -119,7 +149,9 @@ def _num_processes(config: dict[str, Any], name: str) -> int:
         return number
     if config["distributed_type"] == "NO":
         return 1
-    raise PlanError(f"{name} runs a process on each card (num_processes: {number}): say how many with --num-gpus")
+    raise PlanError(
+        f"{name} runs a process on each card (num_processes: {number}): say how many with --num-gpus"
+    )
 
 
 def _environment(path: str, num_gpus: int) -> dict[str, str]:
@@ -127,7 +159,15 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
-    asked = ["--config_file", path, "--num_processes", str(num_gpus), "--main_process_port", _FREE_PORT, "train.py"]
+    asked = [
+        "--config_file",
+        path,
+        "--num_processes",
+        str(num_gpus),
+        "--main_process_port",
+        _FREE_PORT,
+        "train.py",
+    ]
     started: list[Any] = []
     launchers: dict[str, Any] = dict.fromkeys(
         ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"), started.append
@@ -142,7 +182,9 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
         exported = prepare.prepare_multi_gpu_env(args)
     else:
         _, exported = prepare.prepare_simple_launcher_cmd_env(args)
-    return {key: value for key, value in exported.items() if key.startswith(("ACCELERATE_", "FSDP_"))}
+    return {
+        key: value for key, value in exported.items() if key.startswith(("ACCELERATE_", "FSDP_"))
+    }
 
 
 def _deepspeed(environment: dict[str, str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Be one rank of many, in one process: the first, which holds the most. Imports torch.
 
-The group of processes is torch's own fake one: each collective returns at once, and its results have their shapes.
-What the ranks are then made of (DDP, FSDP2, accelerate, the Trainer) is the real code.
+The group of processes is torch's own fake one: each collective returns at once, and its results
+have their shapes. What the ranks are then made of (DDP, FSDP2, accelerate, the Trainer) is the real
+code.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ OF_NCCL = "memory of NCCL's communicators, outside of torch's allocator"
 
 @contextlib.contextmanager
 def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib.ExitStack]:
-    """Let torch, accelerate and transformers find a launched process. Yields where to put what else is needed.
+    """Let torch, accelerate and transformers find a launched process.
+
+    Yields where to put what else is needed.
 
     Raises:
         NotPredicted: this torch cannot.
@@ -45,7 +48,8 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
             "MASTER_PORT": "29500",
         }
     )  # the worker gives each prediction an environment of its own
-    forget_accelerate()  # what was told to arguments that were read before it was known that there are ranks
+    # what was told to arguments that were read before it was known that there are ranks
+    forget_accelerate()
     tracker.host_ranks = num_local
     with contextlib.ExitStack() as stack:
         with _disable_current_modes():
@@ -54,16 +58,23 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         stack.callback(dist.destroy_process_group)
         for name, answer in streams.answers(tracker).items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
-        stack.enter_context(patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream))
+        stack.enter_context(
+            patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream)
+        )
         stack.enter_context(patch.object(torch.cuda, "device_count", lambda: num_local))
         # Of the two ways to ask which accelerator there is, one looks at how torch was built.
-        stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device)))
+        stack.enter_context(
+            patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device))
+        )
         stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
         # The first rank has what it sends; and it would send tensors without bytes.
         stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
-        # All ranks have batches of one size; here their sizes would be asked of tensors that have no values.
+        # All ranks have batches of one size; here their sizes would be asked of tensors that have
+        # no values.
         stack.enter_context(_generation_ends_with_this_rank())
-        stack.enter_context(patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor))
+        stack.enter_context(
+            patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
+        )
         _prove()
         yield stack
 

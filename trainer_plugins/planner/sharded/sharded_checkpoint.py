@@ -10,9 +10,13 @@ from trainer_plugins.planner.tracing.trace import Tracker
 def save(trainer: Any, tracker: Tracker) -> None:
     """accelerate/utils/fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer: states are made, written, and dropped.
 
-    As FULL_STATE_DICT each tensor is gathered on the cards, and the first rank keeps it on the host.
+    As FULL_STATE_DICT each tensor is gathered on the cards, and the first rank keeps it on the
+    host.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
 
     options = _options(trainer)
     with _on_the_host(trainer, tracker), tracker.during("save"):
@@ -23,7 +27,10 @@ def save(trainer: Any, tracker: Tracker) -> None:
 
 def resume(trainer: Any, tracker: Tracker) -> None:
     """accelerate/utils/fsdp_utils.py, load_fsdp_optimizer: what was saved is dealt out again."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     optimizer = _optimizer(trainer)
     with _on_the_host(trainer, tracker):

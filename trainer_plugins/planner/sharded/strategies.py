@@ -1,4 +1,7 @@
-"""How work is divided among cards. A strategy surrounds the rehearsal, which is then that of one rank of many."""
+"""How work is divided among cards.
+
+A strategy surrounds the rehearsal, which is then that of one rank of many.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -58,7 +61,9 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
         NotPredicted: there is no strategy here for it.
     """
     _refuse_other_batches(request, args)
-    deepspeed = getattr(args, "deepspeed", None) or request.deepspeed  # the Trainer's arguments go before a launcher's
+    deepspeed = (
+        getattr(args, "deepspeed", None) or request.deepspeed
+    )  # the Trainer's arguments go before a launcher's
     if deepspeed is not None:
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
@@ -84,7 +89,9 @@ def _refuse_other_batches(request: PlanRequest, args: Any) -> None:
     loading, rows = args.accelerator_config, args.per_device_train_batch_size
     if request.num_gpus > 1 and loading.split_batches:
         if rows % request.num_gpus:
-            raise PlanError(f"split_batches cannot divide {rows} rows among {request.num_gpus} GPUs")
+            raise PlanError(
+                f"split_batches cannot divide {rows} rows among {request.num_gpus} GPUs"
+            )
         raise NotPredicted("split_batches (accelerator_config)")
     if request.num_gpus > 1 and loading.dispatch_batches:
         raise NotPredicted("dispatch_batches (accelerator_config)")

@@ -1,4 +1,7 @@
-"""DeepSpeed ZeRO-1, 2 and 3: DeepSpeed's own engine, on one rank of many, on tensors without bytes. Imports torch."""
+"""DeepSpeed ZeRO-1, 2 and 3: DeepSpeed's own engine, on one rank of many, on tensors without bytes.
+
+Imports torch.
+"""
 
 import base64
 import contextlib
@@ -37,10 +40,15 @@ class Zero:
         from trainer_plugins.planner.sharded.zero_engine import engine_without_bytes
 
         os.environ.update(_exported(self._request))
-        with as_first_rank(self._request, tracker), engine_without_bytes(tracker, self._pinned) as engines:
+        with (
+            as_first_rank(self._request, tracker),
+            engine_without_bytes(tracker, self._pinned) as engines,
+        ):
             yield
             if not engines or engines[-1].global_steps < OPTIMIZER_STEPS:
-                raise NotPredicted("DeepSpeed: in this run no engine takes the steps of the Trainer")
+                raise NotPredicted(
+                    "DeepSpeed: in this run no engine takes the steps of the Trainer"
+                )
 
     def prepare(self, trainer: Any) -> None:
         pass
@@ -67,7 +75,9 @@ def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Any) -> Ze
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
-        raise PlanError("planning for DeepSpeed needs the package deepspeed, whose engine runs here") from error
+        raise PlanError(
+            "planning for DeepSpeed needs the package deepspeed, whose engine runs here"
+        ) from error
     if request.device != "cuda":
         raise NotPredicted("DeepSpeed on the simulated card, which it does not know")
     refuse_config(config)

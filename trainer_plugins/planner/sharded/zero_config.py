@@ -1,4 +1,7 @@
-"""What of a DeepSpeed config can be planned for. Its keys are those of `launch/lint`, in the words of that page."""
+"""What of a DeepSpeed config can be planned for.
+
+Its keys are those of `launch/lint`, in the words of that page.
+"""
 
 import json
 import math
@@ -12,22 +15,64 @@ from trainer_plugins.launch.lint.schema import part, schema_findings
 from trainer_plugins.launch.lint.zero import zero_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 
-# What changes no memory of a card (text, counters, a profile of time), or what the engine does here as it will there.
+# What changes no memory of a card (text, counters, a profile of time), or what the engine does here
+# as it will there.
 _PLANNED = frozenset(
     {
-        *("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler", "gradient_clipping", "data_types"),
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"),
-        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "checkpoint"),
-        *("gradient_predivide_factor", "prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
-        *("tensorboard", "wandb", "csv_monitor", "comet", "log_level", "timers", "dataloader_drop_last", "aio"),
-        *("disable_python_gc", "activation_checkpointing"),  # the latter does nothing to a model of transformers
+        *(
+            "zero_optimization",
+            "bf16",
+            "bfloat16",
+            "fp16",
+            "optimizer",
+            "scheduler",
+            "gradient_clipping",
+            "data_types",
+        ),
+        *(
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "steps_per_print",
+        ),
+        *(
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "communication_data_type",
+            "checkpoint",
+        ),
+        *(
+            "gradient_predivide_factor",
+            "prescale_gradients",
+            "wall_clock_breakdown",
+            "memory_breakdown",
+            "dump_state",
+        ),
+        *(
+            "tensorboard",
+            "wandb",
+            "csv_monitor",
+            "comet",
+            "log_level",
+            "timers",
+            "dataloader_drop_last",
+            "aio",
+        ),
+        *(
+            "disable_python_gc",
+            "activation_checkpointing",
+        ),  # the latter does nothing to a model of transformers
     }
 )
 _BATCHES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-_ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_ZERO_PLUS_PLUS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 
 
 def read_config(given: Any) -> dict[str, Any]:
@@ -56,7 +101,9 @@ def refuse_config(config: dict[str, Any]) -> None:
         PlanError: DeepSpeed does not know a key of it, or stops at a value.
         NotPredicted: it asks for what nothing here can say anything about, by name.
     """
-    written = {key: value for key, value in config.items() if value != math.inf}  # accelerate's steps_per_print
+    written = {
+        key: value for key, value in config.items() if value != math.inf
+    }  # accelerate's steps_per_print
     document = Document(name="deepspeed", deepspeed=written)
     for finding in schema_findings(document):
         if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
@@ -76,11 +123,15 @@ def refuse_batches(config: dict[str, Any], args: Any) -> None:
     """
     said = {key: config[key] for key in ("train_batch_size", *_BATCHES) if key in config}
     if not said:
-        raise PlanError('the DeepSpeed config says nothing of batches: set train_micro_batch_size_per_gpu to "auto"')
+        raise PlanError(
+            'the DeepSpeed config says nothing of batches: set train_micro_batch_size_per_gpu to "auto"'
+        )
     for key, name in _BATCHES.items():
         if said.get(key, "auto") not in ("auto", getattr(args, name)):
             asked = f"{name} {getattr(args, name)}"
-            raise PlanError(f'the DeepSpeed config has {key} {said[key]}, the arguments {asked}: set it to "auto"')
+            raise PlanError(
+                f'the DeepSpeed config has {key} {said[key]}, the arguments {asked}: set it to "auto"'
+            )
 
 
 def _unplanned(config: dict[str, Any]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Let DeepSpeed's own engine run on tensors without bytes. Imports torch and DeepSpeed.
 
-What is replaced is what a machine without a card, or a rank without peers, cannot do; each has a function, and the
-place in DeepSpeed 0.19.8 that asks for it. Which parameters are gathered, when they are released, how large each buffer
-is: that is the engine's own code.
+What is replaced is what a machine without a card, or a rank without peers, cannot do; each has a
+function, and the place in DeepSpeed 0.19.8 that asks for it. Which parameters are gathered, when
+they are released, how large each buffer is: that is the engine's own code.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ _HELD_HERE = 2  # by the tensor, and by the Python object of the storage
 class PinnedBlocks:
     """torch's allocator of pinned memory: blocks of powers of two, which are kept when a tensor dies.
 
-    ATen/core/CachingHostAllocator.h: `size_t roundSize = c10::llvm::PowerOf2Ceil(size)`, and free lists by that size.
+    ATen/core/CachingHostAllocator.h: `size_t roundSize = c10::llvm::PowerOf2Ceil(size)`, and free
+    lists by that size.
     """
 
     def __init__(self) -> None:
@@ -73,8 +74,18 @@ def _state_ends(stack: contextlib.ExitStack) -> None:
     from deepspeed.utils import groups
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    for owner in (comm, groups, partition_parameters, partition_parameters.Init, torch.nn.functional):
-        stack.callback(_restore, owner, {name: value for name, value in vars(owner).items() if _is_state(name, value)})
+    for owner in (
+        comm,
+        groups,
+        partition_parameters,
+        partition_parameters.Init,
+        torch.nn.functional,
+    ):
+        stack.callback(
+            _restore,
+            owner,
+            {name: value for name, value in vars(owner).items() if _is_state(name, value)},
+        )
     stack.callback(parameter_offload.FWD_MODULE_STACK.clear)
     stack.callback(unset_hf_deepspeed_config)
 
@@ -94,7 +105,9 @@ def _ranks_agree(stack: contextlib.ExitStack) -> None:
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
-        stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda ints: None))
+        stack.enter_context(
+            patch.object(module, "assert_ints_same_as_other_ranks", lambda ints: None)
+        )
 
 
 def _gradients_are_finite(stack: contextlib.ExitStack) -> None:
@@ -118,7 +131,10 @@ def _and_says_no(has_overflow: Any) -> Any:
 
 
 def _streams(stack: contextlib.ExitStack) -> None:
-    """The engine gathers on a stream of its own. A block that another stream still reads is free at once here."""
+    """The engine gathers on a stream of its own.
+
+    A block that another stream still reads is free at once here.
+    """
     first: Any = torch.cuda.current_stream()
     stack.enter_context(patch.object(torch.cuda, "default_stream", lambda device=None: first))
     stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
@@ -134,7 +150,10 @@ class _Op:
 
 
 def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
-    """csrc/adam: cpu_adam_impl.cpp and multi_tensor_adam.cu. Their states are made in Python, by the optimizers."""
+    """csrc/adam: cpu_adam_impl.cpp and multi_tensor_adam.cu.
+
+    Their states are made in Python, by the optimizers.
+    """
     from deepspeed.ops.adam import cpu_adam, fused_adam
 
     for builder in (cpu_adam.CPUAdamBuilder, fused_adam.FusedAdamBuilder):
@@ -165,7 +184,9 @@ def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
         (stage3, "reduce_scatter_coalesced", zero_views.while_reducing),
     )
     for owner, name, views in makers:
-        stack.enter_context(patch.object(owner, name, _making_buffers(getattr(owner, name), tracker, views)))
+        stack.enter_context(
+            patch.object(owner, name, _making_buffers(getattr(owner, name), tracker, views))
+        )
     set_up = DeepSpeedZeroOptimizer.setup_buckets
 
     def buckets_set_up(optimizer: Any) -> None:
@@ -212,26 +233,42 @@ def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines:
 
     stack.enter_context(patch.object(DeepSpeedEngine, "__init__", made))
     stack.enter_context(patch.object(DeepSpeedEngine, "step", stepped))
-    stack.enter_context(patch.object(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated))
+    stack.enter_context(
+        patch.object(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated)
+    )
 
 
 def _name_parts(engine: Any, tracker: Tracker) -> None:
     """Say what the flat buffers of the engine's optimizer are: stage3.py and stage_1_and_2.py, `__init__`.
 
-    And what the parts of weights are, of which those that are not trained have no buffer: partition_parameters.py.
+    And what the parts of weights are, of which those that are not trained have no buffer:
+    partition_parameters.py.
     """
     optimizer = engine.optimizer
     for weight in engine.module.parameters():
-        tracker.tag([getattr(weight, "ds_tensor", None)], "weights" if weight.requires_grad else "frozen weights")
+        tracker.tag(
+            [getattr(weight, "ds_tensor", None)],
+            "weights" if weight.requires_grad else "frozen weights",
+        )
 
     def of(name: str) -> list[Any]:
         value = getattr(optimizer, name, None)
-        values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        return [each for one in values for each in (one if isinstance(one, (list, tuple)) else [one])]
+        values = (
+            list(value.values())
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list)
+            else [value]
+        )
+        return [
+            each for one in values for each in (one if isinstance(one, (list, tuple)) else [one])
+        ]
 
     for name, category in _PARTS.items():
         tracker.tag(of(name), category)
-    tracker.tag((getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers")
+    tracker.tag(
+        (getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers"
+    )
     for storage in of("storages_of_buckets"):  # of stages 1 and 2; gradients were views into them
         if storage is not None:
             storage.category = "sharding buffers"

@@ -1,8 +1,9 @@
 """One view in place of a view for each rank. Imports torch and DeepSpeed.
 
-The engine cuts every buffer that it gathers into the part of each rank, and every gradient that it reduces, in Python:
-with 1024 ranks that is all the time there is. Without bytes the parts of one length are alike, so one of them stands
-for all. A view takes no memory, and lives as long as the engine holds it.
+The engine cuts every buffer that it gathers into the part of each rank, and every gradient that it
+reduces, in Python: with 1024 ranks that is all the time there is. Without bytes the parts of one
+length are alike, so one of them stands for all. A view takes no memory, and lives as long as the
+engine holds it.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ class LikeViews:
 
     def narrow(self, original: Any, tensor: Any, dim: int, start: int, length: int) -> Any:
         """`tensor.narrow`: partition_parameters.py, _all_gather_dtype and AllGatherCoalescedHandle.wait."""
-        return self._one_for_all((id(tensor), dim, length), lambda: original(tensor, dim, start, length))
+        return self._one_for_all(
+            (id(tensor), dim, length), lambda: original(tensor, dim, start, length)
+        )
 
     def slice(self, original: Any, tensor: Any, index: Any) -> Any:
         """`tensor[start:stop]`: coalesced_collectives.py, reduce_scatter_coalesced."""
@@ -44,7 +47,9 @@ class LikeViews:
 def while_gathering() -> Iterator[None]:
     """Let parts that are narrowed be alike."""
     views, narrow = LikeViews(), torch.Tensor.narrow
-    with patch.object(torch.Tensor, "narrow", lambda tensor, *args: views.narrow(narrow, tensor, *args)):
+    with patch.object(
+        torch.Tensor, "narrow", lambda tensor, *args: views.narrow(narrow, tensor, *args)
+    ):
         yield
 
 
@@ -52,5 +57,7 @@ def while_gathering() -> Iterator[None]:
 def while_reducing() -> Iterator[None]:
     """Let parts that are sliced be alike."""
     views, getitem = LikeViews(), torch.Tensor.__getitem__
-    with patch.object(torch.Tensor, "__getitem__", lambda tensor, index: views.slice(getitem, tensor, index)):
+    with patch.object(
+        torch.Tensor, "__getitem__", lambda tensor, index: views.slice(getitem, tensor, index)
+    ):
         yield

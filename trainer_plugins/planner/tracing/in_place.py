@@ -1,4 +1,7 @@
-"""What autograd does in place, and does not to fake tensors because they are a subclass of Tensor. Imports torch."""
+"""What autograd does in place, and does not to fake tensors because they are a subclass of Tensor.
+
+Imports torch.
+"""
 
 import sys
 from pathlib import Path
@@ -19,8 +22,9 @@ IN_PLACE = {
 }
 """What autograd does in place, but not to a subclass of Tensor, which a fake tensor is.
 
-torch/csrc/autograd: input_buffer.cpp, accumulate, where a second gradient comes to a first one; FunctionsManual.cpp and
-aten/src/ATen/native, areAnyTensorSubclassLike, where a backward (gather, indexing, index_select, max) fills zeros.
+torch/csrc/autograd: input_buffer.cpp, accumulate, where a second gradient comes to a first one;
+FunctionsManual.cpp and aten/src/ATen/native, areAnyTensorSubclassLike, where a backward (gather,
+indexing, index_select, max) fills zeros.
 """
 
 
@@ -36,18 +40,22 @@ def is_autograds_own(tensor: Any) -> bool:
     storage = tensor.untyped_storage()
     is_whole = storage.nbytes() == tensor.numel() * tensor.element_size()
     return (
-        is_whole and core._current_autograd_node() is not None and core._storage_Use_Count(storage._cdata) == held_here
+        is_whole
+        and core._current_autograd_node() is not None
+        and core._storage_Use_Count(storage._cdata) == held_here
     )
 
 
 def _is_called_by_python() -> bool:
     """Whether there is Python between an operation and autograd, more than what is wrapped around a dispatch.
 
-    That is what torch wraps around it, and the planner's own modes above the tracker (DDP, FSDP2 and ZeRO have one):
-    on a card they are not there, and autograd adds in place.
+    That is what torch wraps around it, and the planner's own modes above the tracker (DDP, FSDP2
+    and ZeRO have one): on a card they are not there, and autograd adds in place.
     """
     frame = sys._getframe(2).f_back  # what called __torch_dispatch__
     wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _PLANNER)
     while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name != "_engine_run_backward"  # a backward in a backward
+    return (
+        frame is not None and frame.f_code.co_name != "_engine_run_backward"
+    )  # a backward in a backward

@@ -47,7 +47,9 @@ def picks_by_mask(func: Any, args: Any) -> bool:
     """Whether the size of a result is the number of ones in a mask: `x[mask]`, and what it is made of."""
     if func is aten.masked_select.default:
         return True
-    return func is aten.index.Tensor and any(each is not None and each.dtype == torch.bool for each in args[1])
+    return func is aten.index.Tensor and any(
+        each is not None and each.dtype == torch.bool for each in args[1]
+    )
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -98,10 +100,14 @@ def _softmax_backward(args: Any) -> int:
 def _copied_operands(args: Any) -> int:
     """aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
 
-    cuBLAS reads a matrix by one stride, the other one being 1. What has no such stride is copied for the call: the
-    gradient of a `sum()`, whose strides are 0, is the common case.
+    cuBLAS reads a matrix by one stride, the other one being 1. What has no such stride is copied
+    for the call: the gradient of a `sum()`, whose strides are 0, is the common case.
     """
-    return sum(_rounded(each.numel() * each.element_size()) for each in args[-2:] if not _has_leading_dimension(each))
+    return sum(
+        _rounded(each.numel() * each.element_size())
+        for each in args[-2:]
+        if not _has_leading_dimension(each)
+    )
 
 
 def _has_leading_dimension(matrix: Any) -> bool:

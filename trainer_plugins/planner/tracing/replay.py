@@ -32,7 +32,9 @@ class Replay:
     timeline: tuple[tuple[str, int, int], ...] = field(repr=False)
 
 
-def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRules | None = None) -> Replay:
+def replay(
+    trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRules | None = None
+) -> Replay:
     """Replay. `capacity_bytes` is what the process can reserve; None is a card without an end."""
     model = AllocatorModel(capacity_bytes, rules)
     blocks: dict[int, Block] = {}
@@ -65,7 +67,11 @@ def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRule
         if position % interval == 0 or event.moment != timeline[-1][0]:
             timeline.append(point)
         else:  # the most of each stretch, so that no peak is lost
-            timeline[-1] = (event.moment, max(point[1], timeline[-1][1]), max(point[2], timeline[-1][2]))
+            timeline[-1] = (
+                event.moment,
+                max(point[1], timeline[-1][1]),
+                max(point[2], timeline[-1][2]),
+            )
     _note(peaks, moment, model)
     return Replay(
         allocated_peak_bytes=highest,
@@ -82,7 +88,10 @@ def replay(trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRule
 
 
 def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
-    """The storages that live at the peak, each with what it got, the largest first. The sum is the allocated peak."""
+    """The storages that live at the peak, each with what it got, the largest first.
+
+    The sum is the allocated peak.
+    """
     live: dict[int, Storage] = {}
     for event in trace.events[: replayed.peak_event + 1]:
         if event.kind == ALLOC:

@@ -27,7 +27,10 @@ _MASK_DIMENSIONS = 2  # rows, and tokens
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation of the run. Its category may be told later: what a gradient is, is known after the backward."""
+    """One allocation of the run.
+
+    Its category may be told later: what a gradient is, is known after the backward.
+    """
 
     num_bytes: int
     stream: int
@@ -71,7 +74,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         has_padding: whether there is a 0 in the masks of batches, when somebody asks.
     """
 
-    def __init__(self, device: str, card: kernels.KernelRules | None, has_padding: bool = False) -> None:
+    def __init__(
+        self, device: str, card: kernels.KernelRules | None, has_padding: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.moment = "load"
@@ -163,7 +168,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a tensor's storage unless it has been."""
         tensor = _local(tensor)
         kind = tensor.device.type
-        if self.fake_mode is not None and isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake_mode:
+        if (
+            self.fake_mode is not None
+            and isinstance(tensor, FakeTensor)
+            and tensor.fake_mode is not self.fake_mode
+        ):
             return  # a shape that DTensor works out with tensors of its own
         if kind == "cpu":
             self._see_host(tensor)
@@ -245,7 +254,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in item if isinstance(item, (tuple, list)) else (item,):
                     if isinstance(tensor, torch.Tensor):
                         self._see_result(tensor, name, args)
-        if self._card is not None:  # a kernel takes what it needs beside its results, not before them
+        if (
+            self._card is not None
+        ):  # a kernel takes what it needs beside its results, not before them
             self.transient(self._card.transient_bytes(func, args), name)
         return result
 
@@ -269,27 +280,46 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _use_kernels(self, func: Any, args: Any) -> None:
         assert self._card is not None
         for library, num_bytes in self._card.workspaces(func, args):
-            used = (threading.get_ident(), library)  # each thread has a handle, and a workspace with it
+            used = (
+                threading.get_ident(),
+                library,
+            )  # each thread has a handle, and a workspace with it
             if args[-1].device.type == self.device and used not in self._workspaces:
                 self._workspaces.add(used)
                 self.keep_workspace(num_bytes, library)
 
     def _alloc(
-        self, num_bytes: int, operation: str, tensor: Any, category: str | None = None, like: Storage | None = None
+        self,
+        num_bytes: int,
+        operation: str,
+        tensor: Any,
+        category: str | None = None,
+        like: Storage | None = None,
     ) -> int:
         shape = tuple(tensor.shape) if tensor is not None else ()
         if like is not None:
             record = Storage(
-                num_bytes, self.stream, self.moment, operation, like.module, like.category, like.shape, like.dtype
+                num_bytes,
+                self.stream,
+                self.moment,
+                operation,
+                like.module,
+                like.category,
+                like.shape,
+                like.dtype,
             )
         else:
             dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "bytes"
             category = category or self.category
             if category is None:
-                is_logits = len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
+                is_logits = (
+                    len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
+                )
                 category = "logits and loss" if is_logits else "activations"
             module = self.module or self.graph.module_running()
-            record = Storage(num_bytes, self.stream, self.moment, operation, module, category, shape, dtype)
+            record = Storage(
+                num_bytes, self.stream, self.moment, operation, module, category, shape, dtype
+            )
         self._storages.append(record)
         index = len(self._storages) - 1
         if num_bytes:
@@ -336,7 +366,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         made_by = self.storage_of(tensor)
         operation = (
-            made_by.operation if made_by is not None else self._host_truths.get(_key(tensor.untyped_storage()), "")
+            made_by.operation
+            if made_by is not None
+            else self._host_truths.get(_key(tensor.untyped_storage()), "")
         )
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
@@ -344,9 +376,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation == "aten::all":
             return self.checks_hold
         if tensor.dtype == torch.bool:
-            return operation not in ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
+            return operation not in (
+                "aten::isnan",
+                "aten::isinf",
+                "aten::any",
+                "aten::ne",
+                "aten::lt",
+            )
         if tensor.dtype.is_floating_point:
-            # GradScaler asks before the optimizer steps whether it found infinities; a count of steps lies on the host.
+            # GradScaler asks before the optimizer steps whether it found infinities; a count of
+            # steps lies on the host.
             return 0.0 if self.moment == "optimizer step" and made_by is not None else 1.0
         return 1
 

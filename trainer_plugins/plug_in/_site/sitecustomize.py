@@ -1,7 +1,8 @@
 """Read by Python itself at its start, under `trainer-plugins exec`: attaches when `transformers.trainer` is imported.
 
-Imports nothing that Python has not imported already. Whatever goes wrong is one line on stderr: the program goes on.
-Any Python may be started there, so this is written for all from 2.7 on: no annotations, no f-strings.
+Imports nothing that Python has not imported already. Whatever goes wrong is one line on stderr: the
+program goes on. Any Python may be started there, so this is written for all from 2.7 on: no
+annotations, no f-strings.
 """
 
 import os
@@ -23,18 +24,24 @@ def _attach():  # type: () -> None
 
 def _say(error):  # type: (Exception) -> None
     reason = " ".join(str(error).split())
-    sys.stderr.write("trainer_plugins: nothing was attached in this Python (%s): %s\n" % (sys.executable, reason))  # noqa: UP031
+    words = "trainer_plugins: nothing was attached in this Python (%s): %s\n"
+    sys.stderr.write(words % (sys.executable, reason))
 
 
 def _go_on_to_the_users_own():  # type: () -> None
-    """Import the sitecustomize that this one hides, if there is one. What it raises, Python reports as it would."""
+    """Import the sitecustomize that this one hides, if there is one.
+
+    What it raises, Python reports as it would.
+    """
     here = os.path.dirname(os.path.abspath(__file__))
     ours, place = sys.modules.pop("sitecustomize"), sys.path.index(here) if here in sys.path else 0
     sys.path[:] = [entry for entry in sys.path if entry != here]
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
-        missing = getattr(error, "name", None) or str(error).split()[-1]  # Python 2 has the name in its words alone
+        missing = (
+            getattr(error, "name", None) or str(error).split()[-1]
+        )  # Python 2 has the name in its words alone
         if missing != "sitecustomize":
             raise
     finally:

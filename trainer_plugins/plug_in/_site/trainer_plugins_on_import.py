@@ -1,4 +1,7 @@
-"""Do something once a module has been imported. The name is long since `exec` makes it a top-level module."""
+"""Do something once a module has been imported.
+
+The name is long since `exec` makes it a top-level module.
+"""
 
 import sys
 
@@ -18,8 +21,8 @@ def when_imported(name: str, then: "Callable[[], None]") -> None:
 def passed_over_by_warnings(wrapper: "Function") -> "Function":
     """Have `warnings` pass over the frame of a wrapper, so that a `stacklevel` leads to the line that it led to before.
 
-    It does so for the machinery of imports, which it knows by the name of its file: `_is_internal_frame` in
-    Lib/warnings.py, of Python 3.6 to 3.14.
+    It does so for the machinery of imports, which it knows by the name of its file:
+    `_is_internal_frame` in Lib/warnings.py, of Python 3.6 to 3.14.
     """
     code = wrapper.__code__
     if hasattr(code, "replace"):  # of Python 3.8
@@ -48,7 +51,9 @@ class _Finder:
 
         def exec_module(module: "Any") -> None:
             execute(module)
-            if self in sys.meta_path:  # until here: the module may be looked for, or fail, without being imported
+            if (
+                self in sys.meta_path
+            ):  # until here: the module may be looked for, or fail, without being imported
                 sys.meta_path.remove(self)
                 self.then()
 

@@ -51,16 +51,22 @@ class Card:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card of a run. None for main memory, which moves with everything, and where torch counts nothing."""
+    """The card of a run.
+
+    None for main memory, which moves with everything, and where torch counts nothing.
+    """
     if device.type == "cpu":
         return None
     try:
         return Card(open_device(device))
-    except Exception:  # noqa: BLE001 - a ValueError where torch counts nothing, and whatever a driver says
+    # a ValueError where torch counts nothing, and whatever a driver says
+    except Exception:  # noqa: BLE001
         return None
 
 
-def leftover(card: Card, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Finding | None:
+def leftover(
+    card: Card, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Finding | None:
     """What an attempt that failed left alive, beyond what may be (`expected_bytes`), with its holders.
 
     Costs a reading, and a walk through all objects where something is left.
@@ -72,8 +78,12 @@ def leftover(card: Card, expected_bytes: int, model: nn.Module, optimizer: torch
     if left_bytes < GROWTH_FRACTION * reading.total_bytes:
         return None
     kind = reading.device.split(":")[0]
-    held = [f"a graph that ends in {list(end.shape)}, held by {end.holder}" for end in graphs_held(kind)]
-    held = held or [f"{list(t.shape)} held by {t.holder}" for t in tensors_held(kind, model, optimizer)]
+    held = [
+        f"a graph that ends in {list(end.shape)}, held by {end.holder}" for end in graphs_held(kind)
+    ]
+    held = held or [
+        f"{list(t.shape)} held by {t.holder}" for t in tensors_held(kind, model, optimizer)
+    ]
     return Finding(
         code="out-of-memory-leftover",
         severity=Severity.WARNING,

@@ -1,9 +1,10 @@
 """Marks: which gradients a backward pass that was cut short has finished.
 
-The invariant on which a retry after half a backward rests: autograd adds to a leaf's `.grad` once in a backward pass,
-when everything that flows into that leaf has been summed. So at any moment a `.grad` holds all of this pass or none of
-it. What breaks it is refused elsewhere: hooks that consume gradients (`refusals.py`) and weights used twice under
-reentrant checkpointing (`finality.py`). `holds_here` tries it on this torch.
+The invariant on which a retry after half a backward rests: autograd adds to a leaf's `.grad` once
+in a backward pass, when everything that flows into that leaf has been summed. So at any moment a
+`.grad` holds all of this pass or none of it. What breaks it is refused elsewhere: hooks that
+consume gradients (`refusals.py`) and weights used twice under reentrant checkpointing
+(`finality.py`). `holds_here` tries it on this torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,11 +21,17 @@ class GradientMark:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._before = [(p, g, -1 if g is None else g._version) for p in parameters for g in (p.grad,)]
+        self._before = [
+            (p, g, -1 if g is None else g._version) for p in parameters for g in (p.grad,)
+        ]
 
     def changed(self) -> set[nn.Parameter]:
         """The parameters that received their gradient since."""
-        return {p for p, g, version in self._before if p.grad is not g or (g is not None and g._version != version)}
+        return {
+            p
+            for p, g, version in self._before
+            if p.grad is not g or (g is not None and g._version != version)
+        }
 
     def new_bytes(self) -> int:
         """What gradients that did not exist at the mark take now."""
@@ -33,7 +40,10 @@ class GradientMark:
 
 @contextmanager
 def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """No gradient for these. Around forward *and* backward: checkpointing runs the forward again in the backward."""
+    """No gradient for these.
+
+    Around forward *and* backward: checkpointing runs the forward again in the backward.
+    """
     changed = [p for p in parameters if p.requires_grad]
     for p in changed:
         p.requires_grad_(False)
@@ -51,7 +61,9 @@ def holds_here() -> bool:
         raise RuntimeError("half way")
 
     early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    torch.autograd.backward((early * late).sum())  # both have a gradient now: the versions have to tell
+    torch.autograd.backward(
+        (early * late).sum()
+    )  # both have a gradient now: the versions have to tell
     mark = GradientMark((early, late))
     hidden = early * 2
     torch.autograd.graph.register_multi_grad_hook((hidden,), fail)
@@ -63,4 +75,6 @@ def holds_here() -> bool:
         return False
     with frozen(halfway):
         torch.autograd.backward((early * 2 * late).sum())
-    return halfway == {late} and all(p.grad is not None and p.grad.tolist() == [3.0, 3.0] for p in (early, late))
+    return halfway == {late} and all(
+        p.grad is not None and p.grad.tolist() == [3.0, 3.0] for p in (early, late)
+    )

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-# Where TRL's trainers collect what they log: lists by name, under "train" and "eval". The second is that of trl < 1.0.
+# Where TRL's trainers collect what they log: lists by name, under "train" and "eval". The second is
+# that of trl < 1.0.
 _METRICS = ("_metrics", "_stored_metrics")
 
 _SMALL = 1 << 16
@@ -19,7 +20,11 @@ class Snapshot:
 
     def __init__(self, trainer: Trainer, mode: str = "train") -> None:
         self._trainer, self._mode = trainer, mode
-        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._cpu, self._numpy, self._python = (
+            torch.get_rng_state(),
+            np.random.get_state(),
+            random.getstate(),
+        )
         device = trainer.args.device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._card = self._module.get_rng_state(device) if self._module else None
@@ -53,11 +58,18 @@ class Snapshot:
     def _metrics(self) -> list[dict[str, list[Any]]]:
         if not any(kind.__module__.startswith("trl.") for kind in type(self._trainer).__mro__):
             return []  # a Trainer of the user's own may call something else so
-        return [vars(self._trainer)[name][self._mode] for name in _METRICS if name in vars(self._trainer)]
+        return [
+            vars(self._trainer)[name][self._mode]
+            for name in _METRICS
+            if name in vars(self._trainer)
+        ]
 
 
 class Buffers:
-    """The small buffers of a model, such as running statistics. Large ones are tables and masks, which stay."""
+    """The small buffers of a model, such as running statistics.
+
+    Large ones are tables and masks, which stay.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [

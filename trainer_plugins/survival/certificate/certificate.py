@@ -1,8 +1,9 @@
 """Certificate: by which weights the pieces of a run add up, measured on rows of the run, and again as it goes on.
 
-A piece of the size that pieces will have is held against its halves, in the mode in which the model trains, with the
-drawing of random numbers held (`held.py`). The first time, and for each new kind of batch, it is the gradient; later
-the loss alone, and the gradient where that does not tell. Necessary, and no proof: that is the list in `losses.py`.
+A piece of the size that pieces will have is held against its halves, in the mode in which the model
+trains, with the drawing of random numbers held (`held.py`). The first time, and for each new kind
+of batch, it is the gradient; later the loss alone, and the gradient where that does not tell.
+Necessary, and no proof: that is the list in `losses.py`.
 """
 
 import logging
@@ -40,8 +41,15 @@ class Certificate:
         is_trained: whether gradients are summed, and not losses alone.
     """
 
-    def __init__(self, trainer: Trainer, ranks: Alone, family: Family, *, is_trained: bool = True) -> None:
-        self._trainer, self._ranks, self._family, self._is_trained = trainer, ranks, family, is_trained
+    def __init__(
+        self, trainer: Trainer, ranks: Alone, family: Family, *, is_trained: bool = True
+    ) -> None:
+        self._trainer, self._ranks, self._family, self._is_trained = (
+            trainer,
+            ranks,
+            family,
+            is_trained,
+        )
         self._weights: dict[str, list[Weight]] = {}
         """Those that have fitted every sample so far, by the name of the layout."""
         self._kinds: set[Kind] = set()
@@ -72,7 +80,9 @@ class Certificate:
 
     def wants(self, kind: Kind) -> bool:
         """Whether a micro-batch of this kind is to be measured before it is divided: it is new, or it is time."""
-        return self.is_new(kind) or (not self.why_broken and kind in self._kinds and self._computed >= self._next)
+        return self.is_new(kind) or (
+            not self.why_broken and kind in self._kinds and self._computed >= self._next
+        )
 
     def is_new(self, kind: Kind) -> bool:
         """Whether no micro-batch of this kind was measured yet."""
@@ -84,10 +94,20 @@ class Certificate:
         if self.unchecked_since is None:
             self.unchecked_since = step
 
-    def measure(self, layout: Layout, inputs: Inputs, num_fit: int, loss: Loss, put_back: Callable[[], object]) -> None:
-        """Find out by which weights pieces add up. Every rank that computes in step comes here at once.
+    def measure(
+        self,
+        layout: Layout,
+        inputs: Inputs,
+        num_fit: int,
+        loss: Loss,
+        put_back: Callable[[], object],
+    ) -> None:
+        """Find out by which weights pieces add up.
 
-        A rank without two examples lends itself to the others. Where these measure gradients there must be none yet.
+        Every rank that computes in step comes here at once.
+
+        A rank without two examples lends itself to the others. Where these measure gradients there
+        must be none yet.
 
         Args:
             layout: of the inputs.
@@ -97,16 +117,26 @@ class Certificate:
             put_back: takes random numbers and metrics back to where they were.
 
         Raises:
-            IndivisibleError: no weight fits, a part cannot be computed, or there was no room to measure.
+            IndivisibleError: no weight fits, a part cannot be computed, or there was no room to
+                measure.
         """
         kind, family = kind_of(layout, inputs), self._family.for_inputs(inputs)
-        known = [one for one in self._weights.get(layout.name) or family.weights if one in family.weights]
+        known = [
+            one for one in self._weights.get(layout.name) or family.weights if one in family.weights
+        ]
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
         unwatched = set(model.parameters()) - set(parameters)
         try:
-            with gradients_aside(model), frozen(unwatched), Watch(model) as watch, steady(model, put_back) as passes:
-                comparison = Comparison(self._trainer, self._ranks, family, loss, parameters, watch, passes)
+            with (
+                gradients_aside(model),
+                frozen(unwatched),
+                Watch(model) as watch,
+                steady(model, put_back) as passes,
+            ):
+                comparison = Comparison(
+                    self._trainer, self._ranks, family, loss, parameters, watch, passes
+                )
                 told = self._told(comparison, layout, kind, inputs, num_fit, known)
                 if not told and not self._ranks.highest(int(kind not in self._kinds)):
                     self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
@@ -122,11 +152,18 @@ class Certificate:
         except _NotAdditiveError as error:
             if self.unchecked_since is not None:
                 self.why_broken = str(error)
-            elif not self._ranks.in_step:  # where they decide together, they measure together once more
+            elif (
+                not self._ranks.in_step
+            ):  # where they decide together, they measure together once more
                 self._refused[kind] = str(error)
             raise
-        # The gradient of a new kind is measured once. What comes again, the loss alone, costs a third of it.
-        cost = comparison.cost / 3 if kind not in self._kinds and not self._ranks.in_step else comparison.cost
+        # The gradient of a new kind is measured once. What comes again, the loss alone, costs a
+        # third of it.
+        cost = (
+            comparison.cost / 3
+            if kind not in self._kinds and not self._ranks.in_step
+            else comparison.cost
+        )
         self._next, self.unchecked_since = self._computed + _SPARING * cost, None
         if layout.count(inputs) < 2:
             return  # it was lent, and shows nothing of its own
@@ -136,7 +173,13 @@ class Certificate:
         logger.info("%s", self.known)
 
     def _told(
-        self, comparison: Comparison, layout: Layout, kind: Kind, inputs: Inputs, num_fit: int, known: list[Weight]
+        self,
+        comparison: Comparison,
+        layout: Layout,
+        kind: Kind,
+        inputs: Inputs,
+        num_fit: int,
+        known: list[Weight],
     ) -> list[Told]:
         """What samples of a micro-batch show; nothing where none fits, or has something to show."""
         is_gradient = self._is_trained and (self._ranks.in_step or kind not in self._kinds)

@@ -20,17 +20,22 @@ from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Alone
 
-# What rounding makes of a right weight, and less than what a wrong one does. A loss is often taken in float32, whatever
-# the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in bfloat16, at 16 and 28 layers.
+# What rounding makes of a right weight, and less than what a wrong one does. A loss is often taken
+# in float32, whatever the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in
+# bfloat16, at 16 and 28 layers.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
-# Of a parameter that gets a hundredth of what the one with the most gets, rounding is all there may be.
+# Of a parameter that gets a hundredth of what the one with the most gets, rounding is all there may
+# be.
 _LEAST_FRACTION = 1e-2
 
 _SMALLEST_LOSS = 1e-2
-"""Of a smaller loss rounding may be all there is: terms cancel, as GRPO's do. Then the gradient is measured."""
+"""Of a smaller loss rounding may be all there is: terms cancel, as GRPO's do.
+
+Then the gradient is measured.
+"""
 
 _FORWARD, _BOTH = 2 / 3, 2.0
 """What a check costs, in passes forward and backward over its sample: a backward pass takes twice as long."""
@@ -47,7 +52,10 @@ class Steady:
         self._buffers, self.drawers, self._put_back = Buffers(model), drawers, put_back
 
     def begin(self, *, is_whole: bool) -> None:
-        """A pass begins. The second of two parts has the buffers that the first has left, as in training."""
+        """A pass begins.
+
+        The second of two parts has the buffers that the first has left, as in training.
+        """
         if is_whole:
             self._buffers.restore()
         self._put_back()
@@ -99,8 +107,13 @@ class Comparison:
         """In cells, computed forward and backward."""
         self._is_gradient = True
 
-    def first_that_tells(self, samples: list[Sample], idle: Sample, *, is_gradient: bool) -> Told | None:
-        """The largest sample that fits and has something to measure. None where there is none, on every rank."""
+    def first_that_tells(
+        self, samples: list[Sample], idle: Sample, *, is_gradient: bool
+    ) -> Told | None:
+        """The largest sample that fits and has something to measure.
+
+        None where there is none, on every rank.
+        """
         self._is_gradient = is_gradient
         for place in range(self._ranks.highest(len(samples))):
             sample = samples[min(place, len(samples) - 1)] if samples else idle
@@ -120,7 +133,9 @@ class Comparison:
                     f"two passes over the same {sum(told.sample.nums)} examples disagree by {noise:.1e}, with the "
                     "drawing of random numbers held, so it cannot be measured whether its parts add up"
                 )
-        tried = ", ".join(f"{error:.1e} if it is {weight.name}" for weight, error in told.errors.items())
+        tried = ", ".join(
+            f"{error:.1e} if it is {weight.name}" for weight, error in told.errors.items()
+        )
         return f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off by {tried}"
 
     @property
@@ -132,7 +147,9 @@ class Comparison:
         failed = isinstance(measured, DidNotFit)
         if self._ranks.highest(int(failed)):
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
-            self.why_untold = f"there was no room to measure whether its loss can be divided ({line})"
+            self.why_untold = (
+                f"there was no room to measure whether its loss can be divided ({line})"
+            )
             return None
         assert not isinstance(measured, DidNotFit)
         self.cost += (_BOTH if self._is_gradient else _FORWARD) * cells(sample.whole)
@@ -144,14 +161,23 @@ class Comparison:
             )
             return None
         weights = self._family.weights
-        errors = {w: _error(measured[0], measured[1:], sample.factors(w)) if tells else 0.0 for w in weights}
-        errors = {weight: self._ranks.highest(_whole(error)) / 1e9 for weight, error in errors.items()}
+        errors = {
+            w: _error(measured[0], measured[1:], sample.factors(w)) if tells else 0.0
+            for w in weights
+        }
+        errors = {
+            weight: self._ranks.highest(_whole(error)) / 1e9 for weight, error in errors.items()
+        }
         return Told(sample, errors, self._tolerance(), f"{sample.words}, {self._how()}")
 
     def _how(self) -> str:
         name = next((type(module).__name__ for module in self._steady.drawers.in_eval), "")
         mode = "in training mode" if self._ranks.bare.training else "in evaluation mode"
-        return f"{mode}, but {name}, which draws by numpy or Python, without its children" if name else mode
+        return (
+            f"{mode}, but {name}, which draws by numpy or Python, without its children"
+            if name
+            else mode
+        )
 
     def _tells(self, measured: list[_Measured]) -> bool:
         sizes = [max(float(one.norm()) for one in some) for some in measured]
@@ -168,7 +194,11 @@ class Comparison:
         for some in passes:
             is_whole = some is sample.whole
             one = self._pass(some, is_whole=is_whole)
-            if not isinstance(one, DidNotFit) and is_whole and self._ranks.highest(self._steady.drawers.to_eval()):
+            if (
+                not isinstance(one, DidNotFit)
+                and is_whole
+                and self._ranks.highest(self._steady.drawers.to_eval())
+            ):
                 one = self._pass(some, is_whole=True)
             if isinstance(one, DidNotFit):
                 return one
@@ -181,10 +211,14 @@ class Comparison:
             if self._is_gradient:
                 return self._ranks.gradient(lambda: self._loss(some), self._parameters)
             return attempt(lambda: self._value(some))
-        except Exception as error:  # the model's own, about a size or a mode that it does not meet in training
+        except (
+            Exception
+        ) as error:  # the model's own, about a size or a mode that it does not meet in training
             if isinstance(error, torch.OutOfMemoryError) or self._ranks.window is not None:
                 raise  # the other ranks wait: training ends here
-            raise IndivisibleError(f"a part of it cannot be computed: {type(error).__name__}: {error}") from error
+            raise IndivisibleError(
+                f"a part of it cannot be computed: {type(error).__name__}: {error}"
+            ) from error
 
     def _value(self, some: Inputs) -> _Measured:
         with torch.no_grad():
@@ -194,7 +228,11 @@ class Comparison:
         if self._trainer.accelerator.mixed_precision != "no" or self._watch.is_autocast:
             return _TOLERANCE_LOW
         tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in self._parameters)
-        return max(tolerance, _TOLERANCE_TF32) if torch.get_float32_matmul_precision() != "highest" else tolerance
+        return (
+            max(tolerance, _TOLERANCE_TF32)
+            if torch.get_float32_matmul_precision() != "highest"
+            else tolerance
+        )
 
 
 def _whole(error: float) -> int:

@@ -1,4 +1,7 @@
-"""Held: passes that compute the same on the same rows, in the mode in which a model trains. No number is drawn."""
+"""Held: passes that compute the same on the same rows, in the mode in which a model trains.
+
+No number is drawn.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -19,9 +22,10 @@ _GOLDEN = 0.6180339887498949
 def held(model: nn.Module) -> Iterator["Drawers"]:
     """Nothing is drawn inside: dropout keeps everything, and noise is a fixed point of its distribution.
 
-    Not `eval()`: batch statistics, for one, couple rows in training mode alone. The operations themselves are met, in
-    the dispatcher, and so are those of a backward pass, in which checkpointing computes forward passes again. Noise
-    keeps its bounds: of noise whose size depends on the micro-batch, parts show another one than the whole.
+    Not `eval()`: batch statistics, for one, couple rows in training mode alone. The operations
+    themselves are met, in the dispatcher, and so are those of a backward pass, in which
+    checkpointing computes forward passes again. Noise keeps its bounds: of noise whose size depends
+    on the micro-batch, parts show another one than the whole.
 
     What a module draws by Python's generator or numpy's cannot be met so: `Drawers` finds it.
     """
@@ -65,7 +69,10 @@ class Drawers:
         return [module for module, training in self._found.items() if training]
 
     def to_eval(self) -> bool:
-        """Put those that were found since into eval mode, but not what is inside them. False where there was none."""
+        """Put those that were found since into eval mode, but not what is inside them.
+
+        False where there was none.
+        """
         found = [module for module in self._found if module.training]
         for module in found:
             module.training = False
@@ -126,7 +133,9 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def _point(like: torch.Tensor) -> torch.Tensor:
-    """Numbers of [0, 1). They differ along the last of three dimensions: a norm takes away what is alike everywhere.
+    """Numbers of [0, 1).
+
+    They differ along the last of three dimensions: a norm takes away what is alike everywhere.
 
     Of fewer dimensions the last may be that of rows or tokens, which parts have fewer of.
     """
@@ -156,7 +165,9 @@ def _bernoulli(result: torch.Tensor, named: dict[str, Any]) -> None:
     result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
 
 
-def _dropout(result: tuple[torch.Tensor, torch.Tensor], named: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _dropout(
+    result: tuple[torch.Tensor, torch.Tensor], named: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     _, mask = result
     if not named.get("train", True) or not 0 < named["p"] < 1:
         return result

@@ -27,14 +27,23 @@ class Sample:
 
 
 def real(layout: Layout, inputs: Inputs, num_fit: int, weights: list[Weight]) -> list[Sample]:
-    """Examples as they are against their halves: as many as fit, and fewer. Those by which the weights differ most."""
+    """Examples as they are against their halves: as many as fit, and fewer.
+
+    Those by which the weights differ most.
+    """
     total, samples = layout.count(inputs), []
     num = min(max(2, num_fit), total)
     while num >= 2:
         starts = range(0, total - num + 1, max(1, (total - num) // 8))
         all_alike = len(weights) == 1 or len(starts) == 1
-        choices = [_cut(layout, inputs, start, num) for start in (starts[:1] if all_alike else starts)]
-        samples.append(max(choices, key=lambda sample: _spread(sample, weights)) if len(choices) > 1 else choices[0])
+        choices = [
+            _cut(layout, inputs, start, num) for start in (starts[:1] if all_alike else starts)
+        ]
+        samples.append(
+            max(choices, key=lambda sample: _spread(sample, weights))
+            if len(choices) > 1
+            else choices[0]
+        )
         num //= 2
     return samples
 
@@ -42,7 +51,12 @@ def real(layout: Layout, inputs: Inputs, num_fit: int, weights: list[Weight]) ->
 def _cut(layout: Layout, inputs: Inputs, start: int, num: int) -> Sample:
     whole, half = layout.take(inputs, start, start + num), num // 2
     parts = (layout.take(whole, 0, half), layout.take(whole, half, num))
-    return Sample(whole, parts, (half, num - half), f"{num} of its {layout.unit} against {half} + {num - half}")
+    return Sample(
+        whole,
+        parts,
+        (half, num - half),
+        f"{num} of its {layout.unit} against {half} + {num - half}",
+    )
 
 
 def _spread(sample: Sample, weights: list[Weight]) -> float:

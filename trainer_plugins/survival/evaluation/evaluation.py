@@ -1,4 +1,7 @@
-"""Evaluation: a batch that does not fit is computed in parts. No gradients, so there is nothing to take back."""
+"""Evaluation: a batch that does not fit is computed in parts.
+
+No gradients, so there is nothing to take back.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,15 +54,21 @@ class Evaluation:
         finally:
             self._are_outputs_wanted = True
 
-    def compute_loss(self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: Any
+    ) -> Any:
         """Loss, and outputs where they are asked for, as `trainer.compute_loss` gives them."""
         trainer = self._attached.trainer
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # whose forward passes reach the other ranks
+        if (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        ):  # whose forward passes reach the other ranks
             return self._attached.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
             )
 
-        def compute(some: Inputs) -> Any:  # a copy for each attempt: trainers take labels out of theirs
+        def compute(
+            some: Inputs,
+        ) -> Any:  # a copy for each attempt: trainers take labels out of theirs
             with self._gathers.held():
                 return self._attached.compute_loss(
                     model, dict(some), return_outputs=return_outputs, num_items_in_batch=num_items
@@ -98,12 +107,16 @@ class Evaluation:
             return self._compute_part(compute, part, share, is_last)
 
         results = []
-        for part, num_of_part, result, is_last in self._parts.each(layout, inputs, failures, before, work):
+        for part, num_of_part, result, is_last in self._parts.each(
+            layout, inputs, failures, before, work
+        ):
             results.append((result, weight.share(weight.of(part, num_of_part), whole)))
             if not is_last:
                 before.restore_metrics()  # those of the last one are those of the whole
         if failures:
-            say_survived(trainer, f"{num} {layout.unit} ({cells(inputs)} cells)", failures, len(results))
+            say_survived(
+                trainer, f"{num} {layout.unit} ({cells(inputs)} cells)", failures, len(results)
+            )
         return _joined(layout, results)
 
     def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Any:
@@ -117,15 +130,25 @@ class Evaluation:
     def _kept(self, outputs: Any) -> Any:
         """What the Trainer keeps of the outputs: neither caches, nor anything where only the loss is wanted."""
         if not isinstance(outputs, dict):
-            raise IndivisibleError(f"its model returns a {type(outputs).__name__}, in which nothing has a name")
-        dropped = getattr(self._attached.trainer.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
-        wanted = {n: v for n, v in outputs.items() if self._are_outputs_wanted and n not in (*dropped, "loss")}
+            raise IndivisibleError(
+                f"its model returns a {type(outputs).__name__}, in which nothing has a name"
+            )
+        dropped = getattr(
+            self._attached.trainer.model.config, "keys_to_ignore_at_inference", ["past_key_values"]
+        )
+        wanted = {
+            n: v
+            for n, v in outputs.items()
+            if self._are_outputs_wanted and n not in (*dropped, "loss")
+        }
         return type(outputs)(**wanted)
 
     def _weight(self, layout: Layout, inputs: Inputs, compute: Compute, before: Snapshot) -> Weight:
         trainer, certificate = self._attached.trainer, self._certificates.get(self._is_over_items)
         if certificate is None:
-            certificate = Certificate(trainer, Alone(trainer, trainer.model), self._attached.family, is_trained=False)
+            certificate = Certificate(
+                trainer, Alone(trainer, trainer.model), self._attached.family, is_trained=False
+            )
             self._certificates[self._is_over_items] = certificate
         if certificate.wants(kind := kind_of(layout, inputs)):
 
@@ -159,7 +182,9 @@ def _joined(layout: Layout, results: list[tuple[Any, float]]) -> Any:
 def _joined_values(layout: Layout, values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, list | tuple):
-        return type(first)(_joined_values(layout, list(parts)) for parts in zip(*values, strict=True))
+        return type(first)(
+            _joined_values(layout, list(parts)) for parts in zip(*values, strict=True)
+        )
     if torch.is_tensor(first) and first.dim():
         return layout.join(values)
     if first is None:

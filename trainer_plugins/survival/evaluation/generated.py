@@ -16,7 +16,10 @@ from trainer_plugins.survival.run import Attached
 
 
 class Generated:
-    """Of one Trainer. Greedy and beam search give the same tokens; what is sampled is drawn in another order."""
+    """Of one Trainer.
+
+    Greedy and beam search give the same tokens; what is sampled is drawn in another order.
+    """
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -27,7 +30,11 @@ class Generated:
         trainer = self._attached.trainer
         step = getattr(self._attached.prediction_step, "__func__", None)
         is_alone = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-        return is_alone and step is Seq2SeqTrainer.prediction_step and trainer.args.predict_with_generate
+        return (
+            is_alone
+            and step is Seq2SeqTrainer.prediction_step
+            and trainer.args.predict_with_generate
+        )
 
     def step(self, model: nn.Module, inputs: Inputs, *args: Any, **kw: Any) -> Any:
         """Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` gives them."""
@@ -47,13 +54,21 @@ class Generated:
             layout = find_layout(self._attached.family.layouts, inputs)
             if failures:
                 self._parts.failed(layout.count(inputs), cells(inputs))
-            results = [result for _, _, result, _ in self._parts.each(layout, inputs, failures, before, work)]
+            results = [
+                result
+                for _, _, result, _ in self._parts.each(layout, inputs, failures, before, work)
+            ]
         except IndivisibleError as error:
             if not failures:
                 return work(inputs)  # the limit is that of other batches
             raise failures[0].as_error(str(error)) from None
         if failures:
-            say_survived(trainer, f"{layout.count(inputs)} {layout.unit} to generate from", failures, len(results))
+            say_survived(
+                trainer,
+                f"{layout.count(inputs)} {layout.unit} to generate from",
+                failures,
+                len(results),
+            )
         # The Trainer's own, which comes to `compute_loss`, and is divided there.
         loss = trainer.prediction_step(model, inputs, True)[0] if "labels" in inputs else None
         return loss, *(self._joined([result[place] for result in results]) for place in (1, 2))
@@ -63,4 +78,6 @@ class Generated:
             return None
         width = max(value.shape[-1] for value in values)
         pad = self._attached.trainer._pad_tensors_to_max_len
-        return torch.cat([value if value.shape[-1] == width else pad(value, width) for value in values])
+        return torch.cat(
+            [value if value.shape[-1] == width else pad(value, width) for value in values]
+        )

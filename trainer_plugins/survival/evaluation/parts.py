@@ -48,7 +48,8 @@ class Parts:
             inputs: the whole.
             failures: is added to.
             before: put back where a part fails.
-            work: of a part, how many examples it has, and whether it is the last; called again where it fails.
+            work: of a part, how many examples it has, and whether it is the last; called again
+                where it fails.
 
         Raises:
             IndivisibleError: one example alone did not fit, or a part cannot be computed.

@@ -1,7 +1,10 @@
-"""Finality: whether this model's gradients are added to a leaf once in a pass. A retry after half a pass rests on it.
+"""Finality: whether this model's gradients are added to a leaf once in a pass.
 
-`marks.py` says why. Two things break it: a module that runs backward passes inside its own, as tiled layers do, and a
-weight that is used twice under reentrant checkpointing, which runs one backward pass for each use.
+A retry after half a pass rests on it.
+
+`marks.py` says why. Two things break it: a module that runs backward passes inside its own, as
+tiled layers do, and a weight that is used twice under reentrant checkpointing, which runs one
+backward pass for each use.
 """
 
 from collections import Counter
@@ -20,11 +23,14 @@ _PROBED_NUMBERS = 1 << 20
 
 
 def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
-    """Why a backward pass that failed half way cannot be resumed; empty where it can. A small forward and backward.
+    """Why a backward pass that failed half way cannot be resumed; empty where it can.
+
+    A small forward and backward.
 
     Args:
         model: without a wrapper that reaches other ranks.
-        loss: computes it for a short example. Random numbers that it draws are the caller's to put back.
+        loss: computes it for a short example. Random numbers that it draws are the caller's to put
+            back.
     """
 
     def work() -> list[str]:
@@ -76,7 +82,9 @@ class Watch:
         return self._uses[parameter] > self._num_passes
 
     def __enter__(self) -> "Watch":
-        self._hooks = [module.register_forward_pre_hook(self._see) for module in self._model.modules()]
+        self._hooks = [
+            module.register_forward_pre_hook(self._see) for module in self._model.modules()
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,9 +133,19 @@ def without_reentry(model: nn.Module) -> Iterator[None]:
 
 def _shared(model: nn.Module, watch: Watch) -> str | None:
     base = bare_model(model)
-    ends = [get() for name in ("get_input_embeddings", "get_output_embeddings") if (get := getattr(base, name, None))]
-    outside = {p for end in ends if end is not None for p in end.parameters()}  # tied, and no checkpoint around them
-    often = [n for n, p in model.named_parameters() if p.requires_grad and p not in outside and watch.is_used_twice(p)]
+    ends = [
+        get()
+        for name in ("get_input_embeddings", "get_output_embeddings")
+        if (get := getattr(base, name, None))
+    ]
+    outside = {
+        p for end in ends if end is not None for p in end.parameters()
+    }  # tied, and no checkpoint around them
+    often = [
+        n
+        for n, p in model.named_parameters()
+        if p.requires_grad and p not in outside and watch.is_used_twice(p)
+    ]
     return often[0] if often else None
 
 

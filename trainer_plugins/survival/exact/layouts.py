@@ -19,7 +19,14 @@ PROBE_TOKENS = 16
 _FEW = 3
 """Tokens that a row of a probe needs, to be labelled in part."""
 
-_TEXT = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "completion_mask")
+_TEXT = (
+    "input_ids",
+    "attention_mask",
+    "labels",
+    "position_ids",
+    "token_type_ids",
+    "completion_mask",
+)
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
@@ -51,7 +58,8 @@ class Layout(Protocol):
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         """The first few, short, with their padding; labels are such that no two weights come to the same.
 
-        The first one has the fewest labels, and of rows it has one on a token that the attention mask hides.
+        The first one has the fewest labels, and of rows it has one on a token that the attention
+        mask hides.
         """
 
 
@@ -65,21 +73,28 @@ class Rows:
         """Layout for a model.
 
         Args:
-            boundary: the length beyond which one sequence changes the model for all others, see `rope_boundary`.
+            boundary: the length beyond which one sequence changes the model for all others, see
+                `rope_boundary`.
         """
         self._boundary = boundary
 
     def count(self, inputs: Inputs) -> int:
         num_rows = _num_rows(inputs)
-        positions: Any = inputs.get("position_ids")  # where there are none, they go to the padded length of all
+        positions: Any = inputs.get(
+            "position_ids"
+        )  # where there are none, they go to the padded length of all
         if self._boundary is not None and _dims(positions) == 2:
             _look_for_a_side((positions.amax(1) + 1).tolist(), self._boundary)
         for name, value in inputs.items():
             length = _length(value)
             if name == "position_ids" and _dims(value) > 2:
-                raise IndivisibleError("`position_ids` has one plane a kind of position, so it is not cut by rows")
+                raise IndivisibleError(
+                    "`position_ids` has one plane a kind of position, so it is not cut by rows"
+                )
             if length is not None and length not in self._lengths(num_rows):
-                raise IndivisibleError(f"`{name}` has {length} rows where the others have {num_rows}")
+                raise IndivisibleError(
+                    f"`{name}` has {length} rows where the others have {num_rows}"
+                )
         return num_rows // self.per_example
 
     def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
@@ -92,19 +107,31 @@ class Rows:
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
         few = self.take(inputs, 0, num)
         labels: Any = few.get("labels")
-        if num > 2 and _dims(labels) == 1 and not labels.is_floating_point():  # classes: one of them does not count
+        if (
+            num > 2 and _dims(labels) == 1 and not labels.is_floating_point()
+        ):  # classes: one of them does not count
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
-        texts = {name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)}
+        texts = {
+            name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)
+        }
         if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
-            return few  # a mask of four dimensions, features of three: what belongs to which column is not known
-        masks = {v.size(1): _Shown(v, num) for name, v in texts.items() if name.endswith("attention_mask")}
+            # a mask of four dimensions, features of three: what belongs to which column is not
+            # known
+            return few
+        masks = {
+            v.size(1): _Shown(v, num)
+            for name, v in texts.items()
+            if name.endswith("attention_mask")
+        }
         for name, value in texts.items():
             shown = masks.get(value.size(1)) or _Shown(torch.ones_like(value), num)
             text = shown.columns(value)
             if name.endswith("attention_mask"):
                 text = shown.mask
             elif name.endswith("labels"):
-                text = torch.where(shown.is_labelled, text.clamp(min=0), torch.where(shown.is_first, IGNORED, text))
+                text = torch.where(
+                    shown.is_labelled, text.clamp(min=0), torch.where(shown.is_first, IGNORED, text)
+                )
             elif name.endswith("completion_mask"):
                 text.fill_(1)
                 text[::num, PROBE_TOKENS // 3 :] = 0
@@ -157,7 +184,8 @@ class Completions(Rows):
                 few[name] = value[:, :PROBE_TOKENS]
         few["completion_mask"] = torch.ones_like(few["completion_mask"])
         few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
-        # Where a group was rewarded alike they are all 0, and there would be no gradient to measure.
+        # Where a group was rewarded alike they are all 0, and there would be no gradient to
+        # measure.
         few["advantages"] = torch.ones_like(few["advantages"])
         return few
 
@@ -177,7 +205,12 @@ class Packed:
 
     def count(self, inputs: Inputs) -> int:
         positions = inputs.get("position_ids")
-        if not torch.is_tensor(positions) or positions.dim() != 2 or len(positions) != 1 or _num_rows(inputs) != 1:
+        if (
+            not torch.is_tensor(positions)
+            or positions.dim() != 2
+            or len(positions) != 1
+            or _num_rows(inputs) != 1
+        ):
             return 0
         starts = self._starts(inputs)
         if len(starts) < 2 or starts[0] != 0:
@@ -186,7 +219,11 @@ class Packed:
         if self._boundary is not None:
             _look_for_a_side([end - begin for begin, end in self._spans(inputs)], self._boundary)
         for name, value in inputs.items():
-            if name not in (*_CUMULATIVE, *_LONGEST) and _dims(value) >= 2 and tuple(value.shape[:2]) != (1, width):
+            if (
+                name not in (*_CUMULATIVE, *_LONGEST)
+                and _dims(value) >= 2
+                and tuple(value.shape[:2]) != (1, width)
+            ):
                 raise IndivisibleError(
                     f"`{name}` has the shape {list(value.shape)} where the packed row has [1, {width}]"
                 )
@@ -199,12 +236,17 @@ class Packed:
         return torch.cat(parts, dim=1)
 
     def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
-        spans = [(begin, min(end, begin + PROBE_TOKENS)) for begin, end in self._spans(inputs)[:num]]
+        spans = [
+            (begin, min(end, begin + PROBE_TOKENS)) for begin, end in self._spans(inputs)[:num]
+        ]
         spans[0] = (spans[0][0], min(spans[0][1], spans[0][0] + PROBE_TOKENS // 3))
         few = self._of_spans(inputs, spans)
         if "labels" in few:
-            # The first token of a sequence keeps its label: where it has one, the loss looks across the border.
-            few["labels"] = torch.where(few["position_ids"] == 0, few["labels"], few["labels"].clamp(min=0))
+            # The first token of a sequence keeps its label: where it has one, the loss looks across
+            # the border.
+            few["labels"] = torch.where(
+                few["position_ids"] == 0, few["labels"], few["labels"].clamp(min=0)
+            )
         return few
 
     def _starts(self, inputs: Inputs) -> list[int]:
@@ -270,8 +312,9 @@ def _is_text(value: Any) -> bool:
 class _Shown:
     """Which columns of padded rows a probe keeps, what of them the attention mask shows, and what has a label.
 
-    In the first row, a third of what it shows is labelled, and its last token, which is hidden by now: a loss that the
-    mask cuts does not count it. Rows of one or two tokens are shown whole, with their padding.
+    In the first row, a third of what it shows is labelled, and its last token, which is hidden by
+    now: a loss that the mask cuts does not count it. Rows of one or two tokens are shown whole,
+    with their padding.
     """
 
     def __init__(self, mask: torch.Tensor, num: int) -> None:
@@ -307,5 +350,9 @@ def _length(value: Any) -> int | None:
 
 def _num_rows(inputs: Inputs) -> int:
     ids = next((value for name, value in inputs.items() if name.endswith("input_ids")), None)
-    rows = [_length(value) for value in ([ids] if ids is not None else inputs.values()) if torch.is_tensor(value)]
+    rows = [
+        _length(value)
+        for value in ([ids] if ids is not None else inputs.values())
+        if torch.is_tensor(value)
+    ]
     return next((length for length in rows if length is not None), 0)

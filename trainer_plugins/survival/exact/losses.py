@@ -1,8 +1,11 @@
-"""Losses: which of them are sums over examples, by the class that computes them. What is not listed is refused.
+"""Losses: which of them are sums over examples, by the class that computes them.
 
-Gradients of pieces add up to that of the whole only where the loss couples no example with another. No measurement
-proves that (KTO's is additive at step 0, DPO's `aot` nearly is), so what is allowed is written down here, with the
-weights that come into question, and measured before it is used (`certificate.py`).
+What is not listed is refused.
+
+Gradients of pieces add up to that of the whole only where the loss couples no example with another.
+No measurement proves that (KTO's is additive at step 0, DPO's `aot` nearly is), so what is allowed
+is written down here, with the weights that come into question, and measured before it is used
+(`certificate.py`).
 """
 
 import inspect
@@ -50,25 +53,37 @@ class Family:
         """Without the weights that count labels, where there are none."""
         if torch.is_tensor(inputs.get("labels")):
             return self
-        return replace(self, weights=tuple(w for w in self.weights if w in (SUM, ROWS)) or self.weights)
+        return replace(
+            self, weights=tuple(w for w in self.weights if w in (SUM, ROWS)) or self.weights
+        )
 
 
-VOUCH = " (vouch_for_loss=True says that it is a sum or a mean over examples, and it is measured then)"
+VOUCH = (
+    " (vouch_for_loss=True says that it is a sum or a mean over examples, and it is measured then)"
+)
 
 
 class Unknown(str):
-    """Why it is not known whether a loss is a sum over examples. A user may vouch for it, and it is measured then."""
+    """Why it is not known whether a loss is a sum over examples.
+
+    A user may vouch for it, and it is measured then.
+    """
 
 
-_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)  # Llama shifts its labels, XLM does not
+_CAUSAL = Family(
+    (Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS
+)  # Llama shifts its labels, XLM does not
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
 _TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
-_VOUCHED = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS, LABELLED_ROWS, ROWS), ROWS, is_vouched=True)
+_VOUCHED = Family(
+    (Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS, LABELLED_ROWS, ROWS), ROWS, is_vouched=True
+)
 
-# By `model.loss_type`, which transformers derives from the class of a model: see LOSS_MAPPING there.
+# By `model.loss_type`, which transformers derives from the class of a model: see LOSS_MAPPING
+# there.
 _BY_MODEL = {
     "ForCausalLM": _CAUSAL,
     "ForConditionalGeneration": _CAUSAL,
@@ -116,7 +131,8 @@ def family_of(
     Args:
         trainer: whose loss it is.
         compute_loss: the Trainer's own, where another stands in its place by now.
-        is_vouched: whether the user says that it is a sum or a mean over examples, where that is not known.
+        is_vouched: whether the user says that it is a sum or a mean over examples, where that is
+            not known.
     """
     found = _family_of(trainer, compute_loss or trainer.compute_loss)
     family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
@@ -128,23 +144,35 @@ def family_of(
 
 def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
     # TRL's trainers have a second method by that name, which is the one to override.
-    owner = next(c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"})
+    owner = next(
+        c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"}
+    )
     name, library = owner.__name__, owner.__module__.partition(".")[0]
     if reason := next(
-        (r for c, r in _NOT_ADDITIVE.items() if any(c == k.__name__ for k in type(trainer).__mro__)), None
+        (
+            r
+            for c, r in _NOT_ADDITIVE.items()
+            if any(c == k.__name__ for k in type(trainer).__mro__)
+        ),
+        None,
     ):
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
     if callable(trainer.compute_loss_func):  # trl's GRPO passes a text, as a sign
-        return Unknown("compute_loss_func is a loss of your own, and whether it can be divided is not known")
+        return Unknown(
+            "compute_loss_func is a loss of your own, and whether it can be divided is not known"
+        )
     here = getattr(compute_loss, "__module__", "").partition(".")[0]
     if library in ("transformers", "trl") and here != library:
-        return "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
+        return (
+            "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
+        )
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)
     if (library, name) == ("trl", "SFTTrainer"):
         if replaced := what_replaces_the_loss(trainer.model):
             return Unknown(f"{replaced}, and whether that loss can be divided is not known")
-        # trl before 1.3 averages its entropy over prompts too; with Liger there is none, but an accuracy over labels.
+        # trl before 1.3 averages its entropy over prompts too; with Liger there is none, but an
+        # accuracy over labels.
         return _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=ATTENDED_TOKENS)
     if (library, name) == ("trl", "RewardTrainer"):
         return _PAIRS
@@ -170,23 +198,29 @@ def _family_of_model(trainer: Trainer) -> Family | str:
             f"{owner.__name__}.forward is not that of transformers, and whether its loss can be divided is not known"
         )
     if "_loss_function" in vars(model):
-        return Unknown(f"the loss_function of {kind} was replaced, and whether it can be divided is not known")
+        return Unknown(
+            f"the loss_function of {kind} was replaced, and whether it can be divided is not known"
+        )
     if replaced := what_replaces_the_loss(trainer.model):
         return Unknown(f"{replaced}, and whether that loss can be divided is not known")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     if loss is None and kind.endswith("LMHeadModel"):
         return _CAUSAL
-    unknown = Unknown(f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples")
+    unknown = Unknown(
+        f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples"
+    )
     return _BY_MODEL.get(loss or "", unknown)
 
 
 def _family_of_dpo(trainer: Any) -> Family | str:
-    kinds = trainer.args.loss_type if isinstance(trainer.args.loss_type, list) else [trainer.args.loss_type]
+    kinds = (
+        trainer.args.loss_type
+        if isinstance(trainer.args.loss_type, list)
+        else [trainer.args.loss_type]
+    )
     if unknown := [kind for kind in kinds if kind not in _DPO]:
-        return (
-            f"the DPO loss {unknown[0]!r} is not a mean over pairs: it sorts, averages tokens or keeps a running mean"
-        )
+        return f"the DPO loss {unknown[0]!r} is not a mean over pairs: it sorts, averages tokens or keeps a running mean"
     if getattr(trainer.args, "rpo_alpha", None) is not None:
         return "rpo_alpha adds a mean over tokens to a mean over pairs, and no one weight fits both"
     if getattr(trainer, "padding_free", False):

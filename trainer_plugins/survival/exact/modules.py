@@ -1,7 +1,7 @@
 """Modules: those that make a row depend on the others of its micro-batch, or that a forward pass moves.
 
-What is known is found by its class before training; what nobody knows by its buffers, which the first forward pass of
-a run must leave as they are.
+What is known is found by its class before training; what nobody knows by its buffers, which the
+first forward pass of a run must leave as they are.
 """
 
 import re
@@ -15,8 +15,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-_NAMED_SO = re.compile(r"(?i)batch_?(re)?norm|inplace_?abn|evonorm(2d)?b|ghost_?norm|switch(able)?_?norm")
-"""Batch normalizations that are no subclass of torch's. EvoNorm's variant B takes the variance of the micro-batch."""
+_NAMED_SO = re.compile(
+    r"(?i)batch_?(re)?norm|inplace_?abn|evonorm(2d)?b|ghost_?norm|switch(able)?_?norm"
+)
+"""Batch normalizations that are no subclass of torch's.
+
+EvoNorm's variant B takes the variance of the micro-batch.
+"""
 
 _CAPACITIES = ("expert_capacity", "capacity_factor")
 _CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)
@@ -39,10 +44,14 @@ def coupled_modules(model: nn.Module) -> Iterator[str]:
 def rope_boundary(model: nn.Module) -> int | None:
     """The length at which the longest sequence changes the rotary embedding of all others; None where none does.
 
-    Of the type "longrope", which takes other frequencies as soon as one position of the micro-batch is beyond what the
-    model was first trained with.
+    Of the type "longrope", which takes other frequencies as soon as one position of the micro-batch
+    is beyond what the model was first trained with.
     """
-    lengths = [_original_length(m) for m in model.modules() if any("longrope" in kind for kind in _rope_types(m))]
+    lengths = [
+        _original_length(m)
+        for m in model.modules()
+        if any("longrope" in kind for kind in _rope_types(m))
+    ]
     return min(lengths, default=None)
 
 
@@ -68,8 +77,13 @@ class WatchedBuffers:
 
     def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self._model.named_buffers():
-            # A number that counts passes is moved by more of them, and no row is computed otherwise for it.
-            if buffer.is_floating_point() and buffer.numel() <= _LARGEST and not name.endswith("inv_freq"):
+            # A number that counts passes is moved by more of them, and no row is computed otherwise
+            # for it.
+            if (
+                buffer.is_floating_point()
+                and buffer.numel() <= _LARGEST
+                and not name.endswith("inv_freq")
+            ):
                 yield name, buffer
 
 
@@ -79,13 +93,27 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
     is_batch_norm = isinstance(module, _BatchNorm) or bool(_NAMED_SO.search(type(module).__name__))
     is_frozen = not is_training and (has_running or not isinstance(module, _BatchNorm))
     if is_batch_norm and not is_frozen and "Frozen" not in type(module).__name__:
-        yield "norm", "batch normalization (`{name}`) makes every row depend on the others of its micro-batch ({kind})"
+        yield (
+            "norm",
+            "batch normalization (`{name}`) makes every row depend on the others of its micro-batch ({kind})",
+        )
     if isinstance(module, _InstanceNorm) and has_running and is_training:
-        yield "running", "the running statistics of `{name}` ({kind}) are moved by each forward pass, of a piece too"
+        yield (
+            "running",
+            "the running statistics of `{name}` ({kind}) are moved by each forward pass, of a piece too",
+        )
     hooks = module._forward_pre_hooks.values()
-    if is_training and (isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)):
-        yield "spectral", "spectral_norm (`{name}`, {kind}) takes a step of its power iteration in each forward pass"
-    if any(getattr(module, c, None) for c in _CAPACITIES) and type(module).__name__ not in _CAPACITY_OF_A_ROW:
+    if is_training and (
+        isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+    ):
+        yield (
+            "spectral",
+            "spectral_norm (`{name}`, {kind}) takes a step of its power iteration in each forward pass",
+        )
+    if (
+        any(getattr(module, c, None) for c in _CAPACITIES)
+        and type(module).__name__ not in _CAPACITY_OF_A_ROW
+    ):
         yield (
             "capacity",
             "the router `{name}` ({kind}) has a capacity, which counts the tokens of the whole micro-batch",
@@ -100,17 +128,27 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
 def _rope_types(module: nn.Module) -> list[str]:
     """One for each kind of layer where they differ."""
     kinds: Any = getattr(module, "rope_type", None) or ()
-    return [kinds] if isinstance(kinds, str) else [str(kind) for kind in getattr(kinds, "values", tuple)()]
+    return (
+        [kinds]
+        if isinstance(kinds, str)
+        else [str(kind) for kind in getattr(kinds, "values", tuple)()]
+    )
 
 
 def _original_length(module: nn.Module) -> int:
     config: Any = module.config
-    ropes: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes: Any = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     places = [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
     lengths = [
-        rope["original_max_position_embeddings"] for rope in places if "original_max_position_embeddings" in rope
+        rope["original_max_position_embeddings"]
+        for rope in places
+        if "original_max_position_embeddings" in rope
     ]
-    own = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    own = (
+        getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    )
     return int(min(lengths, default=own))
 
 

@@ -1,8 +1,9 @@
 """Own loss: whether a model's loss still comes from the code that its class stands for, or from what a user put there.
 
-`losses.py` goes by the class of a model. A forward hook, a `forward` on the instance, a patched class or an entry of
-LOSS_MAPPING can give another loss under the same name, and one that is weighted by classes adds up on rows that happen
-to be of one class. What libraries put there (accelerate for mixed precision, PEFT, Liger, DeepSpeed) keeps the loss.
+`losses.py` goes by the class of a model. A forward hook, a `forward` on the instance, a patched
+class or an entry of LOSS_MAPPING can give another loss under the same name, and one that is
+weighted by classes adds up on rows that happen to be of one class. What libraries put there
+(accelerate for mixed precision, PEFT, Liger, DeepSpeed) keeps the loss.
 """
 
 import functools
@@ -14,7 +15,16 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 _LIBRARIES = (
-    *("accelerate", "bitsandbytes", "deepspeed", "kernels", "liger_kernel", "peft", "torch", "torchao"),
+    *(
+        "accelerate",
+        "bitsandbytes",
+        "deepspeed",
+        "kernels",
+        "liger_kernel",
+        "peft",
+        "torch",
+        "torchao",
+    ),
     *("trainer_plugins", "transformer_engine", "transformers", "trl", "wandb"),
 )
 

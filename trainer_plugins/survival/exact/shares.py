@@ -1,8 +1,9 @@
 """Weights: by what the loss of a piece is multiplied, so that the pieces add up to the loss of the whole.
 
-A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it is. A mean adds up
-when each piece counts as much as it has of what the mean is over: predicted tokens, or rows. The measure of a whole is
-the sum of its pieces' measures, so it does not matter how often a piece is divided again.
+A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it
+is. A mean adds up when each piece counts as much as it has of what the mean is over: predicted
+tokens, or rows. The measure of a whole is the sum of its pieces' measures, so it does not matter
+how often a piece is divided again.
 """
 
 from collections.abc import Callable
@@ -71,8 +72,15 @@ def _labels(inputs: Inputs) -> torch.Tensor:
 
 
 def _is_counted(labels: torch.Tensor) -> torch.Tensor:
-    """Where a loss counts a label. A target of a regression is a number like any other, -100.0 too."""
-    return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels != IGNORED
+    """Where a loss counts a label.
+
+    A target of a regression is a number like any other, -100.0 too.
+    """
+    return (
+        torch.ones_like(labels, dtype=torch.bool)
+        if labels.is_floating_point()
+        else labels != IGNORED
+    )
 
 
 def _labelled_rows(inputs: Inputs, _: int) -> float:

@@ -1,4 +1,7 @@
-"""The ladder: what to switch on when the smallest piece does not fit. Only what computes exactly the same."""
+"""The ladder: what to switch on when the smallest piece does not fit.
+
+Only what computes exactly the same.
+"""
 
 from typing import Any
 
@@ -15,7 +18,14 @@ def is_checkpointing(model: nn.Module) -> bool:
     """Whether the model computes activations again in its backward."""
     base = bare_model(model)
     # The second name is that of transformers before 5.
-    name = next((n for n in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(base), n)), "")
+    name = next(
+        (
+            n
+            for n in ("is_activation_checkpointing", "is_gradient_checkpointing")
+            if hasattr(type(base), n)
+        ),
+        "",
+    )
     return bool(name and getattr(base, name))
 
 

@@ -11,10 +11,13 @@ from trainer_plugins.survival.exact.layouts import TOKEN_IDS, Inputs
 def cells(inputs: Inputs) -> int:
     """What inputs cost: all their token ids, padding included; where there are none, the size of their largest tensor.
 
-    Memory is not proportional to it, which is why the limit is a guess to start from and every piece may fail again.
+    Memory is not proportional to it, which is why the limit is a guess to start from and every
+    piece may fail again.
     """
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
-    return sum(num for name, num in tensors.items() if name.endswith(TOKEN_IDS)) or max(tensors.values(), default=1)
+    return sum(num for name, num in tensors.items() if name.endswith(TOKEN_IDS)) or max(
+        tensors.values(), default=1
+    )
 
 
 def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[int]:
@@ -23,13 +26,17 @@ def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[
     >>> sizes(8, 8 * 512, 3 * 512, 1), sizes(8, 8 * 512, 3 * 512, 4), sizes(8, 8 * 512, math.inf, 1)
     ([2, 3, 3], [4, 4], [8])
     """
-    return even(num, max(1, min(math.ceil(num / num_that_fit(num, num_cells, limit)), num // min_micro_batch)))
+    return even(
+        num,
+        max(1, min(math.ceil(num / num_that_fit(num, num_cells, limit)), num // min_micro_batch)),
+    )
 
 
 def num_that_fit(num: int, num_cells: int, limit: float) -> int:
     """How many of so many examples of one size are within the limit; one at least.
 
-    A limit that stands for a number of examples is a rounded quotient, so a millionth of one does not count.
+    A limit that stands for a number of examples is a rounded quotient, so a millionth of one does
+    not count.
 
     >>> num_that_fit(5, 79, 79 * 3 / 5), num_that_fit(6, 600, 299.9)
     (3, 2)
@@ -43,7 +50,10 @@ def even(num: int, num_parts: int) -> list[int]:
 
 
 def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float | None:
-    """The limit after so many examples did not fit: half of them. None where they cannot be halved."""
+    """The limit after so many examples did not fit: half of them.
+
+    None where they cannot be halved.
+    """
     if num < 2 * min_micro_batch:
         return None
     return min(limit, num_cells * math.ceil(num / 2) / num)

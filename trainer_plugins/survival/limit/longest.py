@@ -13,9 +13,10 @@ _SLICE = 10_000
 def longest_rows(dataset: Any, num: int) -> list[int]:
     """The indices of the longest rows, and last of all the shortest: a batch of it is padded, as most in training are.
 
-    Models take a cheaper path where nothing is padded, and a rehearsal on that would promise too much. Lengths are
-    read from a `length` column, or from the offsets of an arrow table, without decoding; of other data sets up to
-    `MAX_ROWS` rows are fetched. Empty for a data set that cannot be asked for a row without consuming it.
+    Models take a cheaper path where nothing is padded, and a rehearsal on that would promise too
+    much. Lengths are read from a `length` column, or from the offsets of an arrow table, without
+    decoding; of other data sets up to `MAX_ROWS` rows are fetched. Empty for a data set that cannot
+    be asked for a row without consuming it.
 
     Args:
         dataset: what the training reads.
@@ -46,7 +47,10 @@ def _counted(table: Any, num_rows: int) -> dict[int, int]:
     num_slices = max(1, _MAX_COUNTED // _SLICE)
     for start in _spread(-(-num_rows // _SLICE), num_slices):
         rows = table[start * _SLICE : (start + 1) * _SLICE]
-        columns = [[n for chunk in c.chunks for n in chunk.value_lengths().to_pylist()] for c in rows.columns]
+        columns = [
+            [n for chunk in c.chunks for n in chunk.value_lengths().to_pylist()]
+            for c in rows.columns
+        ]
         totals = (sum(num or 0 for num in numbers) for numbers in zip(*columns, strict=True))
         lengths |= {start * _SLICE + row: total for row, total in enumerate(totals)}
     return lengths
@@ -59,7 +63,11 @@ def _spread(num: int, most: int) -> Iterable[int]:
 def _length(row: Any) -> int:
     if not isinstance(row, Mapping):
         return 0
-    return sum(len(value) for name, value in row.items() if _holds_tokens(name) and hasattr(value, "__len__"))
+    return sum(
+        len(value)
+        for name, value in row.items()
+        if _holds_tokens(name) and hasattr(value, "__len__")
+    )
 
 
 def _holds_tokens(name: str) -> bool:

@@ -1,6 +1,9 @@
-"""Offload: what a forward pass keeps for its backward waits in main memory. With checkpointing, that is little.
+"""Offload: what a forward pass keeps for its backward waits in main memory.
 
-Cost: each kept byte crosses the bus twice, and takes as much main memory. The numbers are the same ones.
+With checkpointing, that is little.
+
+Cost: each kept byte crosses the bus twice, and takes as much main memory. The numbers are the same
+    ones.
 """
 
 from typing import Any
@@ -18,7 +21,9 @@ class Offload:
         self._weights: set[int] = set()
         self._handles = (
             model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(self._leave, always_call=True),  # a pass that fails leaves too
+            model.register_forward_hook(
+                self._leave, always_call=True
+            ),  # a pass that fails leaves too
         )
 
     @staticmethod
@@ -26,7 +31,9 @@ class Offload:
         """Whether the model is on a card, and whole: gathered weights could not be told from activations."""
         weights = list(model.parameters())
         return all(
-            one.device.type not in ("cpu", "meta") and not hasattr(one, "_local_tensor") and not hasattr(one, "ds_id")
+            one.device.type not in ("cpu", "meta")
+            and not hasattr(one, "_local_tensor")
+            and not hasattr(one, "ds_id")
             for one in weights
         )
 

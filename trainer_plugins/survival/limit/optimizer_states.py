@@ -1,7 +1,8 @@
 """Optimizer states before step 1, without touching a weight: the usual first-step OOM then meets a run that can answer.
 
-Left to themselves Adam's two copies of the weights appear in the first `optimizer.step()`, where activations just
-fitted; and a step that fails half way cannot be repeated, since some weights have moved.
+Left to themselves Adam's two copies of the weights appear in the first `optimizer.step()`, where
+activations just fitted; and a step that fails half way cannot be repeated, since some weights have
+moved.
 """
 
 from typing import Any
@@ -14,14 +15,17 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 def create_states(optimizer: Any) -> str | None:
     """Create the states of torch's AdamW, Adam or SGD by a step of learning rate 0 with gradients of 0.
 
-    The first real step is bit-equal to what it would have been: weights, moments and step counters are untouched. A
-    parameter at a time, so that it takes no more memory than the states and one gradient.
+    The first real step is bit-equal to what it would have been: weights, moments and step counters
+    are untouched. A parameter at a time, so that it takes no more memory than the states and one
+    gradient.
 
     Returns:
         Why there was nothing done, to be said; None where the states are there.
     """
     inner = optimizer
-    while hasattr(inner, "optimizer"):  # inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share
+    while hasattr(
+        inner, "optimizer"
+    ):  # inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share
         inner = inner.optimizer
     if inner.state:
         return None  # of a checkpoint
@@ -47,7 +51,8 @@ def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
     saved = [dict(group) for group in groups]
     try:
         for group in groups:
-            # Decay of 0 too: Adam's and SGD's is no part of the rate, and would flow into the moments.
+            # Decay of 0 too: Adam's and SGD's is no part of the rate, and would flow into the
+            # moments.
             group["params"], group["lr"], group["weight_decay"] = [], 0.0, 0.0
         for group, whole in zip(groups, saved, strict=True):
             for parameter in whole["params"]:
@@ -62,7 +67,9 @@ def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()
 
 
-def _step_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+def _step_one(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter
+) -> None:
     before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
     group["params"] = [parameter]
     try:

@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass
 
 PATIENCE_STEPS = 50
-"""Steps without a failure before more is tried. Twice as many after each time that it did not fit."""
+"""Steps without a failure before more is tried.
+
+Twice as many after each time that it did not fit.
+"""
 
 _WORTH = 1.1
 """Less than a tenth more is not worth a failed attempt."""
@@ -15,13 +18,17 @@ _NUM_THRASHING = 2
 
 @dataclass(slots=True)
 class Pace:
-    """Of one run, in cells (`limit.py`). A limit that was halved is too low by up to a half: it is bisected."""
+    """Of one run, in cells (`limit.py`).
+
+    A limit that was halved is too low by up to a half: it is bisected.
+    """
 
     fits: float = 0.0
     """A limit before it grew; 0 where it never did."""
     too_much: float = math.inf
-    """The least that did not fit. Forgotten where the limit has come near it: each attempt that fails because of that
-    doubles the patience, so in n steps there are no more of them than log2(n / 50)."""
+    """The least that did not fit. Forgotten where the limit has come near it: each attempt that
+    fails because of that doubles the patience, so in n steps there are no more of them than log2(n
+    / 50)."""
     patience_steps: int = PATIENCE_STEPS
 
     num_clean: int = 0
@@ -35,7 +42,10 @@ class Pace:
     """What a rehearsal found: more is never tried."""
 
     def failed(self, num_cells: int, lowered: float) -> float:
-        """So much did not fit, and half of it is to be tried. Returns the limit: what fitted before, if it is known."""
+        """So much did not fit, and half of it is to be tried.
+
+        Returns the limit: what fitted before, if it is known.
+        """
         self.has_failed, self.num_clean = True, 0
         self.too_much = min(self.too_much, num_cells)
         if not 0 < self.fits < num_cells:
@@ -54,7 +64,8 @@ class Pace:
 
         Args:
             limit: that of the step.
-            num_retries: how often the allocator has emptied its cache and tried again since the process began.
+            num_retries: how often the allocator has emptied its cache and tried again since the
+                process began.
         """
         retried, self.num_retries = num_retries > self.num_retries, num_retries
         self.num_thrashing = self.num_thrashing + 1 if retried and not self.has_failed else 0

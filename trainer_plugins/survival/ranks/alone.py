@@ -59,19 +59,26 @@ class Alone:
         """Put back what was changed on the model."""
 
     def attempt(
-        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, is_end: bool = True
+        self,
+        work: Callable[[], T],
+        release: Callable[[], object] | None = None,
+        *,
+        is_end: bool = True,
     ) -> T | DidNotFit:
         """Run what may not fit, here or on a rank that has to stop with this one.
 
         Args:
             work: what is tried.
             release: called after a failure, to let go of what frames above this one hold.
-            is_end: whether a backward pass ends it; a forward pass alone is followed by its backward.
+            is_end: whether a backward pass ends it; a forward pass alone is followed by its
+                backward.
         """
         return attempt(work, release, self.trainer.args.device)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        """What was attempted did not fit. Returns why this run cannot go on from there; nothing where it can.
+        """What was attempted did not fit.
+
+        Returns why this run cannot go on from there; nothing where it can.
 
         Args:
             phase: the "forward" or the "backward" pass.
@@ -99,18 +106,27 @@ class Alone:
         return math.inf if lowest == _NO_LIMIT else float(lowest)
 
     def highest(self, value: int) -> int:
-        """The highest value of all ranks that have to compute in step with this one. All of them ask."""
+        """The highest value of all ranks that have to compute in step with this one.
+
+        All of them ask.
+        """
         return value
 
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """The gradient of a loss, a tensor for each parameter, in float64 on the CPU. None is accumulated."""
+        """The gradient of a loss, a tensor for each parameter, in float64 on the CPU.
+
+        None is accumulated.
+        """
 
         def work() -> list[torch.Tensor]:
             with torch.enable_grad():
                 gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
-            return [torch.zeros(1).double() if g is None else g.flatten().cpu().double() for g in gradients]
+            return [
+                torch.zeros(1).double() if g is None else g.flatten().cpu().double()
+                for g in gradients
+            ]
 
         return attempt(work, device=self.trainer.args.device)
 
@@ -123,9 +139,12 @@ class Alone:
         yield self.bare
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """How many examples fit at once, found by computing them, on top of all gradients. Those are dropped again.
+        """How many examples fit at once, found by computing them, on top of all gradients.
 
-        All of them may take the last byte, as without us, and so may the least; what is between leaves `SLACK`.
+        Those are dropped again.
+
+        All of them may take the last byte, as without us, and so may the least; what is between
+        leaves `SLACK`.
 
         Args:
             compute: forward and backward of so many, on a model.
@@ -140,7 +159,13 @@ class Alone:
                 held = {num: 0, least: 0}
 
                 def fits(size: int) -> bool:
-                    work = partial(self._compute_beside, compute, model, size, held.get(size, self._slack_bytes()))
+                    work = partial(
+                        self._compute_beside,
+                        compute,
+                        model,
+                        size,
+                        held.get(size, self._slack_bytes()),
+                    )
                     return not isinstance(self.attempt(work), DidNotFit)
 
                 return most(fits, num, least, (num,))
@@ -155,7 +180,11 @@ class Alone:
         return max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
 
     def _compute_beside(
-        self, compute: Callable[[nn.Module, int], object], model: nn.Module, size: int, held_bytes: int
+        self,
+        compute: Callable[[nn.Module, int], object],
+        model: nn.Module,
+        size: int,
+        held_bytes: int,
     ) -> None:
         """Compute it while so much of the card is taken."""
         held = torch.empty(held_bytes, dtype=torch.uint8, device=self.trainer.args.device)

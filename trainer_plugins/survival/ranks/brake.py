@@ -1,8 +1,8 @@
 """The brake: one rank says why it cannot go on, and all of them end within seconds, with that reason, none hanging.
 
-Its peers wait inside a collective that no exception reaches, for as long as `ddp_timeout`, half an hour by default. So
-each rank has a thread that looks once a second, in the store by which the ranks found each other, whether one of them
-has pulled the brake.
+Its peers wait inside a collective that no exception reaches, for as long as `ddp_timeout`, half an
+hour by default. So each rank has a thread that looks once a second, in the store by which the ranks
+found each other, whether one of them has pulled the brake.
 """
 
 import os
@@ -20,7 +20,10 @@ GRACE_SECONDS = 5.0
 
 
 def watch_brake() -> None:
-    """Let this process hear of the brake, for as long as its process group lives. Again it does nothing."""
+    """Let this process hear of the brake, for as long as its process group lives.
+
+    Again it does nothing.
+    """
     if not any(thread.name == _NAME for thread in threading.enumerate()):
         threading.Thread(target=_watch, daemon=True, name=_NAME).start()
 
@@ -44,7 +47,9 @@ def _watch() -> None:
             sys.stderr.write(f"rank {rank} stops, because rank {who} cannot go on: {why}\n")
         threading.main_thread().join(GRACE_SECONDS)
         if threading.main_thread().is_alive():
-            sys.stderr.write(f"rank {rank} ends now: {GRACE_SECONDS:.0f} s later it still had not by itself\n")
+            sys.stderr.write(
+                f"rank {rank} ends now: {GRACE_SECONDS:.0f} s later it still had not by itself\n"
+            )
             sys.stderr.flush()
             os._exit(1)
         return

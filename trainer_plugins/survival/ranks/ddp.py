@@ -1,15 +1,20 @@
-"""DDP: the rank that failed finishes what it owes the others, and they wait. No vote, and no rank has to divide alike.
+"""DDP: the rank that failed finishes what it owes the others, and they wait.
 
-DDP needs of each rank that it exchanges its buffers once and reduces each bucket once, in order. It does not need
-promptness. So what the failed attempt has done of that is not repeated, and what it has not, a piece does:
+No vote, and no rank has to divide alike.
 
-* It failed inside the forward pass: the last piece goes through DDP, without the exchange of buffers, which was. The
-  others are computed on the bare model, where nothing reaches another rank.
-* It failed later, when the reducer was armed: every gradient that becomes ready is taken for that of the whole and
-  sent. Those that were ready are, and are frozen (`Piece.final`). The pieces are computed on shadows of the parameters,
-  which share weights and gradients but not the reducer's hooks; then the missing hooks are called, by adding 0.
+DDP needs of each rank that it exchanges its buffers once and reduces each bucket once, in order. It
+does not need promptness. So what the failed attempt has done of that is not repeated, and what it
+has not, a piece does:
 
-Unsynchronised micro-batches of a window are computed in pieces like in one process, but for the exchange of buffers.
+* It failed inside the forward pass: the last piece goes through DDP, without the exchange of
+  buffers, which was. The others are computed on the bare model, where nothing reaches another rank.
+* It failed later, when the reducer was armed: every gradient that becomes ready is taken for that
+  of the whole and sent. Those that were ready are, and are frozen (`Piece.final`). The pieces are
+  computed on shadows of the parameters, which share weights and gradients but not the reducer's
+  hooks; then the missing hooks are called, by adding 0.
+
+Unsynchronised micro-batches of a window are computed in pieces like in one process, but for the
+exchange of buffers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -71,7 +76,11 @@ class DDP(Alone):
         self._sent, self._used = set(), set()
 
     def attempt(
-        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, is_end: bool = True
+        self,
+        work: Callable[[], T],
+        release: Callable[[], object] | None = None,
+        *,
+        is_end: bool = True,
     ) -> T | DidNotFit:
         """Run what may not fit, and see how far it comes in DDP."""
         hooks = (
@@ -125,8 +134,8 @@ class DDP(Alone):
                 "survive_oom could not help: the pass failed when DDP had sent every gradient, and torch has no way to "
                 "let it take the sums back. A smaller per_device_train_batch_size does not meet that"
             )
-        # A weight that the last piece does not use, as an expert without a token: the ones that DDP found unused, it
-        # has sent itself.
+        # A weight that the last piece does not use, as an expert without a token: the ones that DDP
+        # found unused, it has sent itself.
         if self._is_armed or (self._is_synced and not self.model.find_unused_parameters):
             send(missing)
 
@@ -166,15 +175,18 @@ class Shadows:
 def send(parameters: Iterable[nn.Parameter]) -> None:
     """Let the reducer's hooks of these be called, in a backward pass that adds 0 to their gradients."""
     to = [p for p in parameters if p.requires_grad]
-    torch.autograd.backward(to, [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in to])
+    torch.autograd.backward(
+        to, [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in to]
+    )
 
 
 @cache
 def finishes_here() -> bool:
     """Try on this torch, once in a process, whether DDP can be finished after a backward pass that failed half way.
 
-    In a group of this rank alone: none of the others takes part. It takes 0.02 s, and the group stays: freed while its
-    thread lets go of a tensor, which needs the interpreter, gloo now and then waits for it forever.
+    In a group of this rank alone: none of the others takes part. It takes 0.02 s, and the group
+    stays: freed while its thread lets go of a tensor, which needs the interpreter, gloo now and
+    then waits for it forever.
     """
 
     def fail(_: object) -> None:
@@ -213,7 +225,9 @@ def finishes_here() -> bool:
         if noticed:  # of what the shadows did
             return False
         send(set(weights) - sent)
-        model(torch.ones(2, 1)).sum().backward()  # which DDP refuses while the one before is not finished
+        model(
+            torch.ones(2, 1)
+        ).sum().backward()  # which DDP refuses while the one before is not finished
         return sent == {weights[1]} and all(weight.grad == 5 for weight in weights)
     except RuntimeError:
         return False

@@ -8,11 +8,20 @@ from transformers import Trainer
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
-_ENGINE = ("optimizer", "zero_optimization_stage", "set_gradient_accumulation_boundary", "_running_engine_step")
+_ENGINE = (
+    "optimizer",
+    "zero_optimization_stage",
+    "set_gradient_accumulation_boundary",
+    "_running_engine_step",
+)
 _STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
 """What `zero.py` uses of them."""
 
-_ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_ZERO_PLUS_PLUS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 
 
 def unsupported(trainer: Trainer) -> Iterator[str]:
@@ -29,9 +38,13 @@ def unsupported(trainer: Trainer) -> Iterator[str]:
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
             yield f"{part} to NVMe is not tried"
-    if zero.get("mics_shard_size", -1) not in (-1, 0) or zero.get("mics_hierarchical_params_gather"):
+    if zero.get("mics_shard_size", -1) not in (-1, 0) or zero.get(
+        "mics_hierarchical_params_gather"
+    ):
         yield "MiCS is not tried"
-    if zero.get("zero_hpz_partition_size", 1) > 1 or any(zero.get(name) for name in _ZERO_PLUS_PLUS):
+    if zero.get("zero_hpz_partition_size", 1) > 1 or any(
+        zero.get(name) for name in _ZERO_PLUS_PLUS
+    ):
         yield "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not tried"
     if zero.get("zenflow"):
         yield "ZenFlow updates weights inside the backward pass"
@@ -58,6 +71,8 @@ def _of_engine(engine: Any) -> Iterator[str]:
         yield f"DeepSpeed's {name} is not tried"
     missing = [attribute for attribute in _ENGINE if not hasattr(engine, attribute)]
     if engine.zero_optimization_stage() < 3:
-        missing += [attribute for attribute in _STAGES_1_AND_2 if not hasattr(engine.optimizer, attribute)]
+        missing += [
+            attribute for attribute in _STAGES_1_AND_2 if not hasattr(engine.optimizer, attribute)
+        ]
     if missing:
         yield f"this version of DeepSpeed has no {', '.join(missing)}: please report it"

@@ -2,14 +2,18 @@
 
 Invariants:
 
-* A micro-batch takes the same collectives, in the same order, whatever is in its rows, and begins from the same state
-  of FSDP on every rank (`FSDP2.begin`). So a rank that fails after the first m of them owes its peers just the rest.
-* It pays with a pass over next to nothing, in which the first m are not sent (`Ledger`). No peer is interrupted, and
-  none has to be told before its own pass has ended; until then some numbers of all ranks are worthless.
-* One vote follows each backward pass, on the CPU. Where one rank failed, every rank throws away all gradients of the
-  optimizer step (`FSDP2.clear`), and all compute its micro-batches again (`replay.py`), in equally many pieces.
+* A micro-batch takes the same collectives, in the same order, whatever is in its rows, and begins
+  from the same state of FSDP on every rank (`FSDP2.begin`). So a rank that fails after the first m
+  of them owes its peers just the rest.
+* It pays with a pass over next to nothing, in which the first m are not sent (`Ledger`). No peer is
+  interrupted, and none has to be told before its own pass has ended; until then some numbers of all
+  ranks are worthless.
+* One vote follows each backward pass, on the CPU. Where one rank failed, every rank throws away all
+  gradients of the optimizer step (`FSDP2.clear`), and all compute its micro-batches again
+  (`replay.py`), in equally many pieces.
 
-No vote stands before a collective, so nothing has to be armed: the cost is one vote a micro-batch, wherever the limit.
+No vote stands before a collective, so nothing has to be armed: the cost is one vote a micro-batch,
+wherever the limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +51,12 @@ def refusals_of_fsdp(trainer: Trainer) -> Iterator[str]:
         yield f"{owner.__name__}.compute_loss gathers metrics over the ranks: not supported under FSDP yet"
 
 
-_NEEDED = ("reset_iter_state", "set_custom_all_gather", "set_custom_reduce_scatter", "set_requires_gradient_sync")
+_NEEDED = (
+    "reset_iter_state",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_requires_gradient_sync",
+)
 
 
 class Ledger:
@@ -71,7 +80,10 @@ class Ledger:
         self._next = 0
 
     def is_sent(self, collective: object) -> bool:
-        """Whether the one that comes now went out already, in the pass that failed. If not, it goes out now."""
+        """Whether the one that comes now went out already, in the pass that failed.
+
+        If not, it goes out now.
+        """
         is_sent = self._next < len(self._sent)
         if is_sent and self._sent[self._next] is not collective:
             raise RuntimeError(
@@ -87,7 +99,10 @@ class Ledger:
 
 
 class _Counted:
-    """An all-gather or reduce-scatter of FSDP, written down. What stands for one not sent again is zeros."""
+    """An all-gather or reduce-scatter of FSDP, written down.
+
+    What stands for one not sent again is zeros.
+    """
 
     def __init__(self, collective: Any, ledger: Ledger) -> None:
         self.collective, self._ledger = collective, ledger
@@ -96,7 +111,9 @@ class _Counted:
         tensor: torch.Tensor = self.collective.allocate(*args, **kwargs)
         return tensor
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any
+    ) -> Any:
         if self._ledger.is_sent(self):
             output_tensor.zero_()
             return None
@@ -117,8 +134,11 @@ class FSDP2(Alone):
         self._step, self._is_tried = -1, False
         self._votes = Agreement(trainer.args.ddp_timeout)
         self._ledger = Ledger()
-        # Several modules may share what they gather: the last norm and the head, as accelerate wraps them.
-        units: dict[int, Any] = {id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)}
+        # Several modules may share what they gather: the last norm and the head, as accelerate
+        # wraps them.
+        units: dict[int, Any] = {
+            id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)
+        }
         self._units = list(units.values())
         for unit, group in self._groups():
             unit.set_custom_all_gather(_Counted(group._all_gather_comm, self._ledger))
@@ -138,7 +158,11 @@ class FSDP2(Alone):
         self._settle()
 
     def attempt(
-        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, is_end: bool = True
+        self,
+        work: Callable[[], T],
+        release: Callable[[], object] | None = None,
+        *,
+        is_end: bool = True,
     ) -> T | DidNotFit:
         outcome = super().attempt(work, release)
         if isinstance(outcome, DidNotFit):
@@ -149,7 +173,11 @@ class FSDP2(Alone):
         self._settle()
         if failed_anywhere:
             self._drop()  # what was reduced since is worth nothing
-        return DidNotFitElsewhere() if failed_anywhere and not isinstance(outcome, DidNotFit) else outcome
+        return (
+            DidNotFitElsewhere()
+            if failed_anywhere and not isinstance(outcome, DidNotFit)
+            else outcome
+        )
 
     def highest(self, value: int) -> int:
         found = self._votes.highest(int(value))
@@ -166,7 +194,9 @@ class FSDP2(Alone):
         self._start_anew()
         self._compute(self.tiny)
         num_fit = most(
-            lambda size: not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit),
+            lambda size: (
+                not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)
+            ),
             *(num, least, (num,)),
         )
         self.clear()
@@ -175,7 +205,10 @@ class FSDP2(Alone):
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """What this rank's examples bring to each reduction. There must be no gradient yet, and there is none after."""
+        """What this rank's examples bring to each reduction.
+
+        There must be no gradient yet, and there is none after.
+        """
         reduced: list[torch.Tensor] = []
         self._ledger.reduced = reduced
         try:
@@ -186,11 +219,14 @@ class FSDP2(Alone):
         return outcome if isinstance(outcome, DidNotFit) else reduced
 
     def clear(self) -> None:
-        """Throw away every gradient of this optimizer step, reduced or not. Tried, the first time, whether it holds.
+        """Throw away every gradient of this optimizer step, reduced or not.
 
-        What a rank has not reduced yet stays where FSDP keeps it, through `reset_iter_state` too (torch 2.13), and
-        would flow into the next reduction. So it is let flow into that of a pass over next to nothing, which is
-        dropped. From here to the end of the micro-batch each pass reduces its gradients.
+        Tried, the first time, whether it holds.
+
+        What a rank has not reduced yet stays where FSDP keeps it, through `reset_iter_state` too
+        (torch 2.13), and would flow into the next reduction. So it is let flow into that of a pass
+        over next to nothing, which is dropped. From here to the end of the micro-batch each pass
+        reduces its gradients.
 
         Raises:
             torch.OutOfMemoryError: on every rank, where one cannot do even that.
@@ -214,7 +250,9 @@ class FSDP2(Alone):
         for _ in range(_TRIES):
             if not isinstance(outcome := self.attempt(work), DidNotFit):
                 return outcome
-        raise torch.OutOfMemoryError("survive_oom could not help: not one short example fits on one of the ranks")
+        raise torch.OutOfMemoryError(
+            "survive_oom could not help: not one short example fits on one of the ranks"
+        )
 
     def _leaves_nothing(self) -> bool:
         """Whether a pass has the gradients that it had before another failed half way, unreduced, on the last rank."""
@@ -228,11 +266,17 @@ class FSDP2(Alone):
         second = self._compute(self._norms)
         self._drop()
         before.restore()
-        return torch.allclose(first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True)
+        return torch.allclose(
+            first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True
+        )
 
     def _norms(self) -> torch.Tensor:
         self.tiny()
-        local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters() if p.grad is not None]
+        local = [
+            getattr(p.grad, "_local_tensor", p.grad)
+            for p in self.model.parameters()
+            if p.grad is not None
+        ]
         return torch.stack([gradient.float().norm().cpu() for gradient in local])
 
     def _fail_half_way(self) -> None:
@@ -250,7 +294,8 @@ class FSDP2(Alone):
         """Take part in the collectives that peers still wait in.
 
         Raises:
-            torch.OutOfMemoryError: that did not fit either. Peers learn it from the end of this process.
+            torch.OutOfMemoryError: that did not fit either. Peers learn it from the end of this
+                process.
         """
         why = "not one short example fits"
         for _ in range(_TRIES):

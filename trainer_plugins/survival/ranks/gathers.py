@@ -1,9 +1,10 @@
 """Gathers: what a trainer's own code exchanges between ranks inside `compute_loss`, for its metrics.
 
-The other ranks take part in each exchange once a micro-batch, with the value of a whole one. So where a micro-batch is
-computed in pieces, what each piece brings is noted, and the last one sends all of it together; and what an attempt that
-failed later has exchanged is not exchanged again. The code of the last piece then sees the numbers of the whole, and
-its metrics are those of the whole: also in one process, which exchanges with itself.
+The other ranks take part in each exchange once a micro-batch, with the value of a whole one. So
+where a micro-batch is computed in pieces, what each piece brings is noted, and the last one sends
+all of it together; and what an attempt that failed later has exchanged is not exchanged again. The
+code of the last piece then sees the numbers of the whole, and its metrics are those of the whole:
+also in one process, which exchanges with itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +58,9 @@ class Gathers:
         before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
         self._index = 0
         for name in _EXCHANGES:
-            setattr(self._accelerator, name, partial(self._exchange, getattr(self._accelerator, name)))
+            setattr(
+                self._accelerator, name, partial(self._exchange, getattr(self._accelerator, name))
+            )
         try:
             yield
         finally:
@@ -79,7 +82,10 @@ class Gathers:
 
     @contextmanager
     def apart(self) -> Iterator[list[torch.Tensor]]:
-        """Around passes that are none of the training's: they reach no other rank. Gives what they would have sent."""
+        """Around passes that are none of the training's: they reach no other rank.
+
+        Gives what they would have sent.
+        """
         brought: list[torch.Tensor] = []
         self._brought = brought
         try:
@@ -89,7 +95,10 @@ class Gathers:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a measurement. One whose last passes are a probe and its two parts shows how values add up."""
+        """Around a measurement.
+
+        One whose last passes are a probe and its two parts shows how values add up.
+        """
         with self.apart() as brought:
             yield
         num = self._index  # in each pass
@@ -97,7 +106,9 @@ class Gathers:
             last = brought[-3 * num :]
             self._merges = [_merge(*last[index::num]) for index in range(num)]
 
-    def _exchange(self, exchange: Callable[..., Any], value: Any, *args: Any, **options: Any) -> Any:
+    def _exchange(
+        self, exchange: Callable[..., Any], value: Any, *args: Any, **options: Any
+    ) -> Any:
         if self._is_exchanging:  # `gather_for_metrics` calls `gather`
             return exchange(value, *args, **options)
         index = self._index
@@ -109,7 +120,9 @@ class Gathers:
             return self._answers[index]
         if self._pieces:
             shares = [*(share for share, _ in self._pieces), self._share]
-            value = self._merges[index]([*(brought[index] for _, brought in self._pieces), value.detach()], shares)
+            value = self._merges[index](
+                [*(brought[index] for _, brought in self._pieces), value.detach()], shares
+            )
         is_shared = self._accelerator.use_distributed
         self._is_exchanging = True
         try:
@@ -117,9 +130,7 @@ class Gathers:
         except RuntimeError as error:
             if not (is_shared and classify(error)):
                 raise
-            said = (
-                f"it failed while ranks exchanged a metric, and whether the others have had it is not known ({error})"
-            )
+            said = f"it failed while ranks exchanged a metric, and whether the others have had it is not known ({error})"
         else:
             if is_shared:  # one process gets back what it gave, and the graph with it
                 self._answers.append(answer)
@@ -133,7 +144,8 @@ def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Me
     """How values become that of the whole: one behind the other, as a sum, or as a mean."""
     if whole.dim() and len(whole) == len(first) + len(second):
         return _behind_each_other
-    # Zeros would be both. Counts are sums; of other numbers, zeros are more likely means (no answer was right).
+    # Zeros would be both. Counts are sums; of other numbers, zeros are more likely means (no answer
+    # was right).
     is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
     return _sum if is_sum or not whole.is_floating_point() else _mean
 
@@ -147,4 +159,6 @@ def _sum(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
 
 
 def _mean(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
-    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(0) / sum(shares)
+    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(
+        0
+    ) / sum(shares)

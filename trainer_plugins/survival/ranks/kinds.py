@@ -9,7 +9,10 @@ from trainer_plugins.survival.ranks.ddp import DDP
 
 
 def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
-    """How the ranks of this run share a micro-batch. What is none of them was refused (`refusals.py`)."""
+    """How the ranks of this run share a micro-batch.
+
+    What is none of them was refused (`refusals.py`).
+    """
     if trainer.is_deepspeed_enabled:
         from trainer_plugins.survival.ranks.zero import Zero
 
@@ -17,7 +20,9 @@ def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
     if isinstance(model, DistributedDataParallel):
         return DDP(trainer, model)
     if trainer.is_fsdp_enabled:
-        from trainer_plugins.survival.ranks.fsdp2 import FSDP2  # a torch without torch.distributed has no FSDP
+        from trainer_plugins.survival.ranks.fsdp2 import (
+            FSDP2,
+        )  # a torch without torch.distributed has no FSDP
 
         return FSDP2(trainer, model)
     return Alone(trainer, model)

@@ -1,12 +1,19 @@
-"""Zero: DeepSpeed's ZeRO-1, 2 and 3. All ranks compute the same number of pieces, known before a micro-batch begins.
+"""Zero: DeepSpeed's ZeRO-1, 2 and 3.
 
-The engine reduces gradients, and in stage 3 gathers weights, inside hooks of the forward and backward pass. What a pass
-that fails leaves in them cannot be put back, and the other ranks wait inside the same hooks. So nothing is retried:
+All ranks compute the same number of pieces, known before a micro-batch begins.
 
-* what fits is measured before step 1, with sizes that grow and are foreseen to fit, the same on all ranks (`most`);
-* a micro-batch is divided on all ranks alike, into as many pieces as the rank that needs most (`highest`);
-* every piece goes through the engine as a micro-batch of a window does, and only the last one may be the window's last;
-* where something does not fit all the same, every rank stops with the reason (`failed`, `brake.py`).
+The engine reduces gradients, and in stage 3 gathers weights, inside hooks of the forward and
+backward pass. What a pass that fails leaves in them cannot be put back, and the other ranks wait
+inside the same hooks. So nothing is retried:
+
+* what fits is measured before step 1, with sizes that grow and are foreseen to fit, the same on all
+  ranks (`most`);
+* a micro-batch is divided on all ranks alike, into as many pieces as the rank that needs most
+  (`highest`);
+* every piece goes through the engine as a micro-batch of a window does, and only the last one may
+  be the window's last;
+* where something does not fit all the same, every rank stops with the reason (`failed`,
+  `brake.py`).
 """
 
 import os
@@ -90,12 +97,17 @@ class Zero(Alone):
         """As of one process. In stage 3 the other ranks wait in the same pass."""
         outcome = super().gradient(loss, parameters)
         if isinstance(outcome, DidNotFit) and self._stage == 3:
-            why = self._stop("what a measurement takes did not fit, and a pass of ZeRO cannot be repeated")
+            why = self._stop(
+                "what a measurement takes did not fit, and a pass of ZeRO cannot be repeated"
+            )
             raise torch.OutOfMemoryError(f"{outcome.words}\n{why}")
         return outcome
 
     def forget(self) -> None:
-        """Drop the gradients of passes that were none of a step. Only where a window begins: it drops them all."""
+        """Drop the gradients of passes that were none of a step.
+
+        Only where a window begins: it drops them all.
+        """
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
         if self._stage < 3:
@@ -103,7 +115,9 @@ class Zero(Alone):
             optimizer.averaged_gradients.clear()
             optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
-    def _fits(self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]) -> bool:
+    def _fits(
+        self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]
+    ) -> bool:
         card = card_of(self.trainer.args.device)
         reading = card.read() if card else None
         if card is None or reading is None:
@@ -114,7 +128,9 @@ class Zero(Alone):
         card.reset_peak()
         failure = self.attempt(partial(compute, size))
         if isinstance(failure, DidNotFit):
-            raise torch.OutOfMemoryError(f"{failure.words}\n{self._stop(f'{size} of the longest rows do not fit')}")
+            raise torch.OutOfMemoryError(
+                f"{failure.words}\n{self._stop(f'{size} of the longest rows do not fit')}"
+            )
         if (after := card.read()) is None:
             raise RuntimeError(self._stop("the memory of its card cannot be read"))
         peaks.append((size, after.peak_allocated_bytes))

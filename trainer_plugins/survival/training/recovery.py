@@ -73,7 +73,9 @@ class Recovery:
         why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
         self._story.failures.append(failure)
         self._tried.append(piece.num)
-        self._story.tried = self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
+        self._story.tried = (
+            self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
+        )
         if not why_not and self._run.has_exchanged_parameters():
             why_not = "the model has other parameters than when training began, and their gradients were not watched"
         if why_not:
@@ -90,23 +92,32 @@ class Recovery:
     def plan(self) -> int:
         """Into how many pieces the micro-batch is divided beforehand, here and on every rank that keeps step."""
         whole = self._micro.whole
-        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
+        cuts = sizes(
+            whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch
+        )
         self._num_pieces = self._run.ranks.highest(len(cuts) if self._layout else 1)
         return self._num_pieces
 
     def measure(self) -> None:
-        """Measure by which weights pieces add up. Ranks that keep step do it together, before the first division.
+        """Measure by which weights pieces add up.
+
+        Ranks that keep step do it together, before the first division.
 
         Raises:
             IndivisibleError: there are none, or nothing to measure with.
         """
         num = self._micro.whole.num if self._layout else 0
         if -self._run.ranks.highest(-num) < 2 or self._layout is None:
-            raise IndivisibleError(self._why_whole or "it takes two examples on each rank to measure that they add up")
+            raise IndivisibleError(
+                self._why_whole or "it takes two examples on each rank to measure that they add up"
+            )
         self._weight(self._layout, self._num_fit())
 
     def finish(self) -> torch.Tensor:
-        """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
+        """Forward and backward of every piece.
+
+        Returns the loss of the micro-batch, without a graph.
+        """
         total: torch.Tensor | None = None
         queue = deque(self._in_step() if self._run.ranks.in_step else [self._micro.whole])
         while queue:
@@ -136,7 +147,8 @@ class Recovery:
                 self._run.memo.pace.computed(piece.num_cells, piece is not self._micro.whole)
             self._count_computed(piece)
             if queue:
-                self._micro.start.snapshot.restore_metrics()  # those of the last one are those of the whole
+                # those of the last one are those of the whole
+                self._micro.start.snapshot.restore_metrics()
         self._run.ranks.finished()
         self._tell()
         assert total is not None
@@ -147,7 +159,9 @@ class Recovery:
         run, story = self._run, self._story
         run.memo.num_divided += len(story.pieces) > 1
         if self._attached.family.is_vouched and self._layout is not None and len(story.pieces) > 1:
-            with suppress(IndivisibleError):  # a later look at the same micro-batch may have found otherwise
+            with suppress(
+                IndivisibleError
+            ):  # a later look at the same micro-batch may have found otherwise
                 story.loss = run.certificate.weight(self._layout, self._kind).name
         told = self._what(self._micro.whole), self._count(max(story.pieces)), self._limit()
         if story.failures:
@@ -160,10 +174,12 @@ class Recovery:
     def _take_back(self, error: Exception) -> None:
         """A part cannot be computed, as with images that are not spread evenly over rows: as if none had been tried.
 
-        What parts have added to gradients is computed once more, from the same random numbers, and subtracted.
+        What parts have added to gradients is computed once more, from the same random numbers, and
+        subtracted.
 
         Raises:
-            RuntimeError: other ranks wait for another part, or what was added does not fit once more.
+            RuntimeError: other ranks wait for another part, or what was added does not fit once
+                more.
         """
         self._why_whole = f"a part of it cannot be computed: {type(error).__name__}: {error}"
         if self._run.ranks.in_step:
@@ -178,7 +194,9 @@ class Recovery:
                     partial(self._compute, replace(piece, factor=-piece.factor, final=final), False)
                 )
                 if isinstance(undone, DidNotFit):
-                    raise RuntimeError(f"survive_oom could not help: {self._why_whole}; {undone.words}") from error
+                    raise RuntimeError(
+                        f"survive_oom could not help: {self._why_whole}; {undone.words}"
+                    ) from error
         self._added.clear()
         self._story.pieces.clear()
         self._run.gathers.forget_pieces()
@@ -187,7 +205,10 @@ class Recovery:
 
     def _give_up(self, why: str) -> NoReturn:
         """Say why, and let the error of the first attempt go on."""
-        num_rows, least = self._attached.trainer.args.per_device_train_batch_size, min(self._tried, default=1)
+        num_rows, least = (
+            self._attached.trainer.args.per_device_train_batch_size,
+            min(self._tried, default=1),
+        )
         remedy = what_else(
             is_divisible=num_rows > 1 and (self._layout is None or least > 1),
             is_checkpointing=is_checkpointing(self._run.model),
@@ -200,7 +221,11 @@ class Recovery:
         self._phase = "forward"
         run = self._run
         # Frozen first: what stands in for the parameters (`ddp.py`) is to be frozen alike.
-        with frozen(piece.final), run.ranks.piece(is_last) as model, run.gathers.piece(piece.share, is_last):
+        with (
+            frozen(piece.final),
+            run.ranks.piece(is_last) as model,
+            run.gathers.piece(piece.share, is_last),
+        ):
             loss = self._loss(piece.inputs, model)
             self._phase = "backward"
             if loss.requires_grad:  # not where every gradient is final
@@ -212,14 +237,18 @@ class Recovery:
         """As many pieces as every other rank has; what is missing of them is computed twice, and counts nothing."""
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
         cuts = [whole.num * (part + 1) // num - whole.num * part // num for part in range(num)]
-        # What was not measured together, at the first micro-batch, one rank must not measure: it is computed as it is.
+        # What was not measured together, at the first micro-batch, one rank must not measure: it is
+        # computed as it is.
         if self._layout is not None and self._run.certificate.knows(self._layout):
             with suppress(IndivisibleError):
                 weight = self._run.certificate.weight(self._layout, self._kind)
                 share = self._attached.family.share
                 pieces = whole.parts(self._layout, [cut for cut in cuts if cut], weight, share)
         least = min(pieces, key=lambda piece: piece.num_cells)
-        return [*(Piece(least.inputs, least.num, 0.0, 0.0) for _ in range(num - len(pieces))), *pieces]
+        return [
+            *(Piece(least.inputs, least.num, 0.0, 0.0) for _ in range(num - len(pieces))),
+            *pieces,
+        ]
 
     def _cut(self, piece: Piece) -> list[Piece]:
         if self._run.ranks.in_step:
@@ -227,13 +256,17 @@ class Recovery:
         try:
             return self._divide(piece, self._run.ranks.agreed(self._run.memo.limit))
         except IndivisibleError:
-            return [piece]  # the limit is that of another micro-batch: what cannot be divided is tried as it is
+            return [
+                piece
+            ]  # the limit is that of another micro-batch: what cannot be divided is tried as it is
 
     def _divide(self, piece: Piece, limit: float) -> list[Piece]:
         cuts = sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
         if len(cuts) == 1 or self._layout is None:
             return [piece]
-        return piece.parts(self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share)
+        return piece.parts(
+            self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share
+        )
 
     def _make_room(self, piece: Piece) -> None:
         """Lower the limit; where the piece cannot be divided, switch something on; where there is nothing, give up."""
@@ -256,7 +289,10 @@ class Recovery:
 
     def _nothing_left(self, piece: Piece) -> str:
         """With what is on by then: ours, and the user's."""
-        on = [*(["checkpointing"] if is_checkpointing(self._run.model) else []), *self._run.memo.rungs]
+        on = [
+            *(["checkpointing"] if is_checkpointing(self._run.model) else []),
+            *self._run.memo.rungs,
+        ]
         tried = f" ({' and '.join(dict.fromkeys(on))} on)" if on else ""
         return f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on{tried}"
 
@@ -291,7 +327,11 @@ class Recovery:
                 certificate.measure(layout, self._micro.whole.inputs, num_fit, loss, put_back)
             except IndivisibleError as error:
                 if certificate.why_broken and certificate.unchecked_since is not None:
-                    self._run.say(in_doubt(certificate.unchecked_since, self._run.state.global_step, str(error)))
+                    self._run.say(
+                        in_doubt(
+                            certificate.unchecked_since, self._run.state.global_step, str(error)
+                        )
+                    )
                 raise
         self._story.measured = certificate.known
 
@@ -311,7 +351,10 @@ class Recovery:
 
     @contextmanager
     def _measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
-        """What a measurement draws and counts is put back, and it reaches no other rank. Gives what puts it back."""
+        """What a measurement draws and counts is put back, and it reaches no other rank.
+
+        Gives what puts it back.
+        """
         before, gathers = self._run.start().snapshot, self._run.gathers
         try:
             with gathers.measuring() if shows_metrics else gathers.apart():
@@ -330,7 +373,9 @@ class Recovery:
             return
         with self._run.memo.harmless():
             expected_bytes = start.allocated_bytes + start.mark.new_bytes()
-            finding = leftover(self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer)
+            finding = leftover(
+                self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer
+            )
             if finding is not None:
                 self._run.leftover_is_said = True
                 self._run.say(finding)
@@ -341,7 +386,9 @@ class Recovery:
 
     def _what(self, piece: Piece) -> str:
         has_tokens = any(name.endswith(TOKEN_IDS) for name in piece.inputs)
-        return self._count(piece.num) + (f" ({piece.num_cells} tokens, padding included)" if has_tokens else "")
+        return self._count(piece.num) + (
+            f" ({piece.num_cells} tokens, padding included)" if has_tokens else ""
+        )
 
     def _limit(self) -> str:
         whole, limit = self._micro.whole, self._run.memo.limit

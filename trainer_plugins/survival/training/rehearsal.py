@@ -1,7 +1,8 @@
 """Rehearsal: before step 1, on the longest rows there are, find out how many fit at once; and leave no trace.
 
-It computes what the second micro-batch of the second step will: optimizer states and gradients are there. What fitted
-then is the limit that later micro-batches are divided by beforehand, so that none has to fail first.
+It computes what the second micro-batch of the second step will: optimizer states and gradients are
+there. What fitted then is the limit that later micro-batches are divided by beforehand, so that
+none has to fail first.
 """
 
 import copy
@@ -25,11 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
-    """Set the limit of a run that has none yet. Where nothing can be rehearsed it stays open: micro-batches may fail.
+    """Set the limit of a run that has none yet.
 
-    Nothing is rehearsed where torch does not count memory, where the limit is known from a checkpoint, and where rows
-    of the data set cannot be looked at without consuming them. It costs a forward and backward pass where everything
-    fits, three to seven where not; how many, and how long they took, is logged.
+    Where nothing can be rehearsed it stays open: micro-batches may fail.
+
+    Nothing is rehearsed where torch does not count memory, where the limit is known from a
+    checkpoint, and where rows of the data set cannot be looked at without consuming them. It costs
+    a forward and backward pass where everything fits, three to seven where not; how many, and how
+    long they took, is logged.
 
     Args:
         run: before its first micro-batch.
@@ -45,7 +49,8 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
         found = None
-        # What no sampler draws may be no row to train on. A rank that others wait for does not go on as if it were.
+        # What no sampler draws may be no row to train on. A rank that others wait for does not go
+        # on as if it were.
         with nullcontext() if run.ranks.in_step else run.memo.harmless():
             found = rehearsal.find()
         if found is None:
@@ -53,7 +58,9 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
     num_fit, climbed = found
     run.memo.is_rehearsed = True
     if num_fit < rehearsal.num:
-        run.memo.limit = rehearsal.cells(max(num_fit, min(run.attached.min_micro_batch, rehearsal.num)))
+        run.memo.limit = rehearsal.cells(
+            max(num_fit, min(run.attached.min_micro_batch, rehearsal.num))
+        )
     if num_fit < rehearsal.num or climbed:
         assert run.card is not None
         run.card.release_cached()  # in the pieces that failed attempts cut it into
@@ -106,13 +113,9 @@ class _Rehearsal:
             summary += "".join(f", with {rung} switched on" for rung in climbed)
         else:
             least = self._run.attached.min_micro_batch
-            summary = (
-                f"not even {least} of the longest {unit} of the data fit at once: a step that meets them will fail"
-            )
+            summary = f"not even {least} of the longest {unit} of the data fit at once: a step that meets them will fail"
         if num_fit < self.num:
-            summary += (
-                f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded length) are divided"
-            )
+            summary += f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded length) are divided"
         return Finding(
             code="out-of-memory-foreseen",
             severity=Severity.INFO if num_fit else Severity.WARNING,
@@ -128,7 +131,10 @@ class _Rehearsal:
         return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
 
     def _compute(self, model: nn.Module, num: int) -> None:
-        """Forward and backward of so many of them. Ranks that rehearse by themselves do so unequally often."""
+        """Forward and backward of so many of them.
+
+        Ranks that rehearse by themselves do so unequally often.
+        """
         self._num_tried += 1
         attached = self._run.attached
         with self._run.gathers.apart():
@@ -138,23 +144,31 @@ class _Rehearsal:
 
     def _some(self, num: int) -> dict[str, Any]:
         assert self._layout is not None
-        return self._layout.take(self._inputs, self.num - num, self.num)  # the short one is the last
+        return self._layout.take(
+            self._inputs, self.num - num, self.num
+        )  # the short one is the last
 
 
 def _longest_batch(run: Run) -> Inputs:
     """As the data loader would make it; empty where rows cannot be had without consuming them."""
     trainer: Any = run.attached.trainer
     if any(isinstance(layout, Completions) for layout in run.attached.family.layouts):
-        # `_prepare_inputs` would generate, and put that in the place of what the next micro-batches train on.
-        logger.info("nothing is rehearsed: how long completions become is not known before they are generated")
+        # `_prepare_inputs` would generate, and put that in the place of what the next micro-batches
+        # train on.
+        logger.info(
+            "nothing is rehearsed: how long completions become is not known before they are generated"
+        )
         return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     rows = longest_rows(dataset, trainer._train_batch_size)
     if dataset is None or collate is None or not rows:
-        logger.info("nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__)
+        logger.info(
+            "nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__
+        )
         return {}
-    # A copy of the collator: one may keep a generator of its own. But none of a model: that of seq2seq keeps it too.
+    # A copy of the collator: one may keep a generator of its own. But none of a model: that of
+    # seq2seq keeps it too.
     collate = copy.deepcopy(collate, {id(module): module for module in trainer.model.modules()})
     batch: Inputs = trainer._prepare_inputs(collate([dataset[index] for index in rows]))
     return batch
@@ -162,7 +176,10 @@ def _longest_batch(run: Run) -> Inputs:
 
 @contextmanager
 def _without_trace(run: Run) -> Iterator[None]:
-    """Generators, metrics and buffers afterwards as before. Gradients are the ranks' (`most`), weights do not move."""
+    """Generators, metrics and buffers afterwards as before.
+
+    Gradients are the ranks' (`most`), weights do not move.
+    """
     before, buffers = Snapshot(run.attached.trainer), Buffers(run.model)
     try:
         yield

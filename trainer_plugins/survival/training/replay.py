@@ -1,10 +1,13 @@
-"""Replay: recovery where ranks compute together. The window is computed again by all of them, in equally many pieces.
+"""Replay: recovery where ranks compute together.
 
-A window is the micro-batches of one optimizer step. Gradients of those before the failure are thrown away with those of
-the failure: a sum to which one rank brought nothing cannot be told from a good one. So no parameter is frozen, and all
-of them see the same dropout masks.
+The window is computed again by all of them, in equally many pieces.
 
-Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the same order, whatever it holds.
+A window is the micro-batches of one optimizer step. Gradients of those before the failure are
+thrown away with those of the failure: a sum to which one rank brought nothing cannot be told from a
+good one. So no parameter is frozen, and all of them see the same dropout masks.
+
+Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the same
+order, whatever it holds.
 """
 
 import math
@@ -60,7 +63,9 @@ class Replay(Recovery):
         self._story.failures.append(failure)
         self._tried += [piece.num] if is_here else []
         what = f"{self._what(piece)} did not fit in the {phase} pass"
-        self._story.tried = self._story.tried or (what if is_here else "what another rank computed did not fit")
+        self._story.tried = self._story.tried or (
+            what if is_here else "what another rank computed did not fit"
+        )
         if self._run.has_exchanged_parameters():
             why_not = why_not or "the model has other parameters than when training began"
         self._agree_to_go_on(why_not or self._why_whole)
@@ -71,15 +76,23 @@ class Replay(Recovery):
     def plan(self) -> int:
         """Into how many pieces the micro-batch is divided: as many as the rank makes that has to make most."""
         whole = self._micro.whole
-        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch)
+        cuts = sizes(
+            whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch
+        )
         return self._ranks.highest(len(cuts))
 
     def measure(self) -> None:
         """Put off until it is needed (`finish`): a rank may have no two examples now."""
 
     def finish(self) -> torch.Tensor:
-        """Forward and backward of every piece. Returns the loss of the micro-batch, without a graph."""
-        window = [*(type(self)(self._run, micro, **self._options) for micro in self._ranks.window[:-1]), self]
+        """Forward and backward of every piece.
+
+        Returns the loss of the micro-batch, without a graph.
+        """
+        window = [
+            *(type(self)(self._run, micro, **self._options) for micro in self._ranks.window[:-1]),
+            self,
+        ]
         is_clear = bool(self._story.failures)
         if not is_clear and self._ranks.highest(any(micro._lacks_weight() for micro in window)):
             self._ranks.clear()  # to measure takes the place that gradients have
@@ -92,7 +105,10 @@ class Replay(Recovery):
         return self._total
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
-        """From the first on, as if nothing had been computed yet. False where it has to be begun again, with less."""
+        """From the first on, as if nothing had been computed yet.
+
+        False where it has to be begun again, with less.
+        """
         nums = [replay.plan() for replay in todo]
         if may_measure:
             try:
@@ -100,7 +116,9 @@ class Replay(Recovery):
             except IndivisibleError as error:  # on every rank
                 if self._story.failures:
                     self._give_up(str(error))
-                self._run.memo.limit = math.inf  # it was known from before: try whether it fits as it is
+                self._run.memo.limit = (
+                    math.inf
+                )  # it was known from before: try whether it fits as it is
                 return False
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
@@ -121,16 +139,26 @@ class Replay(Recovery):
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
         parts = [whole]
         if len(cuts) > 1 and self._layout is not None:
-            parts = whole.parts(self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share)
+            parts = whole.parts(
+                self._layout,
+                cuts,
+                self._weight(self._layout, max(cuts)),
+                self._attached.family.share,
+            )
         idle = replace(min(parts, key=lambda piece: piece.num_cells), factor=0.0, share=0.0)
         return parts + [idle] * (num - len(parts))
 
     def _make_room_for(self, piece: Piece | None) -> None:
-        """Lower the limit, or switch something on. `piece` is what did not fit; None where that was elsewhere."""
+        """Lower the limit, or switch something on.
+
+        `piece` is what did not fit; None where that was elsewhere.
+        """
         memo, limit, why = self._run.memo, None, ""
         if piece is None:
             limit = memo.limit
-        elif (limit := lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)) is None:
+        elif (
+            limit := lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
+        ) is None:
             why = self._nothing_left(piece)
         if not self._ranks.highest(limit is None):
             assert limit is not None
@@ -144,10 +172,15 @@ class Replay(Recovery):
         if rung := memo.climb(self._attached.ladder, self._run.model):
             self._story.switched_on.append(rung)
             return
-        self._give_up(why or "another rank has nothing smaller to try, and there is nothing left to switch on")
+        self._give_up(
+            why or "another rank has nothing smaller to try, and there is nothing left to switch on"
+        )
 
     def _lacks_weight(self) -> bool:
-        """Whether this rank wants a measurement. Because it is time, only where a window begins: none is lost then."""
+        """Whether this rank wants a measurement.
+
+        Because it is time, only where a window begins: none is lost then.
+        """
         certificate = self._run.certificate
         if self._layout is None or self._micro.whole.num < 2:
             return False
@@ -155,7 +188,10 @@ class Replay(Recovery):
         return certificate.is_new(self._kind) or (is_first and certificate.wants(self._kind))
 
     def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
-        """Measure by which pieces add up, where one rank does not know it. Only where there is no gradient to lose."""
+        """Measure by which pieces add up, where one rank does not know it.
+
+        Only where there is no gradient to lose.
+        """
         if self._run.certificate.why_broken:  # on every rank
             raise IndivisibleError(self._run.certificate.why_broken)
         for replay in replays:

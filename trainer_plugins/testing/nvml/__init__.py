@@ -1,10 +1,12 @@
 """ScriptedNvml: the NVIDIA driver library, following a script, for tests on machines without a card.
 
-A `libnvidia-ml.so.1` in C (`nvml.c`), compiled when first needed, that the real pynvml, nvitop, gpustat and torch load:
+A `libnvidia-ml.so.1` in C (`nvml.c`), compiled when first needed, that the real pynvml, nvitop,
+gpustat and torch load:
 
     nvml = ScriptedNvml(tmp_path).card("GPU-1…").process(4242, 3 * GIB, name="infer").write()
     subprocess.run([...], env=nvml.env())                                # a child sees that card
-    nvml.fault("nvmlDeviceGetMemoryInfo_v2", pynvml.NVML_ERROR_GPU_IS_LOST).write()  # and now it falls off the bus
+    nvml.fault("nvmlDeviceGetMemoryInfo_v2", pynvml.NVML_ERROR_GPU_IS_LOST).write()  # and now it
+    falls off the bus
 """
 
 import ctypes
@@ -26,14 +28,23 @@ __all__ = ["ScriptedNvml", "unavailable_reason"]
 
 LIBRARY = "libnvidia-ml.so.1"
 SOURCE = Path(__file__).with_name("nvml.c")
-COMPILER_FLAGS = ("-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{LIBRARY}", "-Wl,-z,nodelete")
+COMPILER_FLAGS = (
+    "-shared",
+    "-fPIC",
+    "-O1",
+    "-pthread",
+    f"-Wl,-soname,{LIBRARY}",
+    "-Wl,-z,nodelete",
+)
 INIT_FUNCTIONS = ("nvmlInitWithFlags", "nvmlInit_v2", "nvmlInit")
 
 
 def unavailable_reason() -> str | None:
     """Why the scripted library cannot be had on this machine, as a sentence without a full stop; None if it can."""
     if sys.platform != "linux":
-        return f"the scripted NVML needs Linux, where programs load {LIBRARY}; this is {sys.platform}"
+        return (
+            f"the scripted NVML needs Linux, where programs load {LIBRARY}; this is {sys.platform}"
+        )
     if _compiler() is None:
         return "the scripted NVML needs a C compiler (cc, gcc or clang) on the PATH"
     return None
@@ -43,9 +54,10 @@ def unavailable_reason() -> str | None:
 class ScriptedNvml:
     """A script for the library, one record after another. Each method returns a new, longer script.
 
-    Nothing happens until `write`: from then on every program that was given the library with this folder, by `env` or
-    `preload`, answers accordingly, also if it has long been running. What a script counts (`skip`, `times`, growth)
-    is counted in each program for itself, from the moment it reads the script.
+    Nothing happens until `write`: from then on every program that was given the library with this
+    folder, by `env` or `preload`, answers accordingly, also if it has long been running. What a
+    script counts (`skip`, `times`, growth) is counted in each program for itself, from the moment
+    it reads the script.
     """
 
     folder: Path
@@ -54,10 +66,16 @@ class ScriptedNvml:
     records: tuple[str, ...] = ()
 
     def driver(
-        self, *, version: str = "580.95.05", cuda_version: int = 13000, process_record_bytes: int = 24
+        self,
+        *,
+        version: str = "580.95.05",
+        cuda_version: int = 13000,
+        process_record_bytes: int = 24,
     ) -> "ScriptedNvml":
         """Set what the driver says of itself; drivers 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161)."""
-        return self._with("driver", version=version, cuda=cuda_version, record_bytes=process_record_bytes)
+        return self._with(
+            "driver", version=version, cuda=cuda_version, record_bytes=process_record_bytes
+        )
 
     def card(
         self,
@@ -72,28 +90,37 @@ class ScriptedNvml:
         Args:
             uuid: as `nvidia-smi -L` prints it; None for `GPU-0000000<index>-…`.
             total_bytes: all its memory.
-            reserved_bytes: the part of it that the driver keeps for itself. Memory info version 1 counts it as used,
-                version 2 does not.
+            reserved_bytes: the part of it that the driver keeps for itself. Memory info version 1
+                counts it as used, version 2 does not.
             name: of the product.
         """
         index = self._num("card")
         uuid = uuid or f"GPU-{index:08x}-1111-2222-3333-444444444444"
         bus = f"00000000:{0x17 + index:02X}:00.0"
-        return self._with("card", uuid=uuid, name=name, bus=bus, total=total_bytes, reserved=reserved_bytes)
+        return self._with(
+            "card", uuid=uuid, name=name, bus=bus, total=total_bytes, reserved=reserved_bytes
+        )
 
     def card_from_file(
         self, path: Path, *, reserved_bytes: int = 600 * MIB, name: str = "Simulated card"
     ) -> "ScriptedNvml":
         """Add the card that a simulated accelerator shares: its uuid, capacity and processes come from its card file.
 
-        The total is that capacity and `reserved_bytes`. While there is no such file, the GPU is lost; once there is, it
-        stays the one that is read until the next script.
+        The total is that capacity and `reserved_bytes`. While there is no such file, the GPU is
+        lost; once there is, it stays the one that is read until the next script.
         """
         bus = f"00000000:{0x17 + self._num('card'):02X}:00.0"
-        return self._with("card", name=name, bus=bus, reserved=reserved_bytes, file=Path(path).absolute())
+        return self._with(
+            "card", name=name, bus=bus, reserved=reserved_bytes, file=Path(path).absolute()
+        )
 
-    def mig_slice(self, uuid: str, *, total_bytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG") -> "ScriptedNvml":
-        """Cut a MIG slice from the last card, with memory and processes of its own. The card is then in MIG mode."""
+    def mig_slice(
+        self, uuid: str, *, total_bytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG"
+    ) -> "ScriptedNvml":
+        """Cut a MIG slice from the last card, with memory and processes of its own.
+
+        The card is then in MIG mode.
+        """
         self._last_card()
         return self._with("slice", uuid=uuid, name=name, total=total_bytes)
 
@@ -116,20 +143,31 @@ class ScriptedNvml:
             name: what the driver calls it. Empty: the driver does not know it.
             grow_bytes: how much more it holds at every later query of the device's memory.
             live: it holds memory only while a process of that number exists.
-            says_bytes: False to list it with N/A for bytes, as on WSL; the card's used memory counts them all the same.
+            says_bytes: False to list it with N/A for bytes, as on WSL; the card's used memory
+                counts them all the same.
             graphics: list it with the graphics processes instead of the compute processes.
         """
         if "\tfile=" in self._last_card():
-            raise ValueError("the processes of a card from a file are in that file, or the two would not agree")
+            raise ValueError(
+                "the processes of a card from a file are in that file, or the two would not agree"
+            )
         flags = "l" * live + "u" * (not says_bytes) + "g" * graphics
-        return self._with("process", pid=pid, bytes=used_bytes, grow=grow_bytes, flags=flags, name=name)
+        return self._with(
+            "process", pid=pid, bytes=used_bytes, grow=grow_bytes, flags=flags, name=name
+        )
 
     def hide(self, pid: int) -> "ScriptedNvml":
         """Leave a process out of every list, as drivers do with those outside of the container; its bytes count."""
         return self._with("hide", pid=pid)
 
     def fault(
-        self, function: str, code: int, *, uuid: str | None = None, skip: int = 0, times: int | None = None
+        self,
+        function: str,
+        code: int,
+        *,
+        uuid: str | None = None,
+        skip: int = 0,
+        times: int | None = None,
     ) -> "ScriptedNvml":
         """Let a function of the library fail.
 
@@ -144,9 +182,13 @@ class ScriptedNvml:
             ValueError: the library has no such function.
         """
         if not re.search(rf"\b{re.escape(function)}\b", SOURCE.read_text()):
-            raise ValueError(f"the scripted NVML has no function {function!r}; see {SOURCE.name} for those it has")
+            raise ValueError(
+                f"the scripted NVML has no function {function!r}; see {SOURCE.name} for those it has"
+            )
         limits = {} if times is None else {"times": times}
-        return self._with("fault", function=function, code=code, uuid=uuid or "", skip=skip, **limits)
+        return self._with(
+            "fault", function=function, code=code, uuid=uuid or "", skip=skip, **limits
+        )
 
     def hang(self, function: str, *, skip: int = 0) -> "ScriptedNvml":
         """Let a function of the library never answer.
@@ -173,9 +215,12 @@ class ScriptedNvml:
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(descriptor, "w") as file:
-            file.write("\n".join((*ScriptedNvml(self.folder).driver().records, *self.records)) + "\n")
-        # The library tells by inode, size and time that there is a new script. Kernels stamp files by a clock of
-        # milliseconds and reuse inodes, so of two quick rewrites the second could go unseen: stamp it in nanoseconds.
+            file.write(
+                "\n".join((*ScriptedNvml(self.folder).driver().records, *self.records)) + "\n"
+            )
+        # The library tells by inode, size and time that there is a new script. Kernels stamp files
+        # by a clock of milliseconds and reuse inodes, so of two quick rewrites the second could go
+        # unseen: stamp it in nanoseconds.
         now = time.time_ns()
         os.utime(temporary, ns=(now, now))
         os.replace(temporary, self.path)
@@ -198,11 +243,13 @@ class ScriptedNvml:
     def preload(self) -> None:
         """Serve the running process, from now on and until it ends: an NVML client that loads its library finds ours.
 
-        The loader of glibc knows a loaded library again by its SONAME, so no environment variable is needed. pynvml
-        and torch keep the library they have found: for another driver write another script, in this folder or not.
+        The loader of glibc knows a loaded library again by its SONAME, so no environment variable
+        is needed. pynvml and torch keep the library they have found: for another driver write
+        another script, in this folder or not.
 
         Raises:
-            RuntimeError: the process has loaded NVIDIA's own library already, so clients will go on finding that.
+            RuntimeError: the process has loaded NVIDIA's own library already, so clients will go on
+                finding that.
         """
         ours = ctypes.CDLL(str(build()))
         if not hasattr(ctypes.CDLL(LIBRARY), "scriptedNvmlFollow"):
@@ -232,14 +279,18 @@ class ScriptedNvml:
 def build() -> Path:
     """Compile the library unless that has been done, and return its path.
 
-    It lies in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`, in a folder of its own for each source, kind of
-    machine and set of flags. Any number of processes may build at once: each renames a whole file into place.
+    It lies in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`, in a folder of its own for
+    each source, kind of machine and set of flags. Any number of processes may build at once: each
+    renames a whole file into place.
 
     Raises:
-        RuntimeError: there is no compiler (`unavailable_reason`), or it fails; the message has its words.
+        RuntimeError: there is no compiler (`unavailable_reason`), or it fails; the message has its
+            words.
     """
     what = f"{SOURCE.read_text()}{COMPILER_FLAGS}{platform.machine()}"
-    cache = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
+    cache = Path(
+        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
+    )
     library = cache.absolute() / f"nvml-{hashlib.sha256(what.encode()).hexdigest()[:16]}" / LIBRARY
     if library.exists():
         return library
@@ -252,7 +303,9 @@ def build() -> Path:
         command = [compiler, *COMPILER_FLAGS, "-o", str(finished), str(SOURCE)]
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         if outcome.returncode:
-            raise RuntimeError(f"could not compile the scripted NVML: {' '.join(command)}\n{outcome.stderr}")
+            raise RuntimeError(
+                f"could not compile the scripted NVML: {' '.join(command)}\n{outcome.stderr}"
+            )
         os.replace(finished, library)
     return library
 

@@ -4,28 +4,31 @@
     simgpu.enable(capacity_bytes=2 << 30)      # before the Trainer, or:
     $ python -m trainer_plugins.testing.simgpu --capacity 2GiB train.py --any-arguments
 
-Tensors of the device `simgpu` lie in host memory behind a caching allocator with CUDA's rules; `torch.accelerator`
-reports on it, and when the card is full torch raises its own `OutOfMemoryError` in CUDA's words. Operations run on the
-CPU's kernels: results are the CPU's up to rounding, and so is the time they take. Random numbers come from the CPU's
-generator.
+Tensors of the device `simgpu` lie in host memory behind a caching allocator with CUDA's rules;
+`torch.accelerator` reports on it, and when the card is full torch raises its own `OutOfMemoryError`
+in CUDA's words. Operations run on the CPU's kernels: results are the CPU's up to rounding, and so
+is the time they take. Random numbers come from the CPU's generator.
 
-Other processes on the card, scripted or real, are in the card file (`SimCard`); with `SIMGPU_CARD=path` several
-processes share one. Under torchrun and `accelerate launch` each rank has a card of its own, `simgpu:0`, and the
-collectives are gloo's.
+Other processes on the card, scripted or real, are in the card file (`SimCard`); with
+`SIMGPU_CARD=path` several processes share one. Under torchrun and `accelerate launch` each rank has
+a card of its own, `simgpu:0`, and the collectives are gloo's.
 
 Where it differs from a CUDA card:
 
-* What an operation needs while it runs (a convolution's workspace, say) is not counted; its results are.
-* Attention stores no scores, as with CUDA's flash kernel, except with dropout in it, where CUDA's still does not.
+* What an operation needs while it runs (a convolution's workspace, say) is not counted; its results
+  are.
+* Attention stores no scores, as with CUDA's flash kernel, except with dropout in it, where CUDA's
+  still does not.
 * Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
-* There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no sparse tensor, no
-  graph and no second stream.
-* A card with no memory outside PyTorch: no context of a few hundred MiB. `SimCard.hold(os.getpid(), ...)` adds one.
+* There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no
+  sparse tensor, no graph and no second stream.
+* A card with no memory outside PyTorch: no context of a few hundred MiB. `SimCard.hold(os.getpid(),
+  ...)` adds one.
 
 Importing this module does nothing. Enabling is for the whole process and cannot be undone; it sets
-`ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it changes, and why.
-Enabling needs a C++ compiler once for each torch (about ten seconds; kept in `$TRAINER_PLUGINS_CACHE`, else
-`~/.cache/trainer_plugins`).
+`ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it
+changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; kept in
+`$TRAINER_PLUGINS_CACHE`, else `~/.cache/trainer_plugins`).
 """
 
 import atexit
@@ -60,14 +63,16 @@ _card: SimCard | None = None
 
 
 def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> None:
-    """Make simgpu the accelerator of this process. Call it before the Trainer's arguments are built.
+    """Make simgpu the accelerator of this process.
+
+    Call it before the Trainer's arguments are built.
 
     A second call sets the capacity and nothing else.
 
     Args:
         capacity_bytes: the memory of the card. None: what the given card has.
-        card: the card to be on, which is given that capacity. None: the one that `SIMGPU_CARD` names, else a private
-            one, removed when the process ends.
+        card: the card to be on, which is given that capacity. None: the one that `SIMGPU_CARD`
+            names, else a private one, removed when the process ends.
 
     Raises:
         ValueError: the capacity is below 2 MiB or unknown, or a second call names another card.
@@ -78,7 +83,9 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
         _check_capacity(capacity_bytes)
     if _library is not None:
         if card is not None and card.path != _require_card().path:
-            raise ValueError(f"simgpu is on the card {_require_card().path} already, and stays there")
+            raise ValueError(
+                f"simgpu is on the card {_require_card().path} already, and stays there"
+            )
         if capacity_bytes is not None:
             set_capacity(capacity_bytes)
         return
@@ -121,8 +128,8 @@ def card() -> SimCard:
 def fail_at(n: int) -> None:
     """Let the n-th allocation from now raise `torch.OutOfMemoryError`, once, whatever is free.
 
-    As in a real failure the cache has been released by then, and a retry counted; its message says that
-    nothing is free.
+    As in a real failure the cache has been released by then, and a retry counted; its message says
+    that nothing is free.
 
     Raises:
         ValueError: n is below 1.
@@ -162,10 +169,11 @@ def _register(library: ctypes.CDLL) -> None:
 def _finish_backward(owner_pid: int) -> None:
     """Wait for autograd's device thread before the interpreter goes.
 
-    After a backward, and more so after one that raised, the main thread goes on while the device thread still drops the
-    graph. That frees Python objects, for which it asks for the interpreter's lock, and a thread that does so during
-    finalisation is ended inside a C++ destructor: "terminate called without an active exception", exit code 134. CUDA
-    has the same race. A forked child has no device thread to wait for.
+    After a backward, and more so after one that raised, the main thread goes on while the device
+    thread still drops the graph. That frees Python objects, for which it asks for the interpreter's
+    lock, and a thread that does so during finalisation is ended inside a C++ destructor: "terminate
+    called without an active exception", exit code 134. CUDA has the same race. A forked child has
+    no device thread to wait for.
     """
     if os.getpid() == owner_pid:
         _require_library().simgpu_finish_backward()

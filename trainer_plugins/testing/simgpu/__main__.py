@@ -4,7 +4,8 @@
     python -m trainer_plugins.testing.simgpu --capacity 2GiB -m package.module --its --arguments
     torchrun --nproc-per-node 2 -m trainer_plugins.testing.simgpu --capacity 2GiB train.py
 
-The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is ours.
+The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is
+ours.
 """
 
 import argparse
@@ -44,9 +45,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         description="Run a script on a simulated accelerator in host memory.",
     )
     parser.add_argument(
-        "--capacity", metavar="SIZE", help="the memory of the card, as in 2GiB; may be left to the card"
+        "--capacity",
+        metavar="SIZE",
+        help="the memory of the card, as in 2GiB; may be left to the card",
     )
-    parser.add_argument("--card", metavar="PATH", type=Path, help="a card file to share with other processes")
+    parser.add_argument(
+        "--card", metavar="PATH", type=Path, help="a card file to share with other processes"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the command is a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments)

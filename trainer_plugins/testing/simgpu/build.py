@@ -44,20 +44,31 @@ def built_library() -> Path:
         raise SimgpuUnavailable(f"simgpu needs PyTorch: {error}") from error
     if platform.system() != "Linux":
         raise SimgpuUnavailable(f"simgpu runs on Linux only, this is {platform.system()}")
-    cache = Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
+    cache = Path(
+        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
+    )
     library = cache / f"simgpu-{_fingerprint(torch.__version__)}.so"
     if library.exists():
         return library
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    compiler = (
+        os.environ.get("CXX")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+        or shutil.which("c++")
+    )
     if compiler is None:
         raise SimgpuUnavailable("simgpu needs a C++ compiler: install g++ or set CXX")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / "simgpu.lock").open("w")
     except OSError as error:
-        raise SimgpuUnavailable(f"simgpu cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}") from error
+        raise SimgpuUnavailable(
+            f"simgpu cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
+        ) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one of the ranks or pytest workers builds, the others wait for it
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # one of the ranks or pytest workers builds, the others wait for it
         if not library.exists():
             _build(compiler, library)
     return library
@@ -73,7 +84,9 @@ def load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise SimgpuUnavailable(f"simgpu cannot load {path}, remove it to build it anew: {error}") from error
+        raise SimgpuUnavailable(
+            f"simgpu cannot load {path}, remove it to build it anew: {error}"
+        ) from error
     library.simgpu_last_error.restype = ctypes.c_char_p
     library.simgpu_num_allocations.restype = ctypes.c_uint64
     library.simgpu_finish_backward.restype = None
@@ -103,7 +116,9 @@ def _build(compiler: str, library: Path) -> None:
         command = [
             *(compiler.split()),
             "-std=c++20",
-            "-O1",  # half as long to compile as -O2; the time of a run goes into torch's kernels, not into this
+            # half as long to compile as -O2; the time of a run goes into torch's kernels, not into
+            # this
+            "-O1",
             "-fPIC",
             "-shared",
             "-w",  # torch's headers warn, and nobody reads it
@@ -121,11 +136,17 @@ def _build(compiler: str, library: Path) -> None:
         log = library.with_suffix(".log")
         try:
             result = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=_TIMEOUT_SECONDS
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+                timeout=_TIMEOUT_SECONDS,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SimgpuUnavailable(f"simgpu cannot be built: {error}") from error
         if result.returncode != 0:
             log.write_bytes(" ".join(command).encode() + b"\n" + result.stdout)
-            raise SimgpuUnavailable(f"simgpu cannot be built for torch {torch.__version__}, see {log}")
+            raise SimgpuUnavailable(
+                f"simgpu cannot be built for torch {torch.__version__}, see {log}"
+            )
         draft.replace(library)  # whole or not at all

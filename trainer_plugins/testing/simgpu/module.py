@@ -87,6 +87,8 @@ def make_module(current_card: Callable[[], SimCard], num_indices: int) -> types.
         "reset_peak_memory_stats",
     ):
         functions[name] = getattr(accelerator, name)
-    module = types.ModuleType("torch.simgpu", "simgpu as torch sees it; made by trainer_plugins.testing.simgpu.")
+    module = types.ModuleType(
+        "torch.simgpu", "simgpu as torch sees it; made by trainer_plugins.testing.simgpu."
+    )
     module.__dict__.update(functions)
     return module

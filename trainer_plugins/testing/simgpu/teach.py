@@ -2,15 +2,17 @@
 
 Three functions, each of which calls the original where simgpu is not concerned:
 
-* `transformers.utils.import_utils.is_torch_bf16_gpu_available` asks CUDA, XPU, NPU and so on in turn; without an answer
-  `TrainingArguments(bf16=True)` is refused.
-* `accelerate.state.PartialState._prepare_backend` chooses the collectives by the accelerators it knows; without an
-  answer every rank trains alone. It is told gloo, whose collectives simgpu serves in host memory. Also, `use_cpu=True`
-  is heeded there: `ACCELERATE_TORCH_DEVICE` alone would put the batches on simgpu and leave the model on the CPU.
-* `accelerate.utils.memory.clear_device_cache` empties the caches of the accelerators it knows; it is told to empty
-  simgpu's too, as it does CUDA's.
+* `transformers.utils.import_utils.is_torch_bf16_gpu_available` asks CUDA, XPU, NPU and so on in
+  turn; without an answer `TrainingArguments(bf16=True)` is refused.
+* `accelerate.state.PartialState._prepare_backend` chooses the collectives by the accelerators it
+  knows; without an answer every rank trains alone. It is told gloo, whose collectives simgpu serves
+  in host memory. Also, `use_cpu=True` is heeded there: `ACCELERATE_TORCH_DEVICE` alone would put
+  the batches on simgpu and leave the model on the CPU.
+* `accelerate.utils.memory.clear_device_cache` empties the caches of the accelerators it knows; it
+  is told to empty simgpu's too, as it does CUDA's.
 
-A module that is not imported yet is taught right after its import, so enabling costs no import of transformers.
+A module that is not imported yet is taught right after its import, so enabling costs no import of
+transformers.
 """
 
 import functools
