@@ -305,7 +305,7 @@ def test_a_reading_that_fails_ends_no_training(
 
     def fail_or_tell(index):
         if failing:
-            raise failing[0]
+            raise type(failing[0])(*failing[0].args)  # anew: raised again, one would keep the frames of every time
         return stats(index)
 
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", fail_or_tell)

@@ -1,6 +1,7 @@
 """Attempt: run work that may not fit, and come back with words instead of an exception that holds the memory."""
 
 import gc
+import logging
 import traceback
 from collections.abc import Callable
 from time import perf_counter
@@ -11,6 +12,8 @@ import torch
 from trainer_plugins.oom import OutOfMemory, classify
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _NUM_FRAMES = 8
 
@@ -74,7 +77,10 @@ def attempt(
         return work()
     except (RuntimeError, MemoryError) as error:
         found = classify(error)
-        if found is None or not found.is_survivable:
+        if found is None:
+            raise
+        if not found.is_survivable:
+            logger.warning("survive_oom does not retry this out-of-memory error: %s", found.fatal)
             raise
         failure = DidNotFit(error, found, perf_counter() - started)
         link: BaseException | None = error
