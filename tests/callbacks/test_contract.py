@@ -305,7 +305,9 @@ def test_a_reading_that_fails_ends_no_training(
 
     def fail_or_tell(index):
         if failing:
-            raise type(failing[0])(*failing[0].args)  # anew: raised again, one would keep the frames of every time
+            raise type(failing[0])(
+                *failing[0].args
+            )  # anew: raised again, one would keep the frames of every time
         return stats(index)
 
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", fail_or_tell)

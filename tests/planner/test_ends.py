@@ -103,7 +103,9 @@ def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
                 "TMPDIR": str(scratch),
             },
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored by what runs under nohup
+            preexec_fn=lambda: signal.signal(
+                signal.SIGHUP, signal.SIG_DFL
+            ),  # ignored by what runs under nohup
         )
         assert select.select([reads], [], [], 300)[0], "the prediction came to no compiler"
         compiler = int(os.read(reads, 100))

@@ -16,7 +16,9 @@ class Breaks(TrainerCallback):
 
     def __init__(self, monkeypatch, moment: str, error: Exception) -> None:
         def fail(index):
-            raise type(error)(*error.args)  # anew: raised again, one would keep the frames of every time
+            raise type(error)(
+                *error.args
+            )  # anew: raised again, one would keep the frames of every time
 
         setattr(
             self,

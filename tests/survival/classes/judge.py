@@ -181,11 +181,11 @@ def _weight(survival: Survival) -> str:
 
 def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
     """For the parameter where it is most; a gradient of nothing but zeros is one that is not there."""
-    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None or b is not None]
-    tensors = [
-        (torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b)
-        for a, b in pairs
-    ]  # type: ignore[arg-type]
+    tensors = []
+    for a, b in zip(ours, theirs, strict=True):
+        if (one := b if a is None else a) is not None:
+            zeros = torch.zeros_like(one)
+            tensors.append((zeros if a is None else a, zeros if b is None else b))
     largest = max(float(b.norm()) for _, b in tensors)
     return max(float((a - b).norm()) / max(float(b.norm()), _LEAST * largest) for a, b in tensors)
 
