@@ -61,6 +61,17 @@ def late():
     assert arrows_between(files, "")["devices"] >= {"units", "oom", "cli"}
 
 
+def test_the_fast_tier_reaches_every_room() -> None:
+    """By its folder, by its name, or as what a room that is named so imports."""
+    files = [ROOT / name for name in (ROOT / "tests" / "fast.txt").read_text().split()]
+    named = {file.parent.name for file in files}
+    for file in files:
+        named |= set(re.findall(r"\btrainer_plugins\.([a-z_]+)", file.read_text()))
+    arrows = arrows_between(trees(), "")
+    reached = named | {below for room in named & set(arrows) for below in arrows[room]}
+    assert {room for room in arrows if not room.startswith("_")} <= reached
+
+
 @pytest.mark.parametrize(
     "module",
     [

@@ -1,10 +1,11 @@
 """Wherever in a micro-batch the memory ends, the step has the gradient it would have had."""
 
 import copy
+import math
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from tests.survival.failing import (
     Run,
@@ -14,7 +15,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from trainer_plugins import survive_oom
-from trainer_plugins.survival import Survival
+from trainer_plugins.survival.run import memo_of
 
 POINTS = 30
 MODES = {
@@ -30,17 +31,15 @@ MODES = {
 }
 
 
-class AnewEachStep(TrainerCallback):
-    """Attached at the beginning of each step, so that none is divided because of what the one before has learned."""
+class ForgetsEachStep(TrainerCallback):
+    """Has survival forget what fits, so that no step is divided because of what the one before has learned."""
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.survival: Survival | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.survival is not None:
-            self.survival.detach()
-        self.survival = survive_oom(self.trainer)
+        memo = memo_of(self.trainer)
+        memo.limit, memo.pace = math.inf, None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -52,7 +51,8 @@ def test_an_error_at_any_allocation_changes_nothing(tmp_path, capsys, mode: str)
     whole = Run(small_trainer(tmp_path, steps=len(points), **MODES[mode]))
 
     trainer = small_trainer(tmp_path, steps=len(points), **MODES[mode])
-    trainer.add_callback(AnewEachStep(trainer))
+    survive_oom(trainer)
+    trainer.add_callback(ForgetsEachStep(trainer))
     survived = Run(trainer, {2 * step + 1: [point] for step, point in enumerate(points)})
 
     assert survived.allocations.num_failed == len(points)

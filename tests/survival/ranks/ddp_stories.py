@@ -40,7 +40,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from tests.survival.ranks.half_full import HalfFull
-from tests.survival.test_sweep import AnewEachStep
+from tests.survival.test_sweep import ForgetsEachStep
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.run import memo_of
 
@@ -284,7 +284,8 @@ def sweep(name: str) -> dict:
     points += [num - 2, num - 1, num]
     whole = Run(make(steps=len(points), **settings))
     trainer = make(steps=len(points), **settings)
-    trainer.add_callback(AnewEachStep(trainer))
+    survive_oom(trainer)
+    trainer.add_callback(ForgetsEachStep(trainer))
     mine = points if max(ranks) == RANK else points[::-1]
     fail_at = (
         {2 * step + which: [point] for step, point in enumerate(mine)} if RANK in ranks else {}

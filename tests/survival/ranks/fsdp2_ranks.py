@@ -36,9 +36,9 @@ from tests.survival.failing import (
     small_trainer,
 )
 from tests.survival.ranks.half_full import HalfFull
+from tests.survival.test_sweep import ForgetsEachStep
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
-from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 from trainer_plugins.survival.run import memo_of
@@ -73,19 +73,6 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.kept.append(whole(p.grad for p in model.parameters()))
-
-
-class AnewEachStep(TrainerCallback):
-    """Attached at the beginning of each step, so that none is divided because of what the one before has learned."""
-
-    def __init__(self, trainer) -> None:
-        self.trainer = trainer
-        self.survival: Survival | None = None
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self.survival is not None:
-            self.survival.detach()
-        self.survival = survive_oom(self.trainer)
 
 
 class KnownLimit(TrainerCallback):
@@ -227,11 +214,9 @@ def counted_votes():
 
 def run_case(folder: Path, case: dict, reference: Run) -> dict:
     trainer = make(folder, case)
-    anew = AnewEachStep(trainer)
+    survival = survive_oom(trainer, **case.get("options", {}))
     if "sweep" in case:
-        trainer.add_callback(anew)
-    else:
-        anew.survival = survive_oom(trainer, **case.get("options", {}))
+        trainer.add_callback(ForgetsEachStep(trainer))
     fail_at = {
         int(n): [
             max(1, int(reference.num_allocations[int(n)] * part)) + again
@@ -268,8 +253,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     ):
         survived = Run(trainer, fail_at, only_attempts="and" in case.get("sweep", {}), **resume)
     memo = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
-    assert anew.survival is not None
-    anew.survival.detach()
+    survival.detach()
     logged = list(
         zip(
             trainer.state.log_history,
