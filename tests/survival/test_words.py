@@ -122,3 +122,20 @@ def test_a_refusal_says_where_it_was_seen(tmp_path) -> None:
         told.finding.evidence
         == "seen in the Trainer, its model and its arguments, before anything was computed"
     )
+
+
+def test_an_error_that_is_not_retried_goes_on_and_the_reason_is_said(tmp_path, caplog) -> None:
+    """Its numbers contradict each other, so asking for less need not help."""
+    words = (
+        "CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has a total capacity of "
+        "200.00 GiB of which 179.98 GiB is free."
+    )
+    trainer = small_trainer(tmp_path, steps=1)
+    survive_oom(trainer)
+
+    with pytest.raises(torch.OutOfMemoryError, match="179.98 GiB is free"):
+        Run(trainer, {0: [20]}, error=torch.OutOfMemoryError(words))
+
+    (said,) = [r.getMessage() for r in caplog.records if "does not retry" in r.getMessage()]
+    assert "numbers contradict each other" in said
+    assert trainer.state.global_step == 0
