@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ CUDA = pytest.param(
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files with the most slow tests begin first, so that none is what all wait for in the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
 @pytest.fixture(autouse=True)
 def _on_the_cpu_unless_asked(monkeypatch):
     """Once loaded, the simulated card stays; accelerate takes it only when told to.
@@ -58,6 +65,8 @@ def simgpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "simgpu")
     gc.collect()
     torch.accelerator.empty_cache()
+    held_bytes = torch.accelerator.memory_reserved()
+    assert held_bytes == 0, "an earlier test of this process still holds memory of the card"
     yield simgpu_module
     for process in simgpu_module.card().processes():
         if process.pid != os.getpid():

@@ -21,6 +21,8 @@ from trainer_plugins.planner.compare.search import SearchRequest, search
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all
 
+pytestmark = pytest.mark.slow
+
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 128,

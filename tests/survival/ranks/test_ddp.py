@@ -13,6 +13,8 @@ from tests import processes, rounding
 from tests.distributed.launched import environment, free_port, start
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 IN_FLOAT32 = [name for name in (*STORIES, *SWEEPS) if "TRL" in name]
 """TRL takes its losses in float32, whatever the model is in."""

@@ -16,6 +16,8 @@ import torch
 
 from tests.distributed.launched import command, ended, start
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
 
 WINDOW = {"gradient_accumulation_steps": 3}
