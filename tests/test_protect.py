@@ -210,7 +210,7 @@ def test_an_installed_package_offers_a_preset(make_trainer, teampack) -> None:
     [
         (
             "tem",
-            r"Did you mean team\? There are: observe, memory_safe, survive, gone, lost, none, team",
+            r"Did you mean team\? Known presets: observe, memory_safe, survive, gone, lost, none, team",
         ),
         ("lost", r"names teampack.Gone, which has no home"),
         ("none", r"offered as the preset 'none', but it is no Preset: 'memory_safe'"),

@@ -148,7 +148,7 @@ def test_numbers_that_cannot_be_are_no_reading(sizes: dict[str, int]) -> None:
     }
 
     assert MemoryReading(device="cuda:0", **sound).non_torch_bytes == 0  # counted a moment apart
-    with pytest.raises(ValueError, match="cuda:0 says of its memory what cannot be"):
+    with pytest.raises(ValueError, match="cuda:0 reports memory numbers that cannot be true"):
         MemoryReading(device="cuda:0", **{**sound, **sizes})
 
 
