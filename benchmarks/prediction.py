@@ -20,12 +20,10 @@ from statistics import mean, median
 
 from benchmarks.prediction_peers import PEERS
 from benchmarks.published import Row, published
+from trainer_plugins.compiled import cache_folder
 
 ROOT = Path(__file__).parents[1]
-CACHE = (
-    Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
-    / "prediction"
-)
+CACHE = cache_folder() / "prediction"
 COUNTERS = {"allocated": "allocated", "reserved": "reserved", "step_end": "at step end"}
 
 FITTED_ROW = "PEFT method comparison: lora-rank32"

@@ -107,7 +107,7 @@ def test_a_card_beyond_the_last_is_refused(simgpu) -> None:
     assert open_device(f"simgpu:{num_cards - 1}").name == f"simgpu:{num_cards - 1}"
     with pytest.raises(
         ValueError,
-        match=f"cannot read the memory of simgpu:{num_cards}: there are {num_cards} of its",
+        match=f"cannot read the memory of simgpu:{num_cards}: there are only {num_cards} simgpu",
     ):
         open_device(f"simgpu:{num_cards}")
 

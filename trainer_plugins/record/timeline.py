@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from io import BufferedReader, FileIO
@@ -70,8 +70,7 @@ class Flush:
     reason: str
     released_bytes: int
     stuck_bytes: int
-    """Bytes still cached afterwards, in segments that also hold live tensors: no release frees them.
-    """
+    """Bytes still cached afterwards in segments with live tensors, which no release frees."""
 
     seconds: float
     """How long training waited for it."""
@@ -188,7 +187,7 @@ _SAMPLE_LINE = (
 )
 
 
-def _made(kind: type[T], record: Mapping[str, Any]) -> T:
+def _made(kind: Callable[..., T], record: Mapping[str, Any]) -> T:
     """Construct `kind` from its fields in a record; fields that an older version lacks default.
 
     Raises:
@@ -200,12 +199,12 @@ def _made(kind: type[T], record: Mapping[str, Any]) -> T:
     return made
 
 
-def _has_types(value: object) -> bool:
+def _has_types(value: Any) -> bool:
     return all(_is_of(getattr(value, name), kind) for name, kind in _types_of(value.__class__))
 
 
 @cache
-def _types_of(kind: type) -> tuple[tuple[str, Any], ...]:
+def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, f.type) for f in fields(kind))
 
 

@@ -185,7 +185,8 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
             code="config-refused-beside-json",
             severity=Severity.ERROR,
             summary=f"accelerate refuses {key} beside deepspeed_config_file, whatever its value",
-            evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be ignored",
+            evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be"
+            " ignored",
             remedy=f"Remove {key} here; set it in the DeepSpeed JSON",
         )
     if document.json_path is not None and not Path(document.json_path).expanduser().is_absolute():
