@@ -62,7 +62,7 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Whether the run can be repeated from what is known."""
+        """Return whether the run can be repeated from what is known."""
         return not self.missing
 
     @property

@@ -51,12 +51,12 @@ class MemoryReading:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes reserved but under no tensor: reusable here, given back by releasing the cache."""
+        """Return bytes reserved but in no tensor: reusable here, freed by releasing the cache."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
     def non_torch_bytes(self) -> int:
-        """Bytes that are neither free nor torch's: CUDA context, NCCL buffers, other processes.
+        """Return bytes neither free nor torch's: CUDA context, NCCL buffers, other processes.
 
         It is never negative, although the counters behind it are read a moment apart.
         """
@@ -64,12 +64,12 @@ class MemoryReading:
 
     @property
     def headroom_bytes(self) -> int:
-        """Bytes left over at the peak: a step could have been this much larger."""
+        """Return bytes left over at the peak: a step could have been this much larger."""
         return self.total_bytes - self.peak_allocated_bytes - self.non_torch_bytes
 
     @property
     def pressure(self) -> float:
-        """The fraction of the device, 0 to 1, that live memory took at its peak.
+        """Return the fraction of the device, 0 to 1, that live memory took at its peak.
 
         It leaves the cache out, because in a healthy run the cache fills the card. It takes the
         peak, because activations are gone between steps.

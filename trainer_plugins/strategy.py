@@ -58,7 +58,7 @@ class Strategy:
 
     @property
     def partitioned_fraction(self) -> float:
-        """The share of the model's elements that is sharded across ranks."""
+        """Return the share of the model's elements that is sharded across ranks."""
         return self.num_partitioned / self.num_params if self.num_params else 0.0
 
     def __str__(self) -> str:

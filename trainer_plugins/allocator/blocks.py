@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 
 
 class Block:
-    """A piece of a segment, which `malloc` returns and `free` takes back."""
+    """Holds a piece of a segment, which `malloc` returns and `free` takes back."""
 
     __slots__ = (
         "address",

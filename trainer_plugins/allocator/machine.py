@@ -30,7 +30,7 @@ class Machine:
 
     @property
     def torch_name(self) -> str:
-        """The version as messages write it: torch 2.13."""
+        """Return the version as messages write it: torch 2.13."""
         return f"torch {self.torch[0]}.{self.torch[1]}"
 
 

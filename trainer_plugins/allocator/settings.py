@@ -23,11 +23,11 @@ _SIZE_MAX = 2**64 - 1
 
 
 class SettingsError(ValueError):
-    """A text that torch refuses, or that does not do what it says."""
+    """torch refuses a text, or the text does not do what it says."""
 
 
 class UnknownOptionError(SettingsError):
-    """A key that no torch up to 2.13 knows."""
+    """No torch up to 2.13 knows a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class AllocatorSettings:
 
     @property
     def values(self) -> dict[str, Value]:
-        """The value of each option that is set."""
+        """Return the value of each option that is set."""
         return {setting.key: setting.value for setting in self.settings}
 
     def __str__(self) -> str:

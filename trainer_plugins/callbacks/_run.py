@@ -1,4 +1,4 @@
-"""What the callbacks of one run share: its device, its timeline, and when an evaluation ended."""
+"""Callbacks of one run share its device, its timeline, and the knowledge that it evaluates."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunCallback(TrainerCallback):
-    """A callback with a device and a timeline: those it was given, or the run's own."""
+    """Holds a device and a timeline for a callback: those it was given, or the run's own."""
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
         self._given_device, self._given_timeline = device, timeline
@@ -132,7 +132,7 @@ class RunCallback(TrainerCallback):
 
 
 class EvaluationCallback(RunCallback):
-    """A callback that hears of the end of every evaluation, even if a Trainer's subclass hides it.
+    """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it.
 
     `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may not fire it, as
     open-unlearning's FinetuneTrainer does not. `control.should_evaluate` is set before each

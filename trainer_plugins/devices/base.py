@@ -21,15 +21,15 @@ class GpuProcess:
 
 
 class Device(Protocol):
-    """A place where tensors live; every implementation passes `tests/devices/test_contract.py`."""
+    """Reads where tensors live; every implementation passes `tests/devices/test_contract.py`."""
 
     @property
     def name(self) -> str:
-        """The name that torch gives it: `cuda:0`, `cpu`."""
+        """Return the name that torch gives it: `cuda:0`, `cpu`."""
 
     @property
     def uuid(self) -> str | None:
-        """The name that stays the same in every process and order, `GPU-…`; None if it has none."""
+        """Return the name that is the same in every process, `GPU-…`; None if it has none."""
 
     def read(self) -> MemoryReading:
         """Look once. Takes microseconds, allocates nothing on the device, never waits for it."""

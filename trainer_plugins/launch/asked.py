@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def family(self) -> str | None:
-        """The wrapper that was asked for, as in `Strategy.family`; None if nobody said."""
+        """Return the wrapper that was asked for, as in `Strategy.family`; None if nobody said."""
         if self.one_process_for == "--cpu":
             return "nothing"
         if self.distributed_type in ("DEEPSPEED", "FSDP", "NO"):

@@ -58,7 +58,7 @@ class OutOfMemory:
 
     @property
     def is_survivable(self) -> bool:
-        """Whether the process may go on: its context, allocator and communicators still work."""
+        """Return whether the process may go on: context, allocator and communicators still work."""
         return not self.fatal
 
 

@@ -68,7 +68,7 @@ def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
 
 
 def is_attached() -> bool:
-    """Whether something is attached."""
+    """Return whether something is attached."""
     return _state.make is not None
 
 

@@ -21,14 +21,14 @@ class Run:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Optimizer steps that were complete at the run's beginning and at its end."""
+        """Return the optimizer steps that were complete at the run's beginning and at its end."""
         return min(each[0].step for each in self.timelines.values()), max(
             e.step for e in self._entries()
         )
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The time of the first and of the last entry, in seconds since the Unix epoch."""
+        """Return the times of the first and last entry, in seconds since the Unix epoch."""
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
 

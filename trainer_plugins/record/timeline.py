@@ -29,10 +29,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 8 << 20
-"""A longer file is thinned to about two thirds.
-
-Findings and beginnings are never dropped.
-"""
+"""A longer file is thinned to about two thirds; findings and beginnings always stay."""
 
 _LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800

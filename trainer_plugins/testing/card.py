@@ -81,7 +81,7 @@ class SimCard:
 
     @property
     def capacity_bytes(self) -> int:
-        """The memory of the card; may be set, even below what is in use."""
+        """Return the memory of the card; it may be set, even below what is in use."""
         return self._words[_CAPACITY_AT // 8]
 
     @capacity_bytes.setter
@@ -92,18 +92,18 @@ class SimCard:
 
     @property
     def uuid(self) -> str:
-        """The driver's name for the card, `GPU-...`."""
+        """Return the driver's name for the card, `GPU-...`."""
         text: bytes = _HEADER.unpack_from(self._memory, 0)[2]
         return text.rstrip(b"\0").decode()
 
     @property
     def used_bytes(self) -> int:
-        """What all processes hold together."""
+        """Add up what all processes hold."""
         return sum(process.num_bytes for process in self.processes())
 
     @property
     def free_bytes(self) -> int:
-        """What is free, never below 0."""
+        """Return what is free, never below 0."""
         return max(0, self.capacity_bytes - self.used_bytes)
 
     def processes(self) -> tuple[CardProcess, ...]:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def has_peers() -> bool:
-    """Whether this process is one of several ranks."""
+    """Return whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -1,4 +1,4 @@
-"""What `generate` needs of a model that is being trained, and what it leaves behind.
+"""Prepares a model in training for `generate`, and drops what that leaves behind.
 
 On a model in train mode with gradient checkpointing, `generate` silently returns wrong text: the
 checkpointed layers drop `past_key_values`, but `generate` goes on feeding them one token at a time

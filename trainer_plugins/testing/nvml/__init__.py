@@ -238,7 +238,7 @@ class ScriptedNvml:
 
     @property
     def path(self) -> Path:
-        """The script file."""
+        """Return the path of the script file."""
         return self.folder / "nvml.script"
 
     def env(self, **more: str) -> dict[str, str]:
