@@ -100,7 +100,10 @@ def test_a_fork_and_a_child_do_not_speak_for_the_script(tmp_path: Path) -> None:
         ([], "name a script, or a module after -m"),
         (["--memory-warn-fracton", "0.8", "train.py"], "Did you mean --memory-warn-fraction?"),
         (["--preset", "memory-safe", "train.py"], "Did you mean memory_safe?"),
-        (["--memory_every_steps", "0", "train.py"], "memory_every_steps is a number of optimizer steps"),
+        (
+            ["--memory_every_steps", "0", "train.py"],
+            "memory_every_steps is a number of optimizer steps",
+        ),
         (["--memory-every-steps", "often", "train.py"], "invalid int value: 'often'"),
     ],
 )

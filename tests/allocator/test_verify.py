@@ -119,7 +119,8 @@ def test_in_a_real_process_where_the_other_variable_wins() -> None:
     assert said.startswith("[allocator-settings-not-in-force]")
     # 2.9 does not even look at the other.
     assert (
-        "takes precedence over PYTORCH_ALLOC_CONF" in said or "does not read PYTORCH_ALLOC_CONF" in said
+        "takes precedence over PYTORCH_ALLOC_CONF" in said
+        or "does not read PYTORCH_ALLOC_CONF" in said
     )
 
 

@@ -118,7 +118,12 @@ ME = {100, 101}
         (10, listed((100, 30.0)), None, ""),  # all ours: NCCL, graphs
         (10, listed((100, 15.0), (101, 15.0)), None, ""),  # two of our ranks on one card
         (10, listed((100, 21.0)), 9, "a process that the driver does not list"),
-        (10, listed((100, None), (8, 9.0)), 9, "judged by bytes alone"),  # MIG and WSL name no sizes
+        (
+            10,
+            listed((100, None), (8, 9.0)),
+            9,
+            "judged by bytes alone",
+        ),  # MIG and WSL name no sizes
         (10, listed((100, 21.0), (8, None)), 9, "size unknown"),
     ],
 )

@@ -81,7 +81,8 @@ def detach() -> None:
     if (trainer := _trainer_class()) is not None:
         for name, ours in list(_wrappers.items()):
             if vars(trainer)[name] is ours:
-                setattr(trainer, name, _wrappers.pop(name).__wrapped__)  # type: ignore[attr-defined]
+                before = _wrappers.pop(name).__wrapped__  # type: ignore[attr-defined]
+                setattr(trainer, name, before)
 
 
 @contextmanager

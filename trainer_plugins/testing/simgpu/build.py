@@ -18,7 +18,8 @@ _SOURCES = Path(__file__).parent
 _TIMEOUT_SECONDS = 600
 
 
-class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, like torch.cuda.is_available
+# It names a state, like torch.cuda.is_available.
+class SimgpuUnavailable(RuntimeError):  # noqa: N818
     """simgpu cannot be built or loaded here; the text names what is missing in one line."""
 
 
