@@ -1,4 +1,4 @@
-"""What the performance claims rest on.
+"""Benchmarks that the performance claims rest on.
 
-`scripts/bench` runs each benchmark alone and prints its figures.
+`scripts/bench` runs each of them alone and prints its figures.
 """

@@ -1,8 +1,8 @@
-"""What the callbacks cost a step, and `CudaCacheCallback` beside `TrainingArguments.torch_empty_cache_steps`.
+"""Measures what the callbacks cost a step, beside `TrainingArguments.torch_empty_cache_steps`.
 
 Each variant trains the same tiny Llama on batches of changing length, interleaved in one process,
 several rounds; figures are medians over rounds. On a simulated card the cost of a flush is that of
-returning main memory.
+freeing main memory.
 """
 
 import gc
@@ -24,7 +24,7 @@ INTERVAL = 10
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step, from its beginning to the beginning of the next."""
+    """Measures the seconds of each step, from its beginning to the beginning of the next."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -35,12 +35,12 @@ class Clock(TrainerCallback):
         self.marks.append(perf_counter())
 
     def seconds(self) -> float:
-        """The mean step, warm-up left out."""
+        """Return the mean seconds of a step, without warm-up."""
         return (self.marks[-1] - self.marks[10]) / (len(self.marks) - 11)
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
-    """Token rows of 64 to 256 tokens, four of one length in a row."""
+    """Make token rows of 64 to 256 tokens, four in a row of the same length."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 257, (STEPS,), generator=generator).tolist()
     data = [
@@ -52,7 +52,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def train(callbacks: list[Any], folder: str, **settings: Any) -> tuple[float, int]:
-    """Seconds a step, and the most that was reserved."""
+    """Train, and return the seconds a step and the peak reserved bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2
@@ -96,7 +96,7 @@ VARIANTS: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
 
 
 def microseconds_a_step(callbacks: list[Any], folder: str) -> float:
-    """What the callbacks alone cost a step: the events of 2000 steps without the steps, on a Trainer that has trained.
+    """Measure the callbacks alone: the events of 2000 steps on a Trainer, without the steps.
 
     A difference of two noisy trainings cannot show a ten-thousandth of a step; this can.
     """
@@ -124,7 +124,7 @@ def microseconds_a_step(callbacks: list[Any], folder: str) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Ratios to the bare Trainer of the same round, microseconds of the events alone, and peak reserved."""
+    """Return ratios to the same round's bare Trainer, microseconds of events, peak reserved."""
     place = card_here()
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     reserved: dict[str, int] = {}

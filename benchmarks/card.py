@@ -1,4 +1,4 @@
-"""The card that a benchmark runs on."""
+"""Chooses the card that a benchmark runs on."""
 
 import torch
 
@@ -6,7 +6,7 @@ from trainer_plugins.units import GIB
 
 
 def card_here() -> str:
-    """`cuda` where there is a card, else `simgpu`, a simulated one of 1 GiB."""
+    """Return `cuda` if there is a card, else `simgpu`, a simulated one of 1 GiB."""
     if torch.cuda.is_available():
         return "cuda"
     from trainer_plugins.testing import simgpu

@@ -1,25 +1,27 @@
-"""The shipped ZeRO-3 offload files beside those of LLaMA-Factory, axolotl and accelerate: one training, side by side.
+"""Compares the shipped ZeRO-3 offload files with those of other projects, in one training.
 
-The model is Llama-2 7B in miniature: its 32 layers, every matrix an 8th as wide and as high, so a
-64th of its elements. A file's numbers that count elements are divided by 64 too: buckets,
-thresholds and distances stand to the layers as they do at 7B. What is "auto" follows the model by
-itself.
+The others are LLaMA-Factory, axolotl and accelerate. The model is Llama-2 7B in miniature: its 32
+layers, every matrix an 8th as wide and as high, so a 64th of its elements. A file's numbers that
+count elements are divided by 64 too, so buckets, thresholds and distances relate to the layers as
+they do at 7B. "auto" follows the model by itself.
 
-Each row is launched by `accelerate launch` on two CPU ranks, interleaved, in rounds; nothing is
-printed unless the training that was meant is the one that ran, and all rows trained alike. What a
-figure can show on the CPU:
+`accelerate launch` starts each row on two CPU ranks, interleaved, in rounds. Nothing is printed
+unless the intended training is the one that ran, and all rows trained alike. What a figure can show
+on the CPU:
 
     tokens/s     how much is gathered, reduced and stepped; neither PCIe nor overlap, and
-    `pin_memory` does nothing card         a census (see `benchmarks/configs_train.py`) of what
-    would be on a card, without activations; given as
-                 it is at 7B: every term counts elements, so it is 64 times what was counted
+                 `pin_memory` has no effect
+    card         a census (see `benchmarks/configs_train.py`) of what would be on a card, without
+                 activations; given as it is at 7B: every term counts elements, so it is 64 times
+                 what was counted
     fetched      weights gathered in a step, over those of the model; on a card with offload, what
-    crosses PCIe waited for   the part of them that nobody had asked for when their layer began: not
-    overlapped on any device main memory  of a rank, with Python's own and with the card's share,
-    which is main memory here
+                 crosses PCIe
+    waited for   the part of them that nobody had asked for when their layer began: not overlapped
+                 on any device
+    main memory  of a rank, with Python's own and with the card's share, which is main memory here
 
-With a CUDA card the same program trains on it in bf16, capped to 24 GiB at 7B and to the same share
-of a smaller model where main memory holds no 7B. NOT YET RUN ON A GPU.
+With a CUDA card the same program trains on it in bf16, capped to 24 GiB at 7B, or to the same share
+of a smaller model if main memory does not hold 7B. NOT YET RUN ON A GPU.
 
     python -m benchmarks.configs [KEY=VALUE[,KEY=VALUE]] ...
 
@@ -50,7 +52,7 @@ ROUNDS = 2
 FIGURES = ("card_bytes", "gathered_bytes", "fetched", "waited_for", "host_bytes", "cuda_bytes")
 OURS = "zero3_offload_all"
 
-# What counts elements, and DeepSpeed's default where a file is silent.
+# Settings that count elements, with DeepSpeed's default if a file does not have them.
 ELEMENTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -75,17 +77,17 @@ TORCH_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_op
 
 @dataclass(frozen=True)
 class Row:
-    """One launch file: a shipped one, and where another project's differs from it in what this training reads."""
+    """Describes a launch file: a shipped one, and what differs in another project's."""
 
     file: str = OURS
     zero: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
-    """What differs outside of `zero_optimization`."""
+    """What differs outside `zero_optimization`."""
 
     optimizer: str = "DeepSpeedCPUAdam"
 
     def deepspeed(self, divisor: int) -> dict[str, Any]:
-        """The DeepSpeed configuration for a model with a `divisor ** 2`-th of the elements."""
+        """Return the DeepSpeed configuration for 1 / `divisor ** 2` of the elements."""
         shipped: Any = read_document(configs.path(self.file)).deepspeed
         zero = {**ELEMENTS, **shipped["zero_optimization"], **self.zero}
         for key in ELEMENTS:
@@ -95,7 +97,7 @@ class Row:
         return {**shipped, "zero_optimization": zero, **self.rest}
 
     def launch_file(self, divisor: int) -> str:
-        """The YAML of it, for `accelerate launch`."""
+        """Return it as YAML, for `accelerate launch`."""
         accelerate: Any = read_document(configs.path(self.file)).accelerate
         text = json.dumps(self.deepspeed(divisor))
         section = {**accelerate["deepspeed_config"], "deepspeed_config_file": text}
@@ -127,7 +129,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """How large the training is on this machine."""
+    """Says how large the training is on this machine."""
 
     divisor: int
     num_ranks: int
@@ -135,12 +137,15 @@ class Bench:
 
     @property
     def tokens(self) -> int:
-        """Of one step, on all ranks."""
+        """Tokens of one step, on all ranks."""
         return int(self.words[1]) * int(self.words[3]) * self.num_ranks
 
 
 def bench_here() -> Bench:
-    """Two CPU ranks; or one card, and the largest model whose 20.1 B a parameter fit in 90 % of free main memory."""
+    """Choose two CPU ranks; or one card, and the largest model that main memory holds.
+
+    A parameter takes 20.1 B, of 90 % of free main memory.
+    """
     if not torch.cuda.is_available():
         return Bench(8, 2, ("--rows", "1", "--length", "32", "--use_cpu"))
     room = 0.9 * psutil.virtual_memory().available / 20.1
@@ -151,7 +156,7 @@ def bench_here() -> Bench:
 
 
 def launch(row: Row, bench: Bench) -> list[dict[str, Any]]:
-    """Train once: what each rank left, checked; nothing where the card was too small.
+    """Train once, and return what each rank left, checked; nothing if the card was too small.
 
     Raises:
         RuntimeError: another training ran than was meant, or none.
@@ -206,7 +211,7 @@ def launch(row: Row, bench: Bench) -> list[dict[str, Any]]:
 
 
 def rows_with(words: list[str]) -> dict[str, Row]:
-    """The table's rows, and one for each word.
+    """Return the table's rows, and one for each word.
 
     Raises:
         ConfigError: no such key, or a value that does not fit it.
@@ -222,7 +227,7 @@ def rows_with(words: list[str]) -> dict[str, Row]:
 
 
 def measure(rows: dict[str, Row], bench: Bench) -> dict[str, list[list[dict[str, Any]]]]:
-    """Of each row, a result of each rank of each round; empty where the card was too small."""
+    """Return for each row the results of all ranks and rounds; empty if the card was too small."""
     results: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in rows}
     for _ in range(ROUNDS):
         for name, row in rows.items():
@@ -272,8 +277,9 @@ def main(words: list[str]) -> None:
         most = {key: max(rank[key] for ranks in rounds for rank in ranks) for key in FIGURES}
         at_7b = bench.divisor**2 / GIB
         print(
-            f"{ratio:8.2f}  {most['card_bytes'] * at_7b:10.2f}  {most['gathered_bytes'] * at_7b:13.2f}"
-            f"  {most['fetched']:7.2f}  {most['waited_for']:10.2f}  {most['host_bytes'] / MIB:11.0f}"
+            f"{ratio:8.2f}  {most['card_bytes'] * at_7b:10.2f}"
+            f"  {most['gathered_bytes'] * at_7b:13.2f}  {most['fetched']:7.2f}"
+            f"  {most['waited_for']:10.2f}  {most['host_bytes'] / MIB:11.0f}"
             f"  {most['cuda_bytes'] / MIB:11.0f}  {name}"
         )
 

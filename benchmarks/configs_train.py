@@ -1,4 +1,4 @@
-"""The training that `benchmarks/configs.py` launches: 7B in miniature, and what it leaves on each rank.
+"""Trains what `benchmarks/configs.py` launches: 7B in miniature; reports what each rank kept.
 
 Each rank writes `rank-<rank>.json` into `--result`: what really ran, seconds of the timed steps,
 peak main memory, and a census of what DeepSpeed keeps on the card. The census is taken in steps of
@@ -29,7 +29,10 @@ CENSUS_STEPS = 1
 
 
 def shape(divisor: int) -> LlamaConfig:
-    """Llama-2 7B with every matrix a `divisor`-th as wide and as high, so it has `1 / divisor ** 2` of the elements."""
+    """Return Llama-2 7B with all matrices `divisor` times narrower and lower.
+
+    It has `1 / divisor ** 2` of the elements.
+    """
     return LlamaConfig(
         hidden_size=4096 // divisor,
         intermediate_size=11008 // divisor,
@@ -43,22 +46,22 @@ def shape(divisor: int) -> LlamaConfig:
 
 
 class Census:
-    """What DeepSpeed keeps on the card and carries to it, in elements and bytes: counted, not read from a device.
+    """Counts what DeepSpeed keeps on the card and moves to it, in elements and bytes.
 
-    The sum grows where weights are fetched and where gradients are reduced, so it is taken there.
-    Counted are whole weights (gathered, or on their way), gradients, the reduce bucket and what
-    reduce-scatter copies of it. Not counted are activations, the loss, and copies that a gather
-    makes while it is waited for.
+    It counts, and reads no device. The sum grows when weights are fetched and when gradients are
+    reduced, so it is taken there. Counted are whole weights (gathered, or on their way), gradients,
+    the reduce bucket and what reduce-scatter copies of it. Not counted are activations, the loss,
+    and copies that a gather makes while it is waited for.
     """
 
     def __init__(self, optimizer: Any, parameters: Iterable[Any]) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
         self.peak_bytes = self.peak_gathered_bytes = 0
         self.num_fetched = self.num_waited_for = 0
-        """Elements gathered; and those of them that were not there, nor on their way, when their layer began."""
+        """Elements gathered; and those neither there nor on their way when their layer began."""
 
     def begin(self) -> None:
-        """Look from now on, until the process ends with its training: nothing is put back."""
+        """Count from now on, until the process ends with its training: nothing is restored."""
         from deepspeed.runtime.zero import stage3
 
         coordinator = self.optimizer.parameter_offload.get_param_coordinator()
@@ -111,7 +114,7 @@ class Census:
 
 
 def resident_bytes(optimizer: Any, parameters: Iterable[Any]) -> int:
-    """What stays on the card from step to step because it is not offloaded: parts of weights, optimizer, gradients."""
+    """Return the bytes of weights, optimizer and gradients that stay on the card."""
     held = 0
     if not optimizer.offload_param:
         held += sum(parameter.ds_tensor.nbytes for parameter in parameters)
@@ -127,7 +130,7 @@ def resident_bytes(optimizer: Any, parameters: Iterable[Any]) -> int:
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds of the timed steps; then the census begins."""
+    """Measures the seconds of the timed steps; then the census begins."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -149,13 +152,13 @@ class Stopwatch(TrainerCallback):
 
 
 def peak_host_bytes() -> int:
-    """The most main memory of this process: VmHWM, because getrusage inherits that of the launcher."""
+    """Return this process's peak main memory: VmHWM, because getrusage has the launcher's too."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def main() -> None:
-    """Train, and write down what ran and what it took."""
+    """Train, and write down what ran and what it cost."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--divisor", type=int, required=True)

@@ -1,4 +1,6 @@
-"""Predicted against published: the rows of `tests/planner/published.toml`, and what other estimators say about them.
+"""Compares predictions with published figures, and with what other estimators say about them.
+
+The rows are those of `tests/planner/published.toml`.
 
 Each row is replayed with the versions of transformers and peft that it was measured with, on this
 environment's torch. They and the other estimators are installed beside this environment, into a
@@ -20,12 +22,10 @@ from statistics import mean, median
 
 from benchmarks.prediction_peers import PEERS
 from benchmarks.published import Row, published
+from trainer_plugins.compiled import cache_folder
 
 ROOT = Path(__file__).parents[1]
-CACHE = (
-    Path(os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins")
-    / "prediction"
-)
+CACHE = cache_folder() / "prediction"
 COUNTERS = {"allocated": "allocated", "reserved": "reserved", "step_end": "at step end"}
 
 FITTED_ROW = "PEFT method comparison: lora-rank32"
@@ -46,11 +46,11 @@ BESIDE = {"4.57.6": ("--no-deps", "datasets==4.2.0")}
 
 
 class NotInstalledError(Exception):
-    """pip says why."""
+    """Reports pip's reason."""
 
 
 def installed(*steps: Sequence[str]) -> str:
-    """A folder with what these calls of pip install, once.
+    """Return a folder with what these calls of pip install; they run once.
 
     Raises:
         NotInstalledError: one of them fails.
@@ -79,13 +79,13 @@ def installed(*steps: Sequence[str]) -> str:
 
 
 def last_line(text: str) -> str:
-    """What a program ended with."""
+    """Return the last line that a program wrote."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
 
 
 def why(done: "subprocess.CompletedProcess[str]") -> str:
-    """Why a program ended, in words."""
+    """Say why a program ended."""
     if done.returncode == -signal.SIGVTALRM:
         return "it computes for more than two minutes"
     if done.returncode < 0:
@@ -96,7 +96,7 @@ def why(done: "subprocess.CompletedProcess[str]") -> str:
 def run(
     module: str, words: Iterable[str], folders: Iterable[str]
 ) -> "subprocess.CompletedProcess[str]":
-    """A program of this folder, with packages that come before this environment's."""
+    """Run a program of this folder, with packages that precede this environment's."""
     path = os.pathsep.join([*folders, str(ROOT)])
     environment = {
         **os.environ,
@@ -111,7 +111,7 @@ def run(
 
 
 def why_not(row: Row) -> str:
-    """Why this row is not replayed, empty if it is."""
+    """Say why this row is not replayed; empty if it is."""
     if not row.loop:
         return "; ".join(row.missing)
     if "quantization" in row.settings:
@@ -125,21 +125,21 @@ def why_not(row: Row) -> str:
 
 @dataclass
 class Predicted:
-    """What came of the replays, by the key of a row."""
+    """Holds the results of the replays, by the key of a row."""
 
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
 def asked_for(row: Row) -> list[str]:
-    """The replays of a row: more than one where its counters are of batches of different lengths."""
+    """List the replays of a row: several if its counters belong to batches of different lengths."""
     if "seq_length" in row.settings:
         return [row.key]
     return [f"{row.key}@{LONGEST_BATCH}", f"{row.key}@{row.settings['mean_seq_length']}"]
 
 
 def replays(rows: Sequence[Row]) -> Predicted:
-    """Replay these rows, those of the same versions in one process; a row that ends it is named, and left out."""
+    """Replay these rows, one process for each version; a row that ends its process is left out."""
     found = Predicted()
     for versions in dict.fromkeys(
         (row.versions["transformers"], row.versions["peft"]) for row in rows
@@ -177,7 +177,7 @@ def replays(rows: Sequence[Row]) -> Predicted:
 
 
 def note(found: Predicted, answer: Mapping[str, int | str]) -> None:
-    """Keep of one replay the counters it was for."""
+    """Keep the counters that one replay was for."""
     key, _, length = str(answer["key"]).partition("@")
     kept = set(COUNTERS)
     if length:
@@ -187,14 +187,14 @@ def note(found: Predicted, answer: Mapping[str, int | str]) -> None:
 
 @dataclass
 class Peer:
-    """What one estimator answered, by the key of a row, or why it answered nothing."""
+    """Holds what one estimator answered, by the key of a row, or why it did not."""
 
     answers: dict[str, int] = field(default_factory=dict)
     refused: str = ""
 
 
 def peers(rows: Sequence[Row]) -> dict[str, Peer]:
-    """Ask all of them."""
+    """Ask all estimators."""
     found = {}
     for name, (package, _, _) in PEERS.items():
         try:
@@ -212,7 +212,7 @@ def peers(rows: Sequence[Row]) -> dict[str, Peer]:
 
 
 def error(predicted: int, measured: int) -> float:
-    """In percent of the measured."""
+    """Return the error in percent of the measured value."""
     return 100 * (predicted / measured - 1)
 
 
@@ -225,12 +225,12 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
 
 
 def gib(size: int | None) -> str:
-    """As the tables write it."""
+    """Format a size as the tables do."""
     return "" if size is None else f"{size / 2**30:.3f}"
 
 
 def summary(errors: Sequence[float]) -> list[str]:
-    """How many, mean and median of their sizes, and the worst one."""
+    """Return the number of errors, the mean and median of their sizes, and the worst one."""
     if not errors:
         return ["0", "", "", ""]
     sizes = [abs(each) for each in errors]
@@ -243,7 +243,7 @@ def summary(errors: Sequence[float]) -> list[str]:
 
 
 def no_evidence(row: Row, counter: str) -> str:
-    """What this figure decided of the prediction, which it then is no evidence for; empty where it decided nothing."""
+    """Say what this figure decided, so that it is no evidence for it; empty if nothing."""
     if counter != "reserved":
         return ""
     return (
@@ -252,7 +252,7 @@ def no_evidence(row: Row, counter: str) -> str:
 
 
 def print_rows(rows: Sequence[Row], found: Predicted) -> None:
-    """One table a source: measured, predicted, error in percent."""
+    """Print one table a source: measured, predicted, error in percent."""
     for source in dict.fromkeys(row.source for row in rows):
         of = [row for row in rows if row.source == source and row.key in found.sizes]
         if not of:
@@ -274,7 +274,8 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
             lines.append(line)
         table(head, lines)
     print(
-        "\n### All of them\n\nErrors in percent. What decided something of the prediction is a line of its own."
+        "\n### All of them\n\nErrors in percent. Figures that decided something in the prediction"
+        " have lines of their own."
     )
     lines = []
     for source in [*dict.fromkeys(row.source for row in rows), ""]:
@@ -303,7 +304,7 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
 
 
 def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]) -> None:
-    """Errors of all estimators for the complete rows."""
+    """Print the errors of all estimators for the complete rows."""
 
     def errors(name: str, of: Iterable[Row]) -> list[float]:
         claim = PEERS[name][2]
@@ -320,7 +321,8 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
         others = [f"{one[0]:+.0f}" if (one := errors(name, [row])) else "-" for name in asked]
         lines.append([row.source.partition(" ")[0], row.name, own, *others])
     print(
-        "\n### Beside other estimators\n\nErrors in percent; - where it cannot be asked, or does not predict it."
+        "\n### Beside other estimators\n\nErrors in percent; - if it cannot be asked, or does not"
+        " predict it."
     )
     table(["source", "run", "this planner", *asked], lines)
     of_cards = [

@@ -1,4 +1,6 @@
-"""What other estimators answer for the published rows: `python -m benchmarks.prediction_peers NAME` prints JSON.
+"""Asks other estimators about the published rows: `python -m benchmarks.prediction_peers NAME`.
+
+It prints JSON.
 
 Each is called as its own documentation calls it, with the row's architecture from a file and not
 from the Hub. Rows that it cannot be asked about are left out. What a number claims to be differs:
@@ -16,11 +18,11 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 class UnaskableError(Exception):
-    """The estimator has no words for this row."""
+    """The estimator cannot express this row."""
 
 
 def adapter(row: Row) -> dict[str, Any]:
-    """The LoRA configuration of the row, empty for a full fine-tune.
+    """Return the LoRA configuration of the row, empty for a full fine-tune.
 
     Raises:
         UnaskableError: another method of PEFT.
@@ -35,12 +37,12 @@ def adapter(row: Row) -> dict[str, Any]:
 
 
 def parameters(row: Row) -> int:
-    """How many weights the model has, without building it."""
+    """Count the model's weights, without building it."""
     return int(sum(weight.numel() for weight in empty(row).parameters()))
 
 
 def empty(row: Row) -> Any:
-    """The model, without memory."""
+    """Build the model without memory."""
     import torch
     import transformers
 
@@ -51,7 +53,7 @@ def empty(row: Row) -> Any:
 
 
 def vramcalc(row: Row) -> int:
-    """Tensors. One formula a term; LoRA on the four projections of attention."""
+    """Estimate the tensors: one formula a term, LoRA on the four projections of attention."""
     from vramcalc import estimate
 
     peft = adapter(row)
@@ -78,7 +80,7 @@ def vramcalc(row: Row) -> int:
 
 
 def fitcheck(row: Row) -> int:
-    """Tensors: its total without its overhead, as its own README compares them."""
+    """Estimate the tensors: its total without its overhead, as its own README compares them."""
     from fitcheck import config_parser
     from fitcheck.estimator import TrainingConfig, estimate
     from fitcheck.gpu_db import get_gpu
@@ -109,7 +111,7 @@ def fitcheck(row: Row) -> int:
 
 
 def kitsune(row: Row) -> int:
-    """The process: what its meta hooks find, and 15 %."""
+    """Estimate the process: what its meta hooks find, plus 15 %."""
     from kitsune.predict.estimator import predict_memory
     from kitsune.predict.lora_estimator import LoRAConfig, estimate_lora_memory
 
@@ -134,7 +136,7 @@ def kitsune(row: Row) -> int:
 
 
 def memguard(row: Row) -> int:
-    """The process: a formula, 25 % and 400 MB."""
+    """Estimate the process: a formula, plus 25 % and 400 MB."""
     from memory_guard.estimator import (
         FinetuneMethod,
         ModelSpec,
@@ -171,7 +173,7 @@ def memguard(row: Row) -> int:
 
 
 def hf_vram_calc(row: Row) -> int:
-    """The process: weights times a factor; it asks neither for a batch nor for a length."""
+    """Estimate the process: weights times a factor; neither batch nor length is asked."""
     from hf_vram_calc.calculator import VRAMCalculator
     from hf_vram_calc.config import ConfigManager
 
@@ -188,7 +190,7 @@ def hf_vram_calc(row: Row) -> int:
 
 
 def accelerate(row: Row) -> int:
-    """Weights, gradients and Adam: "Training using Adam" of `accelerate estimate-memory`."""
+    """Estimate weights, gradients, Adam: "Training using Adam" of `accelerate estimate-memory`."""
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
@@ -204,7 +206,10 @@ def accelerate(row: Row) -> int:
 
 
 def deepspeed(row: Row) -> int:
-    """Weights, gradients and Adam in mixed precision: `estimate_zero2_model_states_mem_needs` of one card."""
+    """Estimate weights, gradients and Adam in mixed precision, on one card.
+
+    The function is `estimate_zero2_model_states_mem_needs`.
+    """
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     if "peft_config" in row.settings or "autocast" not in row.settings:
@@ -221,11 +226,11 @@ PEERS: dict[str, tuple[str, Callable[[Row], int], str]] = {
     "accelerate": ("", accelerate, "allocated"),
     "deepspeed": ("", deepspeed, "allocated"),
 }
-"""The package to install, empty where this project's own environment has it; how to ask; and the counter it claims."""
+"""By name: the package to install (empty if it is installed here), how to ask, its counter."""
 
 
 def answer(name: str, row: Row) -> int | None:
-    """Bytes; None where the estimator cannot be asked about such a row."""
+    """Return bytes; None if the estimator cannot be asked about such a row."""
     try:
         return PEERS[name][1](row)
     except UnaskableError:

@@ -1,4 +1,6 @@
-"""Replay published runs on tensors without bytes: `python -m benchmarks.prediction_replay KEY ...`, a JSON line a row.
+"""Replays published runs on tensors without bytes, and prints a JSON line for each row.
+
+Usage: `python -m benchmarks.prediction_replay KEY ...`.
 
 The planner's world, kernels and allocator; not its Trainer, because these rows were measured in
 loops of their own. A loop differs from the Trainer's in what it keeps alive, which is what `loop`
@@ -32,7 +34,7 @@ AFTERWARDS = "save"
 
 @contextlib.contextmanager
 def memory_efficient_attention() -> Iterator[None]:
-    """SDPA restricted to the memory-efficient kernel, which wants a key for each head."""
+    """Restrict SDPA to the memory-efficient kernel, which needs a key for each head."""
 
     def attention(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **given: Any
@@ -54,7 +56,7 @@ def memory_efficient_attention() -> Iterator[None]:
 
 
 def model_of(row: Row) -> Any:
-    """The model as the row loads it, with its adapter."""
+    """Load the model as the row does, with its adapter."""
     import transformers
 
     settings = row.settings
@@ -76,7 +78,7 @@ def model_of(row: Row) -> Any:
 
 
 def with_adapter(model: Any, written: Mapping[str, Any], autocast_adapter_dtype: bool) -> Any:
-    """The PEFT model."""
+    """Return the PEFT model."""
     import peft
 
     values = {key: value for key, value in written.items() if key != "type"}
@@ -85,7 +87,7 @@ def with_adapter(model: Any, written: Mapping[str, Any], autocast_adapter_dtype:
 
 
 def train(row: Row, tracker: Tracker, seq_length: int) -> None:
-    """Two steps of the row's own loop: the second is the first with states of the optimizer."""
+    """Run two steps of the row's own loop; the second is the first with optimizer states."""
     settings, loop = row.settings, row.loop
     model = model_of(row)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -120,7 +122,7 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
 
 
 def trace_of(row: Row, gpu: str, seq_length: int) -> Trace:
-    """What the card would see."""
+    """Return what the card would see."""
     world = World(
         device="cuda", capability=CAPABILITIES[gpu], has_padding=row.settings.get("padded", False)
     )

@@ -1,4 +1,4 @@
-"""The published measurements of `tests/planner/published.toml`, read and checked; sizes in bytes."""
+"""Reads and checks the measurements of `tests/planner/published.toml`; sizes in bytes."""
 
 import json
 import sys
@@ -29,15 +29,15 @@ OF_A_SOURCE = {
     "rows",
 }
 SETTINGS = {
-    "config", "model", "dtype", "autocast", "batch", "seq_length", "mean_seq_length", "accumulation", "checkpointing",
-    "optimizer", "attention", "padded", "peft_config", "autocast_adapter_dtype", "quantization", "strategy", "gpu",
-    "num_gpus", "trainable",
+    "config", "model", "dtype", "autocast", "batch", "seq_length", "mean_seq_length",
+    "accumulation", "checkpointing", "optimizer", "attention", "padded", "peft_config",
+    "autocast_adapter_dtype", "quantization", "strategy", "gpu", "num_gpus", "trainable",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run whose memory somebody measured and published."""
+    """Describes one run whose memory somebody measured and published."""
 
     source: str
     name: str
@@ -45,26 +45,29 @@ class Row:
     """What was trained and how, as the head of the file explains."""
 
     measured: Mapping[str, int]
-    """Bytes by counter: allocated, reserved, step_end, sampled, nvidia_smi, host; what the source gives."""
+    """Bytes by counter, as far as the source gives them.
+
+    The counters are allocated, reserved, step_end, sampled, nvidia_smi and host.
+    """
 
     missing: tuple[str, ...]
-    """What a replay needs and the source does not say, or nobody but its authors has."""
+    """What a replay needs, but the source does not say, or only its authors have."""
 
     gpu: str
     versions: Mapping[str, str]
-    """Of torch, transformers and peft, as far as they are said."""
+    """The versions of torch, transformers and peft, as far as they are known."""
 
     loop: Mapping[str, Any]
-    """What the training loop keeps alive; empty where that is not known."""
+    """What the training loop keeps alive; empty if unknown."""
 
     @property
     def complete(self) -> bool:
-        """Whether the run can be repeated from what is said."""
+        """Return whether the run can be repeated from what is known."""
         return not self.missing
 
     @property
     def key(self) -> str:
-        """Unique among all rows."""
+        """A name that is unique among all rows."""
         return f"{self.source}: {self.name}"
 
     @property
@@ -72,7 +75,7 @@ class Row:
         """The model's configuration as a `config.json` has it.
 
         Raises:
-            ValueError: of this row only a model's name is known.
+            ValueError: only a model's name is known of this row.
         """
         if "config" not in self.settings:
             raise ValueError(
@@ -85,7 +88,7 @@ class Row:
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
-    """A name for a row that has none, from what tells it from its neighbours."""
+    """Name a row that has no name, by what distinguishes it from its neighbours."""
     peft: Mapping[str, Any] = settings.get("peft_config", {})
     words = [
         settings.get("model") or settings["config"],
@@ -101,7 +104,7 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 
 def rows_of(source: Mapping[str, Any]) -> list[Row]:
-    """The rows of one source.
+    """Read the rows of one source.
 
     Raises:
         ValueError: something that a reader needs is missing, or a word is unknown.
@@ -139,7 +142,7 @@ def rows_of(source: Mapping[str, Any]) -> list[Row]:
 
 
 def read(text: str) -> list[Row]:
-    """All rows of such a file.
+    """Read all rows of such a file.
 
     Raises:
         ValueError: it is not TOML, a row or a source lacks something, or two rows have one name.
@@ -152,5 +155,5 @@ def read(text: str) -> list[Row]:
 
 
 def published() -> list[Row]:
-    """The rows that this project keeps."""
+    """Return the rows that this project keeps."""
     return read((FOLDER / "published.toml").read_text())

@@ -1,6 +1,6 @@
-"""What one reading costs, on the card of this machine or a simulated one, and what it would cost the flat way.
+"""Measures one reading, on this machine's card or a simulated one, and the flat way beside it.
 
-Also its line in the timeline, where that is short, and where it is so long that it is thinned.
+It also measures its line in the timeline: in a short file, and in one so long that it is thinned.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from trainer_plugins.record.timeline import Sample, Timeline
 
 
 def microseconds(function: object, times: int = 2000) -> float:
-    """Median of 5 means of `times` calls."""
+    """Return the median of 5 means of `times` calls, in microseconds."""
     assert callable(function)
     means = []
     for _ in range(5):
@@ -29,7 +29,7 @@ def microseconds(function: object, times: int = 2000) -> float:
 
 
 def entry_microseconds(reading: MemoryReading, num: int) -> float:
-    """Processor time of an entry, the mean of so many; every peak is another."""
+    """Return an entry's mean processor time in microseconds; each entry has another peak."""
     with TemporaryDirectory() as folder:
         timeline = Timeline(Path(folder) / "rank-0.jsonl")
         start = process_time()
@@ -42,7 +42,7 @@ def entry_microseconds(reading: MemoryReading, num: int) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Microseconds a call, side by side in one process."""
+    """Return microseconds a call, measured side by side in one process."""
     place = card_here()
     torch.ones(1, device=place)
     card, host = open_device(place), open_device("cpu")

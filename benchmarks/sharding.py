@@ -1,8 +1,8 @@
-"""Llama-3-8B on eight cards by each shipped launch file: this planner beside DeepSpeed's own estimators.
+"""Plans Llama-3-8B on eight cards with each shipped launch file, beside DeepSpeed's estimators.
 
-Neither has been held against a GPU. DeepSpeed's functions (runtime/zero/stage3.py and
-stage_1_and_2.py, `estimate_zero*_model_states_mem_needs`) say what the states of a model take, of
-which the planner's plan is a part.
+Neither has been compared with a GPU. DeepSpeed's functions (runtime/zero/stage3.py and
+stage_1_and_2.py, `estimate_zero*_model_states_mem_needs`) count the states of a model, which are a
+part of a plan.
 """
 
 import json
@@ -19,7 +19,10 @@ from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import GIB
 
 CONFIG = Path(__file__).parent.parent / "tests/planner/configs/llama-3-8b.json"
-FLAGS = "--output_dir runs --per_device_train_batch_size 1 --bf16 True --gradient_checkpointing True --save_strategy no"
+FLAGS = (
+    "--output_dir runs --per_device_train_batch_size 1 --bf16 True --gradient_checkpointing True"
+    " --save_strategy no"
+)
 NUM_GPUS = 8
 LARGEST_LAYER = 128256 * 4096
 STATES = ("weights", "gradients", "optimizer states", "sharding buffers", "frozen weights")
@@ -40,7 +43,7 @@ FILES: dict[str, Any] = {
 
 
 def zero3(total: int, **offload: bool) -> tuple[int, int]:
-    """What DeepSpeed says of stage 3: bytes on the host, and on a card."""
+    """Return what DeepSpeed says about stage 3: bytes on the host, and on a card."""
     on_host, on_card, _ = estimate_zero3_model_states_mem_needs(
         total, LARGEST_LAYER, NUM_GPUS, **offload
     )
@@ -48,7 +51,7 @@ def zero3(total: int, **offload: bool) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Predict all, and print the table."""
+    """Plan with all launch files, and print the table."""
     source = ConfigSource(
         config=json.loads(CONFIG.read_text()), arguments=tuple(FLAGS.split()), sequence_length=2048
     )
@@ -59,10 +62,12 @@ def main() -> None:
         ]
     )
     print(
-        "Of one GPU in GiB, and of the node's main memory for tensors; 1 row of 2048 tokens, bf16, checkpointing"
+        "Of one GPU in GiB, and of the node's main memory for tensors; 1 row of 2048 tokens, bf16,"
+        " checkpointing"
     )
     print(
-        "| launch file | peak | of it states and buffers | DeepSpeed says | main memory | DeepSpeed says |"
+        "| launch file | peak | of it states and buffers | DeepSpeed says | main memory"
+        " | DeepSpeed says |"
     )
     print("|---|---|---|---|---|---|")
     for (name, estimate), plan in zip(FILES.items(), plans, strict=True):

@@ -1,4 +1,4 @@
-"""What the pack adds to the start of a Python: nothing by being installed, little under `trainer-plugins exec`."""
+"""Measures what the package adds to the start of Python, installed and under `exec`."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ STARTS: dict[str, tuple[list[str], Mapping[str, str]]] = {
 
 
 def milliseconds(arguments: list[str], environ: Mapping[str, str]) -> float:
-    """One start and end of a Python."""
+    """Measure one start and end of Python, in milliseconds."""
     start = perf_counter()
     subprocess.run(
         [sys.executable, *arguments], check=True, capture_output=True, env={**os.environ, **environ}
@@ -33,7 +33,7 @@ def milliseconds(arguments: list[str], environ: Mapping[str, str]) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Milliseconds a start, and what each adds to that of a bare Python of the same round: medians of 20 rounds."""
+    """Return milliseconds a start, and what each adds to a bare Python's; medians of 20 rounds."""
     took: dict[str, list[float]] = {name: [] for name in STARTS}
     for _ in range(ROUNDS):
         for name, (arguments, environ) in STARTS.items():

@@ -1,4 +1,4 @@
-"""What `survive_oom` costs where everything fits, and a batch 8 times too large beside one tuned by hand."""
+"""Measures what `survive_oom` costs if everything fits, and if a batch is 8 times too large."""
 
 import gc
 from statistics import median
@@ -18,11 +18,11 @@ from trainer_plugins.units import MIB
 ROUNDS = 5
 STEPS = 200
 CARD_MIB = 6
-"""Takes 8 rows of 64 tokens at once, and not 16."""
+"""The card takes 8 rows of 64 tokens at once, but not 16."""
 
 
 class ManyParameters(nn.Module):
-    """A classifier that computes next to nothing, so that what is around it shows."""
+    """A classifier that computes next to nothing, so that everything around it shows."""
 
     loss_type = "ForSequenceClassification"
 
@@ -31,12 +31,12 @@ class ManyParameters(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(num))
 
     def forward(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A mean over rows."""
+        """Return a loss that is a mean over rows."""
         return {"loss": ((self.weights[0] - labels.float()) ** 2).mean()}
 
 
 def settings(folder: str, **more: Any) -> TrainingArguments:
-    """Quiet ones."""
+    """Return quiet TrainingArguments."""
     quiet = {
         "report_to": "none",
         "save_strategy": "no",
@@ -47,7 +47,7 @@ def settings(folder: str, **more: Any) -> TrainingArguments:
 
 
 def microseconds_a_micro_batch(num_parameters: int, folder: str) -> float:
-    """By how much it lengthens `training_step`, with and without by turns."""
+    """Measure by how much it lengthens `training_step`, with and without it in turns."""
     took: dict[bool, list[float]] = {False: [], True: []}
     data = [{"labels": 1}] * 8
     trainer = Trainer(
@@ -69,19 +69,23 @@ def microseconds_a_micro_batch(num_parameters: int, folder: str) -> float:
 
 
 class Cost(NamedTuple):
-    """Of one training.
+    """Holds the cost of one training.
 
-    Seconds are of the processor, which is the card here, so that a busy machine does not matter.
+    Seconds are processor time, and the processor is the card here, so a busy machine does not
+    matter.
     """
 
     seconds: float
     steps: int
     rows: int
-    """That went through the model, those of failed attempts, rehearsals and restarts too."""
+    """Rows that went through the model, with those of failed attempts, rehearsals and restarts."""
 
 
 def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
-    """64 rows a step on a small card: in micro-batches of so many, survived or restarted where that is too many."""
+    """Train 64 rows a step on a small card, in micro-batches of `num_rows`.
+
+    If that is too many, the training survives, or is restarted.
+    """
     gc.collect()
     torch.accelerator.empty_cache()
     simgpu.set_capacity(CARD_MIB * MIB)
@@ -104,7 +108,7 @@ def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
     trainer = Trainer(model, args, train_dataset=data)
     if num_rows > 8 and not is_restarted:
         # No rehearsal: the room that its limit leaves, two segments of the allocator, is a third of
-        # this card.
+        # this small card.
         survive_oom(trainer, plan_first=False)
     started = process_time()
     trainer.train()
@@ -112,7 +116,7 @@ def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
 
 
 def measure() -> dict[str, float]:
-    """Microseconds a micro-batch by number of parameters; a run whose batch is too large over the tuned one's."""
+    """Return microseconds a micro-batch by number of parameters, and the large batch's ratio."""
     place = card_here()
     results: dict[str, float] = {}
     with TemporaryDirectory() as folder:

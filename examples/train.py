@@ -1,7 +1,7 @@
-"""A training script as people write it: a Trainer, flags for TrainingArguments, and the callbacks of this package.
+"""A typical training script: a Trainer, flags for TrainingArguments, callbacks of this package.
 
-It trains a small Llama from scratch on made-up rows, so it needs no files. The weights are large
-enough (hidden size 512) that ZeRO-3 really divides them: `examples/train.py --use_cpu --output_dir
+It trains a small Llama from scratch on random rows, so it needs no files. The weights are large
+enough (hidden size 512) that ZeRO-3 really shards them: `examples/train.py --use_cpu --output_dir
 runs/train --max_steps 4`.
 """
 
@@ -22,7 +22,7 @@ from trainer_plugins import MemoryWatchdog, StrategyInForce
 
 @dataclass
 class Sizes:
-    """The model and the data."""
+    """Holds the sizes of the model and the data."""
 
     hidden_size: int = 512
     num_layers: int = 2
@@ -31,15 +31,15 @@ class Sizes:
 
 
 def rows(num_rows: int, length: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of random tokens, each its own label, the same on every rank."""
+    """Make rows of random tokens, each its own label, the same on every rank."""
     tokens = torch.randint(512, (num_rows, length), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def main() -> None:
-    """Train, and save the weights into the output folder."""
-    # TrainingArguments come before the model: under ZeRO-3 each rank would first hold the whole of
-    # it.
+    """Train, and save the weights to the output folder."""
+    # TrainingArguments come before the model: otherwise each rank first holds all of it under
+    # ZeRO-3.
     parser = HfArgumentParser((TrainingArguments, Sizes))
     args, sizes = parser.parse_args_into_dataclasses()
     set_seed(args.seed)

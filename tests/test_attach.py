@@ -326,7 +326,7 @@ def test_a_transformers_that_is_too_old(tmp_path, monkeypatch) -> None:
 
     with pytest.raises(
         ValueError,
-        match=rf"works with transformers {OLDEST_TRANSFORMERS} or newer, and this is 4\.45\.1",
+        match=rf"works with transformers {OLDEST_TRANSFORMERS} or newer, but this is 4\.45\.1",
     ):
         attach()
 

@@ -162,7 +162,7 @@ IMPORTS = "import transformers.trainer; print('went on')"
     ("version", "says"),
     [
         ("99.0", "nothing was attached: this process built no transformers.Trainer"),
-        ("4.45.1", "works with transformers 4.57.1 or newer, and this is 4.45.1"),
+        ("4.45.1", "works with transformers 4.57.1 or newer, but this is 4.45.1"),
     ],
 )
 def test_what_was_not_attached_is_said_in_one_line(tmp_path, version, says) -> None:

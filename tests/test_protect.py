@@ -135,15 +135,15 @@ def test_a_trainer_without_its_flow(make_trainer) -> None:
         ({"warn_fracton": 0.8}, r"no option 'warn_fracton'. Did you mean warn_fraction\?"),
         ({"warn_fraction": 0.98}, "0.98 and 0.97"),
         ({"act_fraction": 0.5}, "0.9 and 0.5"),
-        ({"every_steps": 0}, "memory_every_steps counts optimizer steps"),
-        ({"release_every_steps": -1}, "memory_release_every_steps counts optimizer steps"),
+        ({"every_steps": 0}, "memory_every_steps is a number of optimizer steps"),
+        ({"release_every_steps": -1}, "memory_release_every_steps is a number of optimizer steps"),
         ({"every_steps": 2.5}, "memory_every_steps takes a value of type int, got 2.5"),
         ({"warn_fraction": "0.8"}, "of type float, got '0.8'"),
         ({"stop": 1}, "of type bool, got 1"),
-        ({"min_reclaimable_fraction": 1.5}, "a share of the card, 0 to 1, got 1.5"),
+        ({"min_reclaimable_fraction": 1.5}, "a fraction of the card, 0 to 1, got 1.5"),
         (
             {"preset": "observe", "release_every_steps": 5},
-            "is for CudaCacheCallback, which the preset observe does not",
+            "is for CudaCacheCallback, which is not in the preset observe",
         ),
     ],
 )
@@ -210,10 +210,10 @@ def test_an_installed_package_offers_a_preset(make_trainer, teampack) -> None:
     [
         (
             "tem",
-            r"Did you mean team\? There are: observe, memory_safe, survive, gone, lost, none, team",
+            r"Did you mean team\? Known presets: observe, memory_safe, survive, gone, lost, none, team",
         ),
-        ("lost", r"names teampack.Gone, which has no home"),
-        ("none", r"offered as the preset 'none', but it is no Preset: 'memory_safe'"),
+        ("lost", r"names teampack.Gone, which cannot be imported"),
+        ("none", r"offered as the preset 'none', but is not a Preset: 'memory_safe'"),
         ("gone", r"cannot be loaded from teampack:gone"),
     ],
 )

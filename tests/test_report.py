@@ -87,7 +87,7 @@ def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(
     resumed.train(resume_from_checkpoint=True)
 
     text = report(tmp_path / "run")
-    assert text.splitlines()[0] == "5 runs went into this folder; the last one comes first"
+    assert text.splitlines()[0] == "5 runs wrote into this folder; the last one comes first"
     found = blocks(text)
     assert [each[0].split(":")[0] for each in found] == [
         f"Run {number} of 5" for number in (5, 4, 3, 2, 1)
@@ -119,7 +119,7 @@ def test_one_run_has_no_heading(make_trainer, tmp_path) -> None:
     make_trainer(MemoryWatchdog()).train()
 
     assert "Run " not in report(tmp_path / "run")
-    assert "went into this folder" not in report(tmp_path / "run")
+    assert "wrote into this folder" not in report(tmp_path / "run")
 
 
 def test_ranks_with_different_numbers_of_runs_are_brought_together_by_time(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_a_line_that_no_run_writes_is_passed_over_and_said(tmp_path: Path, line:
         file.write(line.encode() + b"\n\xff\xfe\n")
 
     text = report(tmp_path)
-    assert "rank 0: 2 lines are no entry and passed over: cut off by a kill or a full disk" in text
-    assert [each for each in text.splitlines() if "passed over" not in each] == clean.splitlines()
+    assert "rank 0: skipped 2 lines: cut off by a kill or a full disk" in text
+    assert [each for each in text.splitlines() if "skipped" not in each] == clean.splitlines()
 
 
 def test_a_half_line_at_the_end_is_said_and_a_file_without_entries_too(tmp_path: Path) -> None:
     path = write(tmp_path, 0, ENTRIES)
     os.truncate(path, path.stat().st_size - 5)
-    assert "rank 0: 1 line is no entry and passed over" in report(tmp_path)
+    assert "rank 0: skipped 1 line:" in report(tmp_path)
 
     path.write_bytes(b"")
     assert report(tmp_path).startswith("The files have no entries")

@@ -100,7 +100,10 @@ def test_a_fork_and_a_child_do_not_speak_for_the_script(tmp_path: Path) -> None:
         ([], "name a script, or a module after -m"),
         (["--memory-warn-fracton", "0.8", "train.py"], "Did you mean --memory-warn-fraction?"),
         (["--preset", "memory-safe", "train.py"], "Did you mean memory_safe?"),
-        (["--memory_every_steps", "0", "train.py"], "memory_every_steps counts optimizer steps"),
+        (
+            ["--memory_every_steps", "0", "train.py"],
+            "memory_every_steps is a number of optimizer steps",
+        ),
         (["--memory-every-steps", "often", "train.py"], "invalid int value: 'often'"),
     ],
 )
@@ -121,7 +124,7 @@ def test_a_transformers_that_is_too_old(tmp_path: Path) -> None:
     done = run("train.py", cwd=tmp_path, path=install_transformers(tmp_path, "4.45.1"))
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert "works with transformers 4.57.1 or newer, and this is 4.45.1" in done.stderr
+    assert "works with transformers 4.57.1 or newer, but this is 4.45.1" in done.stderr
 
 
 def test_a_module_that_lacks_something_says_what(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_harms_nothing(
     assert list(timeline) == ENTRIES
     assert (tmp_path / "memory").read_text() == "a user's file"
     (record,) = caplog.records
-    assert "set output_dir to a folder that can be written" in record.message
+    assert "set output_dir to a writable folder" in record.message
 
 
 def test_a_full_disk_loses_no_line_and_breaks_none(tmp_path: Path) -> None:

@@ -1,50 +1,60 @@
-"""Memory care for Hugging Face Trainer runs.
+"""Predicts the memory of Hugging Face Trainer runs, helps them survive OOM, and explains both.
 
-`from trainer_plugins import MemoryWatchdog` works, and imports what it needs only then: this module
-alone imports neither torch nor transformers.
+`from trainer_plugins import MemoryWatchdog` imports what it needs at that moment; this module alone
+imports neither torch nor transformers.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Each public name and its home (PEP 562, as transformers does it).
+# Each public name and the module it comes from (PEP 562, as transformers does it).
 _HOMES = {
     "CudaCacheCallback": "callbacks",
     "EvalGenerateCleanup": "callbacks",
+    "Finding": "finding",
     "KVCacheGuard": "callbacks",
     "MemoryArguments": "plug_in.options",
     "MemoryPlan": "planner",
     "MemoryWatchdog": "callbacks",
+    "NotPredicted": "planner",
+    "PlanError": "planner",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
     "attached": "plug_in.attachment",
     "callbacks_from_args": "plug_in.options",
+    "classify": "oom",
     "detach": "plug_in.attachment",
     "generation_memory": "upkeep.generation",
     "plan_run": "planner",
     "protect": "plug_in.protection",
+    "read_timeline": "record.timeline",
     "survive_oom": "survival",
 }
 
 __all__ = [
     "CudaCacheCallback",
     "EvalGenerateCleanup",
+    "Finding",
     "KVCacheGuard",
     "MemoryArguments",
     "MemoryPlan",
     "MemoryWatchdog",
+    "NotPredicted",
+    "PlanError",
     "StrategyInForce",
     "SurviveOOM",
     "attach",
     "attached",
     "callbacks_from_args",
+    "classify",
     "detach",
     "generation_memory",
     "plan_run",
     "protect",
+    "read_timeline",
     "survive_oom",
 ]
 
@@ -56,19 +66,23 @@ if TYPE_CHECKING:
         MemoryWatchdog,
         StrategyInForce,
     )
-    from trainer_plugins.planner import MemoryPlan, plan_run
+    from trainer_plugins.finding import Finding
+    from trainer_plugins.oom import classify
+    from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError, plan_run
     from trainer_plugins.plug_in.attachment import attach, attached, detach
     from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
     from trainer_plugins.plug_in.protection import protect
+    from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.survival import SurviveOOM, survive_oom
     from trainer_plugins.upkeep.generation import generation_memory
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

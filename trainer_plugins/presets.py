@@ -1,6 +1,6 @@
 """Presets: names for sets of callbacks.
 
-A tuple one can read; installed packages add to it by entry points.
+The built-in ones are the tuple `PRESETS`; installed packages add theirs by entry points.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 GROUP = "trainer_plugins.presets"
-"""The entry-point group in which a package offers a `Preset` of its own, under the name that its users will give."""
+"""The entry-point group for a package's own `Preset`, under the name that its users will give."""
 
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
@@ -22,7 +22,7 @@ _SAFE = (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Callbacks that go together, each by the dotted name of its class, so that a preset can be read without torch."""
+    """Names callbacks that go together, by dotted class name so that reading one needs no torch."""
 
     name: str
     summary: str
@@ -31,7 +31,9 @@ class Preset:
 
 PRESETS = (
     Preset(
-        "observe", "what runs, the watchdog and its timeline; changes nothing", (STRATEGY, WATCHDOG)
+        "observe",
+        "strategy in force, watchdog and timeline; changes nothing",
+        (STRATEGY, WATCHDOG),
     ),
     Preset("memory_safe", "observe, and all guards", _SAFE),
     Preset(
@@ -43,10 +45,10 @@ PRESETS = (
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name: one of ours, or else one that an installed package offers.
+    """Return the preset of that name: a built-in one, else one that an installed package offers.
 
     Raises:
-        ValueError: there is none, or what the package offers cannot be loaded or is no `Preset`.
+        ValueError: there is none, or the package's offer cannot be loaded or is not a `Preset`.
     """
     for ours in PRESETS:
         if ours.name == name:
@@ -55,7 +57,7 @@ def preset(name: str) -> Preset:
     if name not in offered.names:
         names = [ours.name for ours in PRESETS] + sorted(offered.names)
         raise ValueError(
-            f"there is no preset {name!r}.{nearest(name, names)} There are: {', '.join(names)}"
+            f"there is no preset {name!r}.{nearest(name, names)} Known presets: {', '.join(names)}"
         )
     try:
         theirs = offered[name].load()
@@ -65,13 +67,14 @@ def preset(name: str) -> Preset:
         ) from error
     if not isinstance(theirs, Preset):
         raise ValueError(
-            f"{offered[name].value} is offered as the preset {name!r}, but it is no Preset: {theirs!r}"
+            f"{offered[name].value} is offered as the preset {name!r}, but is not a Preset:"
+            f" {theirs!r}"
         )
     return theirs
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The name that was probably meant, as a sentence of a message; nothing where none is near.
+    """Suggest the name that was probably meant, as a sentence; empty if none is near.
 
     >>> nearest("memory-safe", ["observe", "memory_safe"]), nearest("x", ["observe"])
     (' Did you mean memory_safe?', '')

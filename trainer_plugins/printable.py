@@ -1,14 +1,14 @@
-"""Foreign text made harmless: what a file, a process or a driver says, as one line that is shown and not obeyed."""
+"""Makes foreign text (of a file, a process, a driver) harmless: one line, shown but not obeyed."""
 
 LONGEST_CHARACTERS = 4000
 
 
 def printable(text: object) -> str:
-    r"""Render text that somebody else wrote, so that a terminal and a log show it and do nothing it asks for.
+    r"""Render foreign text so that a terminal or a log shows it and does nothing it asks for.
 
-    Line breaks and tabs become spaces. Whatever else `str.isprintable` refuses is written as Python
-    escapes it: the C0 and C1 controls with ESC, the bidirectional overrides, what is invisible,
-    half surrogates. A text of more than 4,000 characters is cut, and says so.
+    Line breaks and tabs become spaces. Everything else that `str.isprintable` refuses becomes a
+    Python escape: C0 and C1 controls including ESC, bidirectional overrides, invisible characters,
+    lone surrogates. A text of more than 4,000 characters is cut, and the result says so.
 
     >>> print(printable("title: \x1b]0;mine\x07, lines:\n[red]forged\u202e"))
     title: \x1b]0;mine\x07, lines: [red]forged\u202e

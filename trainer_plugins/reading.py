@@ -1,13 +1,14 @@
-"""MemoryReading: what one device's memory looked like at one instant."""
+"""A MemoryReading holds the memory of one device at one instant."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """One look at one device.
+    """Holds what one look at one device showed; all sizes are in bytes.
 
-    All sizes are in bytes. A device that says what cannot be is refused with a ValueError.
+    Raises:
+        ValueError: the numbers cannot be true, such as more free memory than there is.
 
     ```
     |<------------------------- total ------------------------->|
@@ -17,16 +18,16 @@ class MemoryReading:
     """
 
     device: str
-    """As torch names it: `cuda:0`."""
+    """The device's name as torch writes it: `cuda:0`."""
 
     total_bytes: int
-    """What all processes together can take: on a card without the part that the driver keeps for itself."""
+    """What all processes together can use; a GPU driver's own reserve is not part of it."""
 
     free_bytes: int
-    """Held by no process at all."""
+    """Bytes that no process holds."""
 
     reserved_bytes: int
-    """Held by this process's caching allocator."""
+    """Bytes that this process's caching allocator holds."""
 
     allocated_bytes: int
     """The part of `reserved_bytes` that live tensors occupy."""
@@ -35,11 +36,10 @@ class MemoryReading:
     """The most `allocated_bytes` has been since the peak was last reset."""
 
     num_alloc_retries: int = 0
-    """Allocations, since the process began, that succeeded only after the allocator had flushed its cache."""
+    """Allocations that succeeded only after a flush of the cache, since the process began."""
 
     def __post_init__(self) -> None:
-        # Reserved memory is counted a moment apart, so together with what is free it may exceed the
-        # total.
+        # reserved_bytes may exceed total minus free: the two counters are read a moment apart.
         sizes = (
             self.reserved_bytes,
             self.allocated_bytes,
@@ -47,31 +47,31 @@ class MemoryReading:
             self.num_alloc_retries,
         )
         if not 0 <= self.free_bytes <= self.total_bytes or not self.total_bytes or min(sizes) < 0:
-            raise ValueError(f"{self.device} says of its memory what cannot be: {self}")
+            raise ValueError(f"{self.device} reports memory numbers that cannot be true: {self}")
 
     @property
     def cached_bytes(self) -> int:
-        """Reserved, yet under no tensor: reusable here, and given back to the device by a release."""
+        """Return bytes reserved but in no tensor: reusable here, freed by releasing the cache."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
     def non_torch_bytes(self) -> int:
-        """Neither free nor ours: the CUDA context, NCCL buffers, and other processes.
+        """Return bytes neither free nor torch's: CUDA context, NCCL buffers, other processes.
 
-        Never negative: the counters behind it are read a moment apart.
+        It is never negative, although the counters behind it are read a moment apart.
         """
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
 
     @property
     def headroom_bytes(self) -> int:
-        """What the peak left: how much larger a step could have been."""
+        """Return bytes left over at the peak: a step could have been this much larger."""
         return self.total_bytes - self.peak_allocated_bytes - self.non_torch_bytes
 
     @property
     def pressure(self) -> float:
-        """The fraction of the device that live memory took at its peak, 0 to 1.
+        """Return the fraction of the device, 0 to 1, that live memory took at its peak.
 
-        The cache is left out, because in a healthy run the cache fills the card; and it is the
-        peak, because between steps the activations are gone.
+        It leaves the cache out, because in a healthy run the cache fills the card. It takes the
+        peak, because activations are gone between steps.
         """
         return (self.peak_allocated_bytes + self.non_torch_bytes) / self.total_bytes

@@ -1,12 +1,12 @@
 """Run any training script, unedited, with callbacks on every Trainer that it builds.
 
-    python -m trainer_plugins.run --preset memory_safe --memory-warn-fraction 0.8 train.py --its
-    --arguments python -m trainer_plugins.run -m package.module --its --arguments accelerate launch
-    --num_processes 2 -m trainer_plugins.run train.py torchrun --nproc-per-node 2 -m
-    trainer_plugins.run train.py
+    python -m trainer_plugins.run --preset memory_safe --memory-warn-fraction 0.8 train.py --lr 1e-5
+    python -m trainer_plugins.run -m package.module --lr 1e-5
+    accelerate launch --num_processes 2 -m trainer_plugins.run train.py
+    torchrun --nproc-per-node 2 -m trainer_plugins.run train.py
 
-The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is
-ours.
+The script sees the same `sys.argv`, `sys.path` and `__main__` as under plain python, and its exit
+code is passed on.
 """
 
 import sys
@@ -17,11 +17,11 @@ from trainer_plugins.plug_in.flags import Flags
 
 
 def main(arguments: list[str]) -> None:
-    """Attach, and run what the command line names."""
+    """Attach the callbacks, then run the program that the command line names."""
     flags = Flags(
         "python -m trainer_plugins.run",
         "(SCRIPT | -m MODULE) [ARGUMENT ...]",
-        "Run a training script, unedited, with callbacks on every transformers.Trainer that it builds.",
+        "Run a training script, unedited, with callbacks on every transformers.Trainer it builds.",
         takes_module=True,
     )
     given, command = flags.split(arguments)

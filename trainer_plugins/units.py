@@ -1,4 +1,4 @@
-"""Bytes, and how people read them.
+"""Renders and reads sizes in bytes.
 
 Inside the package every size is an int of bytes; GiB exists only in text.
 """
@@ -24,7 +24,7 @@ def size(num_bytes: float) -> str:
 
 
 def gib(num_bytes: float) -> float:
-    """A size in GiB, for a chart.
+    """Convert bytes to GiB, for a chart.
 
     >>> gib(3 << 29)
     1.5

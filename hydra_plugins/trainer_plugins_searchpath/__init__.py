@@ -1,4 +1,4 @@
-"""How Hydra finds our configs: it imports every module below `hydra_plugins`, in every app of the environment."""
+"""Lets Hydra find our configs: in every app it imports all modules below `hydra_plugins`."""
 
 from importlib.util import find_spec
 from inspect import signature
@@ -13,8 +13,8 @@ class TrainerPluginsSearchPath(SearchPathPlugin):
     """Adds the config group `trainer_plugins`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        # As a file: Hydra takes a pkg:// only for a folder with an __init__.py. Found, and not
-        # imported.
+        # As a file: Hydra accepts a pkg:// only for a folder with an __init__.py. The package is
+        # found, not imported.
         spec = find_spec("trainer_plugins")
         if spec is not None and spec.origin is not None:
             folder = Path(spec.origin).parent / "configs" / "hydra"
@@ -29,9 +29,9 @@ def _callbacks(*, _root_: DictConfig) -> list[object]:
 
 
 def _register() -> None:
-    """Make ${trainer_plugins.callbacks:} known to OmegaConf, by the name that its version has for that.
+    """Register ${trainer_plugins.callbacks:} with OmegaConf, by the function of its version.
 
-    OmegaConf 2.4 warns of `register_new_resolver` and says `register_resolver`, which was another
+    OmegaConf 2.4 deprecates `register_new_resolver` for `register_resolver`, which was another
     function before.
     """
     register = getattr(OmegaConf, "register_resolver", None)
@@ -43,6 +43,6 @@ def _register() -> None:
 try:
     _register()
 except Exception as error:
-    # Of a plugin that cannot be imported Hydra warns. Anything else would end every Hydra app here,
-    # ours or not.
+    # Hydra only warns of a plugin that cannot be imported. Any other error would end every Hydra
+    # app here, ours or not.
     raise ImportError(f"trainer_plugins found no place for its resolver: {error}") from error

@@ -163,7 +163,7 @@ def test_a_finding_reads_well() -> None:
     (finding,) = lint(Variables({UNIFIED: "expandable_segments:True"}), Machine(torch=(2, 9)))
 
     assert str(finding) == (
-        "[allocator-name-not-read] PYTORCH_ALLOC_CONF is set, and this torch does not read it "
-        "(PYTORCH_ALLOC_CONF=expandable_segments:True; torch 2.9 reads PYTORCH_CUDA_ALLOC_CONF alone on a card). "
-        "Set PYTORCH_CUDA_ALLOC_CONF to the same: every version reads it."
+        "[allocator-name-not-read] PYTORCH_ALLOC_CONF is set, but this torch does not read it "
+        "(PYTORCH_ALLOC_CONF=expandable_segments:True; on a card torch 2.9 only reads PYTORCH_CUDA_ALLOC_CONF). "
+        "Set PYTORCH_CUDA_ALLOC_CONF to the same text: every version reads it."
     )

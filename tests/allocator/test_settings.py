@@ -168,7 +168,7 @@ def test_torch_itself_says_the_same() -> None:
         ("zzz:1", "it knows backend, max_split_size_mb"),
         (
             "expandable_segments:true",
-            "expandable_segments needs True or False, written so, got 'true'",
+            "expandable_segments needs True or False, in exactly this spelling, got 'true'",
         ),
         ("max_split_size_mb:19", "max_split_size_mb needs at least 20, got '19'"),
         ("garbage_collection_threshold:80", "needs a number above 0 and below 1, got '80'"),
@@ -177,7 +177,7 @@ def test_torch_itself_says_the_same() -> None:
             "pinned_num_register_threads needs at most 128, got '256'",
         ),
         ("roundup_power2_divisions:[300:1]", "needs a power of 2 as interval, got '300'"),
-        ("expandable_segments=True", "key:value pairs with a comma between"),
+        ("expandable_segments=True", "key:value pairs separated by commas"),
         ("expandable_segments,True", "key:value pairs"),  # torch takes it by accident
     ],
 )

@@ -30,7 +30,7 @@ ASKED, OTHER = "expandable_segments:True", "max_split_size_mb:64"
             InForce(OTHER),
             {UNIFIED: ASKED, CUDA: OTHER},
             Machine(),
-            f"{CUDA}={OTHER} counts more than {UNIFIED}",
+            f"{CUDA}={OTHER} takes precedence over {UNIFIED}",
         ),
         (
             InForce(""),
@@ -42,7 +42,7 @@ ASKED, OTHER = "expandable_segments:True", "max_split_size_mb:64"
             InForce("", is_initialized=True),
             {UNIFIED: ASKED},
             Machine(),
-            "and the allocator is at work",
+            "and the allocator is already at work",
         ),
         (
             InForce(ASKED, {"expandable_segments": False}),
@@ -119,7 +119,8 @@ def test_in_a_real_process_where_the_other_variable_wins() -> None:
     assert said.startswith("[allocator-settings-not-in-force]")
     # 2.9 does not even look at the other.
     assert (
-        "counts more than PYTORCH_ALLOC_CONF" in said or "does not read PYTORCH_ALLOC_CONF" in said
+        "takes precedence over PYTORCH_ALLOC_CONF" in said
+        or "does not read PYTORCH_ALLOC_CONF" in said
     )
 
 
@@ -176,7 +177,7 @@ def test_the_values_that_a_cuda_build_reports_are_those_of_the_parser(text: str)
 )
 def test_a_later_call_that_turns_it_off() -> None:
     code = "read_in_force()\ntorch._C._accelerator_setAllocatorSettings('expandable_segments:False')\nprint(check())"
-    assert "settings were given by a call since" in run(code, PYTORCH_CUDA_ALLOC_CONF=ASKED)
+    assert "a call changed the settings since" in run(code, PYTORCH_CUDA_ALLOC_CONF=ASKED)
 
     # A call that does not name it leaves it as it was, though the text is another: what counts is
     # the value.
@@ -190,7 +191,7 @@ def test_on_a_card_after_its_first_use() -> None:
     said = run(
         f"torch.zeros(1, device='cuda')\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())"
     )
-    assert "and the allocator is at work" in said
+    assert "and the allocator is already at work" in said
 
     said = run("torch.zeros(1, device='cuda')\nprint(check())", PYTORCH_CUDA_ALLOC_CONF=ASKED)
     assert said == "None"

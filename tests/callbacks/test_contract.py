@@ -128,7 +128,7 @@ def test_the_same_callback_given_twice_says_so_and_acts_once(
 
     who = callback_class.__name__
     assert said_by_ours(caplog) == [
-        f"{who} was added twice: the second one does nothing. Remove one"
+        f"{who} was added twice: the second one has no effect. Remove one"
     ]
     assert last.num == 8  # no event of another callback was skipped
     if callback_class is MemoryWatchdog:
@@ -159,7 +159,7 @@ def test_a_callback_added_twice_says_so_and_acts_once(
 
     said = said_by_ours(caplog)
     assert said == [
-        f"{callback_class.__name__} was added twice: the second one does nothing. Remove one"
+        f"{callback_class.__name__} was added twice: the second one has no effect. Remove one"
     ]
 
 
@@ -176,19 +176,19 @@ def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> Non
     [
         (
             lambda: CudaCacheCallback(interval=0),
-            "interval counts optimizer steps, 1 or more, got 0",
+            "interval is a number of optimizer steps, 1 or more, got 0",
         ),
         (
             lambda: CudaCacheCallback(min_reclaimable_fraction=1.5),
-            "a share of the card, 0 to 1, got 1.5",
+            "a fraction of the card, 0 to 1, got 1.5",
         ),
         (
             lambda: CudaCacheCallback(min_reclaimable_fraction=-0.1),
-            "a share of the card, 0 to 1, got -0.1",
+            "a fraction of the card, 0 to 1, got -0.1",
         ),
         (
             lambda: MemoryWatchdog(every_steps=0),
-            "every_steps counts optimizer steps, 1 or more, got 0",
+            "every_steps is a number of optimizer steps, 1 or more, got 0",
         ),
         (
             lambda: MemoryWatchdog(warn_fraction=0.9, act_fraction=0.5),

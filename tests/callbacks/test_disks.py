@@ -59,7 +59,7 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
         done.stderr
     )  # no draft is left either
     assert done.stderr.count("the memory timeline cannot be written to") == len(NO_FILES)
-    assert done.stderr.count("it is no regular file") == 3  # the others cannot even be opened
+    assert done.stderr.count("not a regular file") == 3  # the others cannot even be opened
     # Only what cannot be replaced, a folder, stays in the way of the metrics.
     assert done.stderr.count("memory metrics cannot be written to") == 1
     assert (tmp_path / "fifo" / "node" / prom).read_text().startswith("# HELP")
@@ -79,7 +79,7 @@ def test_an_output_dir_taken_away_is_made_again_and_said_once(
     assert [(entry.step, entry.moment) for entry in entries if isinstance(entry, Sample)] == [
         (7, "train"), (8, "train"), (8, "end"),
     ]  # fmt: skip
-    assert caplog.text.count("was taken away while the run was writing it: it is made again") == 1
+    assert caplog.text.count("was removed while the run was writing it: it was created again") == 1
 
 
 def test_half_a_line_of_a_run_before_swallows_nothing(make_trainer, tmp_path: Path) -> None:

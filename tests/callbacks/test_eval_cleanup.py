@@ -95,7 +95,7 @@ def test_who_holds_a_cache_is_named(make_trainer, simgpu) -> None:
 
     (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]
     assert remark.finding.code == "evaluation-leftover"
-    assert "32.0 MiB more alive on simgpu:0" in remark.finding.summary
+    assert "32.0 MiB more allocated on simgpu:0" in remark.finding.summary
     assert "16.0 MiB [1, 4, 1024, 1024] held by" in remark.finding.evidence
     assert "KeepsItsCache.kept" in remark.finding.evidence
     assert len(trainer.kept.layers) == 1  # named, not destroyed

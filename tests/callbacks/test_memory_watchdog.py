@@ -299,7 +299,7 @@ def test_a_watchdog_that_fails_is_silent_and_training_goes_on(make_trainer, capl
     trainer.train()
 
     assert trainer.state.global_step == 8
-    assert caplog.text.count("failed; training goes on, and this is said once") == 1
+    assert caplog.text.count("failed; training goes on, and this is logged once") == 1
 
 
 @pytest.mark.parametrize("every_steps", [1, 3])

@@ -83,7 +83,7 @@ def test_a_preset_in_the_yaml(plugin, make_trainer) -> None:
     [
         ({"memory_warn_fracton": 0.5}, "Did you mean warn_fraction"),
         ({"memory_preset": "surviv"}, "Did you mean survive"),
-        ({"memory_every_steps": 0}, "counts optimizer steps"),
+        ({"memory_every_steps": 0}, "is a number of optimizer steps"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_loaded(plugin, yaml, says) -> None:

@@ -185,7 +185,7 @@ def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> No
 
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "trainer_plugins: trainer_plugins.callbacks.cuda_cache interval counts optimizer steps, 1 or more, got 0"
+        "trainer_plugins: trainer_plugins.callbacks.cuda_cache interval is a number of optimizer steps, 1 or more, got 0"
     )
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "facts.json").exists()

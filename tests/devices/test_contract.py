@@ -107,7 +107,7 @@ def test_a_card_beyond_the_last_is_refused(simgpu) -> None:
     assert open_device(f"simgpu:{num_cards - 1}").name == f"simgpu:{num_cards - 1}"
     with pytest.raises(
         ValueError,
-        match=f"cannot read the memory of simgpu:{num_cards}: there are {num_cards} of its",
+        match=f"cannot read the memory of simgpu:{num_cards}: there are only {num_cards} simgpu",
     ):
         open_device(f"simgpu:{num_cards}")
 
@@ -148,7 +148,7 @@ def test_numbers_that_cannot_be_are_no_reading(sizes: dict[str, int]) -> None:
     }
 
     assert MemoryReading(device="cuda:0", **sound).non_torch_bytes == 0  # counted a moment apart
-    with pytest.raises(ValueError, match="cuda:0 says of its memory what cannot be"):
+    with pytest.raises(ValueError, match="cuda:0 reports memory numbers that cannot be true"):
         MemoryReading(device="cuda:0", **{**sound, **sizes})
 
 

@@ -89,7 +89,7 @@ def test_a_card_is_found_by_its_uuid_however_it_is_written(tmp_path):
     other.card(CARD).mig_slice("MIG-1", total_bytes=10 * GIB).write()
     error = error_of(NvmlDevice.open, BARE)
     assert error.kind is NvmlErrorKind.NOT_FOUND
-    assert "open that by its own UUID, MIG-" in str(error)
+    assert "open the slice by its own UUID, MIG-" in str(error)
     assert NvmlDevice.open(CARD).memory()[0] == USABLE_BYTES  # who says GPU- means the whole card
 
 
@@ -209,7 +209,7 @@ def test_every_failure_has_its_kind_and_its_remedy(tmp_path):
         (pynvml.NVML_ERROR_NO_PERMISSION, NvmlErrorKind.NO_PERMISSION, "/dev/nvidia*"),
         (pynvml.NVML_ERROR_GPU_IS_LOST, NvmlErrorKind.LOST, "reboot"),
         (pynvml.NVML_ERROR_RESET_REQUIRED, NvmlErrorKind.LOST, f"nvidia-smi --gpu-reset -i {CARD}"),
-        (pynvml.NVML_ERROR_INVALID_ARGUMENT, NvmlErrorKind.LOST, "cut anew"),
+        (pynvml.NVML_ERROR_INVALID_ARGUMENT, NvmlErrorKind.LOST, "created anew"),
         (pynvml.NVML_ERROR_TIMEOUT, NvmlErrorKind.TIMEOUT, "ask again later"),
         (pynvml.NVML_ERROR_IN_USE, NvmlErrorKind.TIMEOUT, "ask again later"),
         (pynvml.NVML_ERROR_MEMORY, NvmlErrorKind.TIMEOUT, "ask again later"),

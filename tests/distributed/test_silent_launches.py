@@ -66,7 +66,7 @@ def test_the_flag_cpu_starts_one_process(tmp_path: Path) -> None:
     ran = launch(tmp_path, "zero3", *ONE_STEP, flags=("--cpu",))
 
     assert [s.world_size for s in ran.strategies] == [1]
-    assert "starts one process for --cpu" in only_finding(ran, "world-size-not-in-force")
+    assert "starts one process because of --cpu" in only_finding(ran, "world-size-not-in-force")
 
 
 def test_fsdp_on_the_cpu_is_ddp(tmp_path: Path) -> None:

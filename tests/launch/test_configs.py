@@ -166,7 +166,7 @@ def test_a_copy_with_other_values_keeps_its_comments(tmp_path: Path) -> None:
             "config-nvme-path",
         ),
         ("zero3", "num_processes=many", "config-wrong-type"),
-        ("ddp", "zero_optimization.stage=2", "runs no DeepSpeed"),
+        ("ddp", "zero_optimization.stage=2", "does not run DeepSpeed"),
         ("ddp", "fsdp_config.fsdp_version=2", "has no fsdp_config"),
     ],
 )

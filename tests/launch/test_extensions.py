@@ -97,7 +97,7 @@ def test_it_is_said_how_old_it_is_and_what_to_do(tmp_path: Path) -> None:
     (finding,) = lock_findings([ExtensionLock(path=lock, age_seconds=7200)])
 
     assert str(finding) == (
-        "[extension-lock] every launch that needs the extension cpu_adam of torch waits for ever: a build was cut off "
+        "[extension-lock] every launch that needs the extension cpu_adam of torch waits forever: a build was cut off "
         f"({lock} is 2 h old, and no process holds it). Remove it: rm {lock}"
     )
 
@@ -107,7 +107,7 @@ def test_where_its_owner_cannot_be_seen_no_more_is_said_than_its_age(tmp_path: P
     why = "its folder is on nfs4, which other machines may share"
     (finding,) = lock_findings([ExtensionLock(path=lock, age_seconds=90, unseen=why)])
 
-    assert "whether a process builds it now is not known" in finding.summary
+    assert "it is unknown whether a process is building it now" in finding.summary
     assert finding.evidence == f"{lock} is 90 s old; {why}"
     assert f"fuser -v {lock}" in finding.remedy
 

@@ -34,13 +34,13 @@ HOSTILE = [
         "distributed_type: MULTI_GPU\nx: &x {y: *x}\n",
         "an anchor that holds itself, in x",
     ),
-    ("deep.yaml", "fsdp_config: " + "[" * 3000 + "]" * 3000, "more than 50 levels"),
+    ("deep.yaml", "fsdp_config: " + "[" * 3000 + "]" * 3000, "more than 50 nested levels"),
     (
         "less_deep.yaml",
         "fsdp_config: " + "[" * 60 + "]" * 60,
-        "more than 50 levels, one inside another",
+        "more than 50 nested levels",
     ),
-    ("deep.json", '{"aio": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 50 levels"),
+    ("deep.json", '{"aio": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 50 nested levels"),
     (
         "wide.json",
         "{" + ", ".join(f'"key{n}": {n}' for n in range(40_000)) + "}",
@@ -54,7 +54,7 @@ HOSTILE = [
     (
         "digits.yaml",
         "num_processes: " + "9" * 400,
-        "num_processes is 99999999999999999999..., and no number",
+        "num_processes is 99999999999999999999..., which cannot be meant",
     ),
     (
         "more_digits.yaml",
@@ -108,7 +108,7 @@ def test_anchors_as_people_use_them(tmp_path: Path) -> None:
     [
         (
             "{" + '"aio": ' + "[" * 5000 + "]" * 5000 + "}",
-            "deepspeed_config_file has more than 50 levels",
+            "deepspeed_config_file has more than 50 nested levels",
         ),
         ('{"aio": NaN}', "deepspeed_config_file: aio is nan"),
     ],
@@ -171,4 +171,4 @@ def test_parameters_are_counted_in_numbers(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 2
-    assert "--params counts the parameters of the model" in done.stderr
+    assert "--params is the number of the model's parameters" in done.stderr

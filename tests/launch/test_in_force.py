@@ -63,7 +63,7 @@ FSDP = replace(PLAIN, wrapped_class="FSDPLlama", family="FSDP", num_partitioned=
         (Asked(world_size=2, started=2), replace(PLAIN, world_size=1, device="cpu"),
          "world-size-not-in-force", "give --use_cpu"),
         (Asked(distributed_type="DEEPSPEED", world_size=2, one_process_for="--cpu"), replace(PLAIN, world_size=1),
-         "world-size-not-in-force", "starts one process for --cpu"),
+         "world-size-not-in-force", "starts one process because of --cpu"),
         (ASKED, DDP, "strategy-not-in-force", "PartialState"),
         (replace(ASKED, use_cpu=True), DDP, "strategy-not-in-force", "Unset ACCELERATE_USE_CPU"),
         (Asked(distributed_type="NO"), DP, "strategy-not-in-force", "CUDA_VISIBLE_DEVICES"),

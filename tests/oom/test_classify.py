@@ -117,7 +117,7 @@ def test_the_corpus_is_large_and_without_repetition() -> None:
     assert {case.source for case in POSITIVES} == set(get_args(Source))
 
 
-@pytest.mark.parametrize("number", range(len(RULES._RULES)))
+@pytest.mark.parametrize("number", range(len(RULES.RULES)))
 def test_each_rule_is_needed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = everything_found()
     monkeypatch.setattr(
@@ -465,7 +465,7 @@ def test_words_are_kept_and_nothing_else() -> None:
 def test_each_repetition_in_a_rule_has_a_bound() -> None:
     """What is tried at each place then takes a time that has a bound too, and a log one that grows with its length."""
     numbers = [one for patterns in RULES._NUMBERS.values() for one in patterns]
-    rules = [rule.pattern for rule in RULES._RULES]
+    rules = [rule.pattern for rule in RULES.RULES]
     for pattern in (
         *rules,
         *numbers,

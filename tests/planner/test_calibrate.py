@@ -103,8 +103,8 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     for words in (
         "train",
         f"{met['train', 'allocated']:+.2%}",
-        "300.0 MiB was not the allocator's",
-        "Delete it to undo",
+        "300.0 MiB of the card was outside the allocator",
+        "Delete that file to undo",
     ):
         assert words in said(found)
     assert found.context_bytes == CONTEXT

@@ -258,7 +258,7 @@ def test_padding_makes_masks(outcomes):
         ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
         (
             "zero",
-            "the DeepSpeed config: zero_optimization.reduce_bucket is no key that is read here",
+            "the DeepSpeed config: zero_optimization.reduce_bucket is not a known key",
         ),
         ("allocator", "allocator settings: max_split_size_mb needs at least 20"),
     ],

@@ -135,7 +135,7 @@ ZERO = {"stage": 3}
         ),
         (
             {"zero_optimization": ZERO, "gradient_clippping": 1.0},
-            "gradient_clippping is no key that is read here",
+            "gradient_clippping is not a known key",
         ),
         (
             {"zero_optimization": ZERO, "comment": "mine", "zero_optimisation": {}},

@@ -45,9 +45,9 @@ def test_pressure_by_the_marks(peak: float, severity: Severity | None) -> None:
 
 def test_pressure_says_what_it_saw_and_what_to_do() -> None:
     assert str(pressure(reading(peak=78, reserved=79), Budget(), "train")) == (
-        "[memory-pressure] cuda:0 was 99% full at its peak during train (peak allocated 78.00 GiB, "
+        "[memory-pressure] cuda:0 was 99% full at its peak in train (peak allocated 78.00 GiB, "
         "non-torch 1.00 GiB, total 80.00 GiB). Halve per_device_train_batch_size and double "
-        "gradient_accumulation_steps (the effective batch stays), or set gradient_checkpointing=True."
+        "gradient_accumulation_steps (the effective batch stays the same), or set gradient_checkpointing=True."
     )
     in_evaluation = pressure(reading(peak=78), Budget(), "eval")
     assert in_evaluation is not None
@@ -107,18 +107,23 @@ ME = {100, 101}
     ("non_torch", "processes", "foreign_gib", "names"),
     [
         (1, None, None, ""),
-        (10, None, 9, "told by bytes alone"),  # the driver lists nothing
+        (10, None, 9, "judged by bytes alone"),  # the driver lists nothing
         (
             10,
             listed((7, 20.0), (8, 9.0)),
             9,
-            "told by bytes alone",
+            "judged by bytes alone",
         ),  # host pids in a container: ours is not there
         (10, listed((100, 21.0), (8, 9.0)), 9, "pid 8 (python infer.py): 9.00 GiB"),
         (10, listed((100, 30.0)), None, ""),  # all ours: NCCL, graphs
         (10, listed((100, 15.0), (101, 15.0)), None, ""),  # two of our ranks on one card
-        (10, listed((100, 21.0)), 9, "a process that the driver hides"),
-        (10, listed((100, None), (8, 9.0)), 9, "told by bytes alone"),  # MIG and WSL name no sizes
+        (10, listed((100, 21.0)), 9, "a process that the driver does not list"),
+        (
+            10,
+            listed((100, None), (8, 9.0)),
+            9,
+            "judged by bytes alone",
+        ),  # MIG and WSL name no sizes
         (10, listed((100, 21.0), (8, None)), 9, "size unknown"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Settings of torch's caching allocator: read them, judge them, choose them, and see that they are in force."""
+"""Settings of torch's caching allocator: read, judge and choose them, and verify those in force."""

@@ -1,4 +1,4 @@
-"""Choose what to export before a launch."""
+"""Choose which allocator settings to export before a launch."""
 
 from dataclasses import dataclass
 
@@ -9,29 +9,26 @@ from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_
 from trainer_plugins.finding import Severity
 
 OURS = "expandable_segments:True"
-"""torch's own cure for fragmentation (pytorch#113481), and nothing beside it: see `lint` for what must not be."""
+"""torch's own cure for fragmentation (pytorch#113481), alone: `lint` says what must not join it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to export, and why: one line, also where there is nothing to export."""
+    """Holds what to export, and one line that says why, even if there is nothing to export."""
 
     exports: dict[str, str]
     why: str
 
 
 def choose(variables: Variables, machine: Machine) -> Choice:
-    """Choose the settings of a launch.
+    """Choose the allocator settings of a launch.
 
-    What the user has set is kept, never changed and never added to.
+    Settings of the user are kept: never changed and never extended. They are exported under both
+    names, so that every version of torch reads them, and so do programs that look at one name only
+    (vLLM: vllm#54351). Exceptions are texts that torch refuses and pairs of options that hurt.
 
-    It is mirrored to both names, so that every version of torch reads it, and so do the programs
-    that look at one name only (vLLM: vllm#54351). Not where that would bring a mistake into force:
-    what torch refuses, a pair that hurts.
-
-    Where the user has set nothing, and nothing speaks against it, the answer is
-    `expandable_segments:True` under the one name that this torch reads: 2.9 reads the old one alone
-    (pytorch#183387).
+    If the user set nothing and nothing speaks against it, the answer is `expandable_segments:True`
+    under the one name that this torch reads: 2.9 only reads the old one (pytorch#183387).
     """
     own = variables.of_platform(machine)
     if not own:
@@ -41,17 +38,17 @@ def choose(variables: Variables, machine: Machine) -> Choice:
         name = UNIFIED if UNIFIED in names_read(machine) else CUDA
         return Choice(
             {name: OURS},
-            f"segments that grow, against fragmentation; {name} is what {machine.torch_name} reads",
+            f"expandable segments, against fragmentation; {machine.torch_name} reads {name}",
         )
     if len(set(own.values())) > 1:
-        return Choice({}, f"no allocator settings: {' and '.join(own)} differ, and both are yours")
+        return Choice({}, f"no allocator settings: you set {' and '.join(own)}, and they differ")
     (text,) = set(own.values())
     if any(
         finding.severity is Severity.ERROR for finding in lint_text(text, next(iter(own)), machine)
     ):
         return Choice(
-            {}, f"no allocator settings: those in {next(iter(own))} are wrong, and stay as they are"
+            {}, f"no allocator settings: yours in {next(iter(own))} are wrong and were left alone"
         )
     return Choice(
-        dict.fromkeys((CUDA, UNIFIED), text), f"your own {next(iter(own))}, under both of its names"
+        dict.fromkeys((CUDA, UNIFIED), text), f"your own {next(iter(own))}, under both names"
     )

@@ -1,4 +1,4 @@
-"""Gather the facts that decide about allocator settings, once, without importing torch."""
+"""Gather the facts that decide about allocator settings, without importing torch."""
 
 import platform
 import sys
@@ -10,9 +10,9 @@ from trainer_plugins.allocator.machine import Machine, read_torch_version
 
 
 def gather_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at this machine and the torch installed here; without one, take the newest that we know.
+    """Look at this machine and its torch; if none is installed, assume the newest tested one.
 
-    vLLM counts as running in this process where it is imported already; a launcher has to be told.
+    vLLM counts as running in this process if it is imported already; a launcher has to be told.
     """
     machine = Machine(
         is_windows=platform.system() == "Windows",

@@ -14,16 +14,19 @@ from trainer_plugins.allocator.verify import InForce, verify
 from trainer_plugins.finding import Finding
 from trainer_plugins.units import MIB
 
+Reported = Mapping[str, Any]
+"""Holds `_snapshot()["allocator_settings"]` of torch: options by name, whatever their type."""
+
 
 def check(asked: str | None = None, environ: Mapping[str, str] | None = None) -> Finding | None:
-    """Judge whether the allocator of this process uses what was asked of it.
+    """Judge whether the allocator of this process uses the settings that were asked for.
 
-    To ask fixes the settings, as the first use of the card does: torch reads its variables once.
+    Asking fixes the settings, as the first use of the card does: torch reads its variables once.
 
     Args:
-        asked: the text that is meant to be in force; None is what the variables hold, the unified
+        asked: the text that should be in force; None takes what the variables hold, the unified
             name first.
-        environ: the variables; None is those of this process.
+        environ: the variables; None takes those of this process.
     """
     variables = Variables.of(os.environ if environ is None else environ)
     if asked is None:
@@ -35,28 +38,27 @@ def check(asked: str | None = None, environ: Mapping[str, str] | None = None) ->
 
 
 def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torch was told to use expandable segments, by a variable of whichever name it reads, or by a call.
+    """Return whether torch was told to use expandable segments, by a variable it reads or a call.
 
     Args:
-        environ: the variables; None is those of this process.
+        environ: the variables; None takes those of this process.
     """
     environ = os.environ if environ is None else environ
     variables = Variables.of(environ)
     texts = [variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")]
-    with suppress(
-        AttributeError, RuntimeError, ValueError, IndexError
-    ):  # torch before 2.12, or it refuses the text
+    # torch before 2.12 has no such call, and any torch may refuse the text.
+    with suppress(AttributeError, RuntimeError, ValueError, IndexError):
         texts.append(torch._C._accelerator_getAllocatorSettings())
     return any(InForce(text).value("expandable_segments") for text in texts)
 
 
 def read_in_force() -> InForce | None:
-    """Read what the allocator uses, or None where this build cannot say (no CUDA, and older than torch 2.12).
+    """Read what the allocator uses; None if this build cannot tell (no CUDA, before torch 2.12).
 
-    The text is enough on any build since torch 2.12. A build with CUDA also tells values, with or
-    without a card, by a snapshot of its memory: ask at the beginning of a run, when that is small.
+    Since torch 2.12 every build tells the text. A build with CUDA also tells values, with or
+    without a card, through a snapshot of its memory: ask early in a run, while that is small.
     """
-    core: Any = torch._C
+    core = torch._C
     snapshot = getattr(core, "_cuda_memorySnapshot", None)
     text_of = getattr(core, "_accelerator_getAllocatorSettings", None)
     if snapshot is None and text_of is None:
@@ -65,7 +67,7 @@ def read_in_force() -> InForce | None:
         text = text_of() if text_of else ""
     except (RuntimeError, ValueError, IndexError) as error:
         return InForce(refusal=str(error).splitlines()[0])
-    reported: dict[str, Any] = {}
+    reported: Reported = {}
     known: dict[str, Value | None] = {}
     if snapshot is not None:
         known["backend"] = str(core._cuda_getAllocatorBackend())
@@ -75,11 +77,11 @@ def read_in_force() -> InForce | None:
             except (RuntimeError, ValueError, IndexError) as error:
                 return InForce(refusal=str(error).splitlines()[0])
     text = text or str(reported.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return InForce(text, known | values_reported(reported), _is_initialized(core))
+    return InForce(text, known | values_reported(reported), _is_initialized())
 
 
-def values_reported(reported: Mapping[str, Any]) -> dict[str, Value | None]:
-    """Translate `_snapshot()["allocator_settings"]` into options: there sizes are bytes, and -1 is no limit."""
+def values_reported(reported: Reported) -> dict[str, Value | None]:
+    """Translate `_snapshot()["allocator_settings"]`, where sizes are bytes and -1 is no limit."""
     values: dict[str, Value | None] = {}
     for name, key in {
         "max_split_size": "max_split_size_mb",
@@ -90,7 +92,7 @@ def values_reported(reported: Mapping[str, Any]) -> dict[str, Value | None]:
             values[key] = reported[name] // MIB if reported[name] >= 0 else None
     if "garbage_collection_threshold" in reported:
         values["garbage_collection_threshold"] = reported["garbage_collection_threshold"] or None
-    # torch 2.9 fills the interval before `>` otherwise, which nobody who asked for it could know.
+    # torch 2.9 fills the interval before `>` differently, which no user could know.
     if "roundup_power2_divisions" in reported and hasattr(
         torch._C, "_accelerator_setAllocatorSettings"
     ):
@@ -107,8 +109,8 @@ def values_reported(reported: Mapping[str, Any]) -> dict[str, Value | None]:
     return values
 
 
-def _is_initialized(core: Any) -> bool:
+def _is_initialized() -> bool:
     try:
-        return bool(core._accelerator_isAllocatorInitialized())
+        return bool(torch._C._accelerator_isAllocatorInitialized())
     except RuntimeError:  # no accelerator
         return False

@@ -1,4 +1,4 @@
-"""Judge allocator settings before a launch: names that are not read, values torch refuses, pairs that hurt."""
+"""Judge allocator settings before a launch: names not read, values torch refuses, bad pairs."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from trainer_plugins.finding import Finding, Severity
 
 
 def lint(variables: Variables, machine: Machine) -> tuple[Finding, ...]:
-    """Judge the variables of a launch, the names first, then what the one that counts says."""
+    """Judge the variables of a launch: first the names, then the text of the one that counts."""
     own = variables.of_platform(machine)
     name = variables.read_by(machine) or next(iter(own), None)
     return (*_names(variables, machine), *(lint_text(own[name], name, machine) if name else ()))
 
 
 def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
-    """Judge one text of settings, as torch would find it under a name."""
+    """Judge one text of settings as torch would find it under `name`."""
     settings, errors = read(text)
     given = f"{name}={text}"
     findings: list[Finding] = []
@@ -30,7 +30,8 @@ def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
                     severity=Severity.ERROR if machine.torch <= TESTED else Severity.WARNING,
                     summary=str(error),
                     evidence=given,
-                    remedy="Correct or remove it: torch stops at the first use of the card, and a CPU build skips it.",
+                    remedy="Correct or remove it: torch raises when it first uses the card, and a"
+                    " CPU build ignores it.",
                 )
             )
         else:
@@ -40,7 +41,7 @@ def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
                     severity=Severity.ERROR,
                     summary=str(error),
                     evidence=given,
-                    remedy="Correct it: torch stops when it first reads it.",
+                    remedy="Correct it: torch raises when it first reads it.",
                 )
             )
     return (*findings, *_values(settings, given, machine), *_pairs(settings, given, machine))
@@ -53,33 +54,35 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
     if foreign or (texts and read_name is None):
         ignored = foreign[0] if foreign else next(iter(texts))
         why = (
-            "only a torch for ROCm reads it"
+            "only a ROCm build of torch reads it"
             if foreign
-            else f"{machine.torch_name} reads {CUDA} alone on a card"
+            else f"on a card {machine.torch_name} only reads {CUDA}"
         )
         yield Finding(
             code="allocator-name-not-read",
             severity=Severity.ERROR if read_name is None else Severity.WARNING,
-            summary=f"{ignored} is set, and this torch does not read it",
+            summary=f"{ignored} is set, but this torch does not read it",
             evidence=f"{ignored}={texts[ignored]}; {why}",
-            remedy=f"Set {CUDA} to the same: every version reads it.",
+            remedy=f"Set {CUDA} to the same text: every version reads it.",
         )
     own = variables.of_platform(machine)
     if read_name and len(set(own.values())) > 1:
         yield Finding(
             code="allocator-names-differ",
             severity=Severity.WARNING,
-            summary=f"two variables hold different allocator settings, and {read_name} is the one that counts",
-            evidence=f"{'; '.join(f'{name}={text}' for name, text in own.items())}; {machine.torch_name}",
+            summary=f"two variables hold different allocator settings; {read_name} counts",
+            evidence=f"{'; '.join(f'{name}={text}' for name, text in own.items())};"
+            f" {machine.torch_name}",
             remedy=f"Give both the same text, or unset all but {read_name}.",
         )
     if read_name == CUDA and machine.torch == (2, 9):
         yield Finding(
             code="allocator-deprecated-name",
             severity=Severity.INFO,
-            summary=f"torch 2.9 calls {CUDA} deprecated, and yet reads no other name on a card",
+            summary=f"torch 2.9 calls {CUDA} deprecated, but reads no other name on a card",
             evidence=f"{CUDA}={texts[CUDA]}; pytorch#183387",
-            remedy=f"Keep it, and set {UNIFIED} to the same. From 2.10 on the warning is gone and both work.",
+            remedy=f"Keep it, and set {UNIFIED} to the same text. From 2.10 on there is no warning,"
+            " and both work.",
         )
 
 
@@ -90,15 +93,17 @@ def _values(settings: AllocatorSettings, given: str, machine: Machine) -> Iterat
             yield Finding(
                 code="allocator-misread-value",
                 severity=Severity.WARNING,
-                summary=f"torch takes {setting.key} to be {setting.value}, which is not what it says",
+                summary=f"torch reads {setting.key} as {setting.value}, which is not what it says",
                 evidence=given,
-                remedy=f"Write a plain number for {setting.text}: sizes in MiB, fractions of one; no unit, no sign.",
+                remedy=f"Write a plain number for {setting.text}: sizes in MiB, fractions of one;"
+                " no unit, no sign.",
             )
         if machine.torch < option.since:
             yield Finding(
                 code="allocator-option-too-new",
                 severity=Severity.ERROR,
-                summary=f"{machine.torch_name} does not know {setting.key}, and stops at its first use of the card",
+                summary=f"{machine.torch_name} does not know {setting.key}, and raises when it"
+                " first uses the card",
                 evidence=f"{given}; it came with torch {option.since[0]}.{option.since[1]}",
                 remedy="Remove it, or upgrade torch.",
             )
@@ -106,7 +111,7 @@ def _values(settings: AllocatorSettings, given: str, machine: Machine) -> Iterat
             yield Finding(
                 code="allocator-bad-value",
                 severity=Severity.ERROR,
-                summary=f"{machine.torch_name} refuses {setting.key}:20, which 2.10 and later take",
+                summary=f"{machine.torch_name} refuses {setting.key}:20; 2.10 and later accept it",
                 evidence=given,
                 remedy="Write 21.",
             )
@@ -122,7 +127,8 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
                 code="allocator-async-ignores",
                 severity=Severity.WARNING,
                 summary=f"the backend {values['backend']} ignores {', '.join(native)}",
-                evidence=f"{given}; some memory statistics are 0 under it (CUDAAllocatorConfig.cpp warns)",
+                evidence=f"{given}; some memory statistics are 0 under it"
+                " (CUDAAllocatorConfig.cpp warns)",
                 remedy="Remove those options, or the backend.",
             )
         return
@@ -132,15 +138,16 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
         yield Finding(
             code="allocator-expandable-and-max-split",
             severity=Severity.ERROR,
-            summary="expandable_segments with max_split_size_mb makes reserved memory grow without bound",
+            summary="expandable_segments with max_split_size_mb lets reserved memory grow without"
+            " bound",
             evidence=f"{given}; pytorch#123548, 220 MiB became 14060 MiB in pytorch#193400",
-            remedy="Remove max_split_size_mb: expandable segments do what it was for.",
+            remedy="Remove max_split_size_mb: expandable segments do its work.",
         )
     if "garbage_collection_threshold" in values:
         yield Finding(
             code="allocator-expandable-and-gc",
             severity=Severity.INFO,
-            summary="garbage_collection_threshold does nothing to expandable segments",
+            summary="garbage_collection_threshold has no effect on expandable segments",
             evidence=f"{given}; the collector skips them (pytorch#134338)",
             remedy="Remove garbage_collection_threshold.",
         )
@@ -149,7 +156,7 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
         yield Finding(
             code="allocator-expandable-unsupported",
             severity=Severity.WARNING,
-            summary="expandable_segments:True does not work here, or harms",
+            summary="expandable_segments:True does not work here, or does harm",
             evidence=f"{given}; {blocker}",
             remedy="Remove expandable_segments, or set it to False.",
         )

@@ -1,41 +1,41 @@
-"""What decides about allocator settings: the torch that will read them, and the platform under it."""
+"""Machine: the torch that will read allocator settings, and the platform it runs on."""
 
 import re
 from dataclasses import dataclass
 
 TESTED = (2, 13)
-"""The newest torch whose own parser this room was checked against."""
+"""The newest torch whose own parser this package was checked against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of one launch.
+    """Holds the facts of one launch.
 
-    The defaults are a Linux machine with CUDA and a torch that we know.
+    The defaults describe a Linux machine with CUDA and the newest torch that was tested.
     """
 
     torch: tuple[int, int] = TESTED
     """Major and minor version; nothing about allocator settings changed in a patch release."""
 
     rocm: tuple[int, int] | None = None
-    """The ROCm that torch was built for, or None for any other build."""
+    """The ROCm that torch was built for; None for any other build."""
 
     is_windows: bool = False
     is_wsl: bool = False
     is_mig: bool = False
-    """The process is to see slices of a card instead of whole cards."""
+    """Whether the process will see slices of a card instead of whole cards."""
 
     has_vllm: bool = False
-    """vLLM will run inside the training process."""
+    """Whether vLLM will run inside the training process."""
 
     @property
     def torch_name(self) -> str:
-        """The version as a message says it: torch 2.13."""
+        """Return the version as messages write it: torch 2.13."""
         return f"torch {self.torch[0]}.{self.torch[1]}"
 
 
 def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Read the version of a torch build: major and minor, and those of ROCm where it was built for that.
+    """Read the version of a torch build: (major, minor), and the same of ROCm if built for it.
 
     >>> read_torch_version("2.13.0+cpu"), read_torch_version("2.10.0+rocm7.0.1")
     (((2, 13), None), ((2, 10), (7, 0)))

@@ -1,33 +1,34 @@
-"""The CUDA caching allocator in arithmetic: which segments a series of allocations takes, without a card.
+"""AllocatorModel computes which segments CUDA's caching allocator takes, without a card.
 
 It follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, rule by
 rule and in their names: rounding, the small and the large pool of each stream, best fit, splitting
 and merging, expandable segments, `max_split_size_mb`, `garbage_collection_threshold`,
-`roundup_power2_divisions`, the fraction of a process, and what happens when a card is full. Not
-here: private pools of CUDA graphs, and blocks that wait for another stream.
+`roundup_power2_divisions`, the memory fraction of a process, and what happens when a card is full.
+Not modelled: private pools of CUDA graphs, and blocks that wait for another stream.
 """
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from bisect import bisect_left
 
-from trainer_plugins.allocator.settings import NUM_INTERVALS, AllocatorSettings
+from trainer_plugins.allocator.blocks import Block, Pool, drop, insert_behind, room_of
+from trainer_plugins.allocator.rules import UNLIMITED, AllocatorRules
+from trainer_plugins.allocator.settings import NUM_INTERVALS
 from trainer_plugins.units import MIB
 
+__all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
+
 MIN_BLOCK_BYTES = 512
-"""Every size is rounded up to a multiple of this."""
+"""All sizes are rounded up to a multiple of this."""
 
 _SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
-_LARGE_SEGMENT_BYTES = 20 * MIB
 _ROUND_LARGE_BYTES = 2 * MIB
-_UNLIMITED = 1 << 62
 _GAP_BYTES = 2 * MIB  # between segments, so that none are neighbours
 
 
-# says a state, as torch.OutOfMemoryError's own name does
+# It names a state, as torch.OutOfMemoryError does.
 class AllocatorFull(Exception):  # noqa: N818
-    """The card has not so much left, also after the cache has been given back."""
+    """The card does not have that much left, not even after the cache was released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
         super().__init__(requested_bytes, allocated_bytes, reserved_bytes)
@@ -36,139 +37,27 @@ class AllocatorFull(Exception):  # noqa: N818
         self.reserved_bytes = reserved_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorRules:
-    """The settings that decide where memory comes from; sizes in bytes. The defaults are CUDA's."""
-
-    expandable_segments: bool = False
-    max_split_bytes: int = _UNLIMITED
-    garbage_collection_threshold: float = 0.0
-    """Counts only together with `memory_fraction`, as in torch."""
-
-    roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
-    memory_fraction: float | None = None
-    """The share of the card that this process may reserve; None is all of it."""
-
-    large_segment_bytes: int = _LARGE_SEGMENT_BYTES
-    rising_segment_bytes: int = 32 * MIB
-    """A new segment up to this size lies above the earlier ones of such a size, a larger one below
-    the earlier large ones, which decides between free blocks of one size. No source of CUDA's says
-    so. It was learned from 16 published figures of a T4 (`tests/planner/published.toml`, fitcheck
-    2026-09-15): missed by up to 9 % where all segments rise, 0.3 % where those above 2 MiB fall,
-    0.03 % with any size from 20 to 40 MiB, 0.6 % with 48 and 64. 32 MiB is a choice among those,
-    and so is that what falls lies above what rises. On 53 figures of an L40S, which taught nothing
-    of it, all these choices differ by 1 % at most, and by 0.03 % in the mean. 0 is how Linux maps
-    host memory (simgpu)."""
-
-    @classmethod
-    def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
-        """Take what a text of PYTORCH_ALLOC_CONF says.
-
-        Raises:
-            ValueError: it names another backend than the native one.
-        """
-        values = settings.values
-        if values.get("backend", "native") != "native":
-            raise ValueError(
-                f"not predicted: the allocator backend {values['backend']}, only native is modelled"
-            )
-        given: dict[str, object] = {}
-        for key, name in (
-            ("max_split_size_mb", "max_split_bytes"),
-            ("large_segment_size_mb", "large_segment_bytes"),
-        ):
-            if isinstance(megabytes := values.get(key), int):
-                given[name] = min(megabytes * MIB, _UNLIMITED)
-        for key, name in (
-            ("expandable_segments", "expandable_segments"),
-            ("garbage_collection_threshold", "garbage_collection_threshold"),
-            ("roundup_power2_divisions", "roundup_divisions"),
-            ("per_process_memory_fraction", "memory_fraction"),
-        ):
-            if key in values:
-                given[name] = values[key]
-        return cls(**given)  # type: ignore[arg-type]
-
-
-class Block:
-    """A piece of a segment; what `malloc` hands out, and `free` takes."""
-
-    __slots__ = (
-        "address",
-        "in_use",
-        "last_used",
-        "mapped",
-        "next",
-        "pool",
-        "prev",
-        "segment_start",
-        "size_bytes",
-    )
-
-    def __init__(
-        self, pool: "_Pool", address: int, size_bytes: int, segment_start: int | None, mapped: bool
-    ) -> None:
-        self.pool = pool
-        self.address = address
-        self.size_bytes = size_bytes
-        self.segment_start = segment_start  # of an expandable segment, None in others
-        self.mapped = mapped
-        self.in_use = False
-        self.prev: Block | None = None  # neighbours in the segment
-        self.next: Block | None = None
-        self.last_used = 0
-
-    @property
-    def is_split(self) -> bool:
-        return self.prev is not None or self.next is not None
-
-
-class _Pool:
-    """The free blocks of one stream, small or large, by size and then address."""
-
-    def __init__(self, is_small: bool) -> None:
-        self.is_small = is_small
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[tuple[int, int], Block] = {}
-        self.unmapped: dict[
-            int, Block
-        ] = {}  # addresses of expandable segments without memory behind them
-
-    def add(self, block: Block) -> None:
-        key = (block.size_bytes, block.address)
-        insort(self.keys, key)
-        self.blocks[key] = block
-
-    def remove(self, block: Block) -> None:
-        key = (block.size_bytes, block.address)
-        del self.keys[bisect_left(self.keys, key)]
-        del self.blocks[key]
-
-    def free_blocks(self) -> list[Block]:
-        return [self.blocks[key] for key in self.keys]
-
-
 class AllocatorModel:
-    """One card's allocator.
+    """Models the allocator of one card.
 
     Args:
-        capacity_bytes: what the process can reserve in all; None is a card without an end.
-        rules: its settings.
+        capacity_bytes: what the process can reserve in all; None is a card of unlimited memory.
+        rules: the allocator's settings.
     """
 
     def __init__(
         self, capacity_bytes: int | None = None, rules: AllocatorRules | None = None
     ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
-        self.capacity_bytes = capacity_bytes if capacity_bytes is not None else _UNLIMITED
+        self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         fraction = self.rules.memory_fraction
         self._allowed_bytes = int(self.capacity_bytes * fraction) if fraction is not None else None
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
-        """How often the whole cache was given back because the card was full (`num_alloc_retries`)."""
+        """Releases of the whole cache because the card was full, as torch's `num_alloc_retries`."""
 
-        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._highest_address, self._lowest_address = 1 << 45, 1 << 46
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
@@ -179,22 +68,22 @@ class AllocatorModel:
         )
 
     def reset_peaks(self) -> None:
-        """Let the peaks begin at what is held now, as `reset_peak_memory_stats` does."""
+        """Restart the peaks at what is held now, as `reset_peak_memory_stats` does."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = (
             self.allocated_bytes,
             self.reserved_bytes,
         )
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Allocate.
+        """Allocate a block of at least `num_bytes`.
 
         Raises:
-            AllocatorFull: after a retry with an empty cache. Nothing is allocated then, and the
-                cache is empty.
+            AllocatorFull: a retry with an empty cache failed too. Nothing is allocated then, and
+                the cache is empty.
         """
         size = self.round_size(num_bytes)
         is_small = size <= _SMALL_BYTES
-        pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
+        pool = self._pools.setdefault((stream, is_small), Pool(is_small))
         block = self._find_free(pool, size)
         if block is None:
             self._collect_garbage()
@@ -223,7 +112,7 @@ class AllocatorModel:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give every segment without a live block, and every free page of an expandable one, back to the card."""
+        """Release segments without a live block, and free pages of expandable segments."""
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free_blocks():
                 if pool.blocks.get((block.size_bytes, block.address)) is not block:
@@ -234,7 +123,7 @@ class AllocatorModel:
                     self._release(block)
 
     def round_size(self, num_bytes: int) -> int:
-        """What is allocated for so many bytes."""
+        """Return how many bytes are allocated for a request of `num_bytes`."""
         if num_bytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         interval = min(max((num_bytes.bit_length() - 1) - 20, 0), NUM_INTERVALS - 1)
@@ -249,17 +138,17 @@ class AllocatorModel:
 
     # Finding, and growing.
 
-    def _find_free(self, pool: _Pool, size: int) -> Block | None:
+    def _find_free(self, pool: Pool, size: int) -> Block | None:
         self._num_lookups += 1
         index = bisect_left(pool.keys, (size, -1))
         if index == len(pool.keys):
             return None
         block = pool.blocks[pool.keys[index]]
         if block.segment_start is not None:
-            # Of the blocks in expandable segments the one with the least room to grow behind it.
+            # Of the blocks in expandable segments take the one with the least room to grow.
             for key in pool.keys[index + 1 :]:
                 other = pool.blocks[key]
-                if block.segment_start is None or _room(other) >= _room(block):
+                if block.segment_start is None or room_of(other) >= room_of(block):
                     break
                 block = other
         limit = self.rules.max_split_bytes
@@ -294,7 +183,7 @@ class AllocatorModel:
         self._highest_address += num_bytes + _GAP_BYTES
         return self._highest_address - num_bytes
 
-    def _grow(self, pool: _Pool, size: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int) -> Block | None:
         if self.rules.expandable_segments:
             return self._grow_expandable(pool, size)
         num_bytes = self._segment_bytes(size)
@@ -320,20 +209,20 @@ class AllocatorModel:
             mapped=True,
         )
         rest.last_used = self._num_lookups
-        _insert_behind(block, rest)
+        insert_behind(block, rest)
         block.size_bytes = size
         block.pool.add(rest)
 
     def _merge(self, block: Block) -> None:
         before, behind = block.prev, block.next
         if before is not None and not before.in_use and before.mapped == block.mapped:
-            _drop(before)
+            drop(before)
             block.address, block.prev = before.address, before.prev
             block.size_bytes += before.size_bytes
             if block.prev is not None:
                 block.prev.next = block
         if behind is not None and not behind.in_use and behind.mapped == block.mapped:
-            _drop(behind)
+            drop(behind)
             block.next = behind.next
             block.size_bytes += behind.size_bytes
             if block.next is not None:
@@ -345,10 +234,10 @@ class AllocatorModel:
         block.pool.remove(block)
         self.reserved_bytes -= block.size_bytes
 
-    def _release_available(self, pool: _Pool, size: int) -> bool:
-        """Before the whole cache goes: of the blocks too large to be split, just enough."""
+    def _release_available(self, pool: Pool, size: int) -> bool:
+        """Before the whole cache goes, release just enough blocks that are too large to split."""
         limit = self.rules.max_split_bytes
-        if limit >= _UNLIMITED:
+        if limit >= UNLIMITED:
             return False
         wanted = max(size, limit)
         index = bisect_left(pool.keys, (wanted, -1))
@@ -368,7 +257,7 @@ class AllocatorModel:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Give back the large blocks that have not been used for longest, until the threshold is kept."""
+        """Release the large blocks that were unused longest, until the threshold is kept."""
         if self._collect_above_bytes is None:
             return
         missing = self.reserved_bytes - self._collect_above_bytes
@@ -390,10 +279,9 @@ class AllocatorModel:
                 missing -= block.size_bytes
                 self._release(block)
 
-    # Expandable segments: one range of addresses for each pool, with memory mapped into it page by
-    # page.
+    # Expandable segments: each pool has one range of addresses, into which pages are mapped.
 
-    def _grow_expandable(self, pool: _Pool, size: int) -> Block | None:
+    def _grow_expandable(self, pool: Pool, size: int) -> Block | None:
         candidate = self._addresses_for(pool, size)
         if not candidate.mapped and not self._map(candidate, min(candidate.size_bytes, size)):
             return None
@@ -403,11 +291,11 @@ class AllocatorModel:
                 behind, min(size - candidate.size_bytes, behind.size_bytes)
             ):
                 return None
-            candidate = behind  # it has merged with what was before it
+            candidate = behind  # it has merged with the block before it
         pool.remove(candidate)
         return candidate
 
-    def _addresses_for(self, pool: _Pool, size: int) -> Block:
+    def _addresses_for(self, pool: Pool, size: int) -> Block:
         for address in sorted(pool.unmapped):
             first = pool.unmapped[address]
             if first.prev is not None and not first.prev.in_use:
@@ -425,7 +313,7 @@ class AllocatorModel:
         pool.unmapped[start] = whole
         return whole
 
-    def _page_bytes(self, pool: _Pool) -> int:
+    def _page_bytes(self, pool: Pool) -> int:
         return _SMALL_SEGMENT_BYTES if pool.is_small else self.rules.large_segment_bytes
 
     def _map(self, block: Block, num_bytes: int) -> bool:
@@ -441,7 +329,7 @@ class AllocatorModel:
             rest = Block(
                 block.pool, end, block.size_bytes - num_bytes, block.segment_start, mapped=False
             )
-            _insert_behind(block, rest)
+            insert_behind(block, rest)
             block.size_bytes = num_bytes
             block.pool.unmapped[end] = rest
         self._merge(block)
@@ -466,7 +354,7 @@ class AllocatorModel:
         end = block.address + block.size_bytes
         if end > last:
             behind = Block(pool, last, end - last, start, mapped=True)
-            _insert_behind(block, behind)
+            insert_behind(block, behind)
             pool.add(behind)
         block.address, block.size_bytes, block.mapped = first, last - first, False
         self.reserved_bytes -= last - first
@@ -476,24 +364,3 @@ class AllocatorModel:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def _room(block: Block) -> int:
-    """What a block of an expandable segment can grow to."""
-    behind = block.next
-    return block.size_bytes + (behind.size_bytes if behind is not None and not behind.mapped else 0)
-
-
-def _insert_behind(block: Block, new: Block) -> None:
-    new.prev, new.next = block, block.next
-    if block.next is not None:
-        block.next.prev = new
-    block.next = new
-
-
-def _drop(block: Block) -> None:
-    """Take a free block out of its pool because a neighbour swallows it."""
-    if block.mapped:
-        block.pool.remove(block)
-    else:
-        del block.pool.unmapped[block.address]

@@ -1,8 +1,8 @@
-"""Every option of PYTORCH_ALLOC_CONF that torch 2.13 knows, with its type, its range, and since when.
+"""Lists every option of PYTORCH_ALLOC_CONF in torch 2.13: its type, its range, and since when.
 
-Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h and .cpp, and the
-    answers of the CUDA builds
-of torch 2.9.0, 2.10.0, 2.11.0, 2.12.0 and 2.13.0 to each key (their parser runs without a card).
+Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h and .cpp, and how the
+CUDA builds of torch 2.9.0, 2.10.0, 2.11.0, 2.12.0 and 2.13.0 answer to each key (their parser runs
+without a card).
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """How torch reads a value."""
+    """Says how torch reads a value."""
 
-    FLAG = "True or False, written so"
+    FLAG = "True or False, in exactly this spelling"
     COUNT = "a whole number"
     FRACTION = "a number"
     BACKEND = "native or cudaMallocAsync"
@@ -21,15 +21,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. Its range is judged in `settings`, where the value is read."""
+    """Describes one option; `settings` judges its range when it reads a value."""
 
     key: str
     kind: Kind
     since: tuple[int, int] = (0, 0)
-    """The first version that knows it, as far as we looked: 2.9 and up."""
+    """The first version that knows it; no version before 2.9 was checked."""
 
     cuda_only: bool = False
-    """Only a build with CUDA or ROCm reads its value; others skip it, as they skip a misspelt key."""
+    """Whether only CUDA and ROCm builds read it; others ignore it like a misspelt key."""
 
     minimum: int = 0
     power_of_2: bool = False

@@ -1,9 +1,9 @@
-"""Allocator settings as a value: the text of PYTORCH_ALLOC_CONF, read as torch 2.13 reads it.
+"""AllocatorSettings: the text of PYTORCH_ALLOC_CONF, read as torch 2.13 reads it.
 
-Two things are told that torch does not tell. It reads a number as far as it goes, so `128MB` is 128
-and `-1` is 2**64 - 1: the value carries `misread`, and in a list it is an error. And torch does not
-look at the sign between a key and its value, so that `expandable_segments,True` works by accident:
-that is an error here.
+It reports two things that torch does not report. torch reads a number as far as it goes, so `128MB`
+is 128 and `-1` is 2**64 - 1: here the value carries `misread`, and in a list it is an error. And
+torch ignores which sign stands between a key and its value, so `expandable_segments,True` works by
+accident: here that is an error.
 """
 
 import re
@@ -23,33 +23,33 @@ _SIZE_MAX = 2**64 - 1
 
 
 class SettingsError(ValueError):
-    """A text that torch refuses, or that does not say what it does."""
+    """torch refuses a text, or the text does not do what it says."""
 
 
 class UnknownOptionError(SettingsError):
-    """A key that no torch up to 2.13 knows."""
+    """No torch up to 2.13 knows a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option with its value."""
+    """Holds one option with its value."""
 
     key: str
     text: str
     value: Value
     misread: bool = False
-    """torch takes the value from a part of the text only, or wraps a negative number around."""
+    """Whether torch reads only part of the text, or wraps a negative number around."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """The options of one text, in its order. Of an option given twice the last one counts."""
+    """Holds the options of one text, in order; of an option given twice the last one counts."""
 
     settings: tuple[Setting, ...] = ()
 
     @property
     def values(self) -> dict[str, Value]:
-        """The value of each option that is set."""
+        """Return the value of each option that is set."""
         return {setting.key: setting.value for setting in self.settings}
 
     def __str__(self) -> str:
@@ -63,8 +63,8 @@ def parse(text: str) -> AllocatorSettings:
     {'expandable_segments': True, 'garbage_collection_threshold': 0.8}
 
     Raises:
-        SettingsError: it names the option, the rule and what was given. The first of several is
-            raised.
+        SettingsError: a setting is wrong; it names the option, the rule and what was given. Of
+            several errors the first is raised.
     """
     settings, errors = read(text)
     if errors:
@@ -73,7 +73,7 @@ def parse(text: str) -> AllocatorSettings:
 
 
 def read(text: str) -> tuple[AllocatorSettings, tuple[SettingsError, ...]]:
-    """Read what can be read, and say what cannot: for a linter, which names all mistakes at once."""
+    """Read what can be read and return all errors, for a linter that names them all at once."""
     settings: list[Setting] = []
     errors: list[SettingsError] = []
     for entry in _entries(text):
@@ -89,13 +89,13 @@ def read(text: str) -> tuple[AllocatorSettings, tuple[SettingsError, ...]]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str] | SettingsError]:
-    compact = re.sub(r"\s", "", text)  # torch ignores white space, also inside a word
+    compact = re.sub(r"\s", "", text)  # torch ignores white space, even inside a word
     position = 0
     while position < len(compact):
         entry = _ENTRY.match(compact, position)
         if entry is None:
             yield SettingsError(
-                "settings are key:value pairs with a comma between, as in expandable_segments:True, "
+                "settings are key:value pairs separated by commas, as in expandable_segments:True, "
                 f"got {compact[position:]!r}"
             )
             return
@@ -127,7 +127,7 @@ def _setting(key: str, text: str) -> Setting:
 
 
 def _whole_number(key: str, text: str) -> tuple[int, bool]:
-    """A number as C's stoull reads it, and whether that is what the text says."""
+    """Return a number as C's stoull reads it, and whether that differs from the text."""
     digits = re.match(r"[+-]?\d+", text, re.ASCII)
     if digits is None or abs(int(digits[0])) > _SIZE_MAX:
         raise SettingsError(f"{key} needs a whole number below 2**64, got {text!r}")
@@ -160,10 +160,10 @@ def _fraction(option: Option, text: str) -> Setting:
 
 
 def _divisions(key: str, text: str) -> tuple[int, ...]:
-    """The divisions of the sixteen intervals, as torch 2.10 and later fill them.
+    """Return the divisions of the sixteen intervals as torch 2.10 and later fill them.
 
-    The first interval named stands for those below it, `>` for those above the last one named,
-    alone for all but the first. To torch 2.9 `>` is also the last one named.
+    The first interval named also stands for those below it, and `>` for those above the last one
+    named, or for all but the first if it is alone. torch 2.9 counts `>` as the last one named.
     """
     if not text.startswith("["):
         return (_power_of_2(key, text, "divisions"),) * NUM_INTERVALS
@@ -196,7 +196,7 @@ def _power_of_2(key: str, text: str, what: str) -> int:
 
 
 def _against_large_segments(settings: AllocatorSettings) -> Iterator[SettingsError]:
-    """No block below the size of a large segment may be kept whole: torch reads that size first, wherever it stands."""
+    """Yield an error for each split size below the large segment size, whatever their order."""
     values = settings.values
     large = values.get("large_segment_size_mb", 0)
     for key in ("max_split_size_mb", "max_non_split_rounding_mb"):

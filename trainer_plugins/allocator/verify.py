@@ -1,4 +1,4 @@
-"""Hold what was asked of the allocator against what it uses, and say why they differ."""
+"""Compare the allocator settings that were asked for with those in use, and explain differences."""
 
 from dataclasses import dataclass, field
 
@@ -22,22 +22,22 @@ _DEFAULTS: dict[str, Value] = {
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What the allocator of this process uses."""
+    """Holds what the allocator of this process uses."""
 
     text: str = ""
-    """The text that torch read last, from a variable or from a call."""
+    """The text that torch read last, from a variable or a call."""
 
     known: dict[str, Value | None] = field(default_factory=dict)
-    """Values that the allocator itself reports; they count more than the text. None is: not set."""
+    """Values that the allocator itself reports; they win over the text. None means: not set."""
 
     is_initialized: bool = False
-    """The allocator has begun its work."""
+    """Whether the allocator has started its work."""
 
     refusal: str | None = None
-    """What torch said when it could not read its settings."""
+    """torch's error if it could not read its settings."""
 
     def value(self, key: str) -> Value | None:
-        """The value of an option, or None where it is not set and has no default of its own."""
+        """Return the value of an option; None if it is not set and has no default."""
         if key in self.known:
             return self.known[key]
         return read(self.text)[0].values.get(key, _DEFAULTS.get(key))
@@ -47,8 +47,8 @@ def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine
     """Judge whether the settings that were asked for are the ones in use.
 
     Args:
-        asked: the text that somebody meant to be in force.
-        in_force: what the allocator uses, see `in_force.read`.
+        asked: the text that should be in force.
+        in_force: what the allocator uses, see `in_force.read_in_force`.
         variables: what the variables of this process hold now.
         machine: the torch that read them.
     """
@@ -73,11 +73,11 @@ def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine
 def _reason(
     wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine
 ) -> tuple[str, str]:
-    """Why they differ, and what to do: the first that holds."""
+    """Return why they differ and what to do, by the first cause that applies."""
     if in_force.refusal is not None:
         return (
             f"torch refused to read them ({in_force.refusal})",
-            "Correct the text: `trainer-plugins env` says where.",
+            "Correct the text: `trainer-plugins env` says what is wrong.",
         )
     holders = [name for name, text in variables.texts.items() if _holds(text, wanted)]
     if not holders:
@@ -91,18 +91,19 @@ def _reason(
     if read_name not in holders:
         other = f"{read_name}={variables.texts[str(read_name)]}"
         return (
-            f"{other} counts more than {holders[0]}",
+            f"{other} takes precedence over {holders[0]}",
             f"Unset {read_name}, or give it the same text.",
         )
     if not _holds(in_force.text, wanted):
         return (
-            f"torch had read {read_name} before it was set, or settings were given by a call since"
-            + (", and the allocator is at work" if in_force.is_initialized else ""),
-            "Set it before the process starts: torch reads it once, at its first use of the card.",
+            f"torch had read {read_name} before it was set, or a call changed the settings since"
+            + (", and the allocator is already at work" if in_force.is_initialized else ""),
+            "Set it before the process starts: torch reads it once, when it first uses the card.",
         )
     blocker = expandable_blocker(machine) if "expandable_segments" in wanted else None
     return (
-        f"torch has read them and uses something else ({blocker or 'a build without that option, or a call since'})",
+        "torch has read them and uses something else"
+        f" ({blocker or 'a build without that option, or a call since'})",
         "Remove what cannot work here, so that nobody relies on it.",
     )
 

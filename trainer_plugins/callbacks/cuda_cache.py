@@ -1,7 +1,6 @@
-"""CudaCacheCallback: give cached memory back every few steps, on every rank or on none, when there is enough of it."""
+"""CudaCacheCallback: release cached memory every few steps, on all ranks, if there is enough."""
 
 import logging
-from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -15,21 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 class CudaCacheCallback(RunCallback):
-    """Every `interval` optimizer steps: if some rank has cached `min_reclaimable_fraction` of its card, all release.
+    """Releases cached memory every `interval` optimizer steps, on all ranks, if it pays for one.
 
-    A release helps others on the card (NCCL, cuBLAS, a second process of yours) and undoes
-    fragmentation; it does not save an allocation of this process, before which the allocator
-    releases its cache by itself. It is never done because a foreign process presses: the cache is
-    this run's reservation.
+    It pays if some rank has cached `min_reclaimable_fraction` of its card. A release helps others
+    on the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not save
+    an allocation of this process: before one fails, the allocator releases its cache by itself. It
+    is never done because a foreign process needs memory: the cache is this run's reservation.
 
-    Unlike `TrainingArguments.torch_empty_cache_steps`, which empties the cache before the backward
-    pass of every micro-batch of such a step, evidence or not, this asks once, after the optimizer
-    step, when least is alive.
+    `TrainingArguments.torch_empty_cache_steps` empties the cache before the backward pass of every
+    micro-batch of such a step, needed or not. This asks once, after the optimizer step, when least
+    is allocated.
 
-    Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two); a release
-        is timed, and
-    written to the timeline with the bytes that it gave back. `min_reclaimable_fraction=0` releases
-    on schedule.
+    Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two). A release
+    is timed, and recorded in the timeline with the bytes that it freed.
+    `min_reclaimable_fraction=0` releases on schedule.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class CudaCacheCallback(RunCallback):
         timeline: Timeline | None = None,
     ) -> None:
         if interval < 1:
-            raise ValueError(f"interval counts optimizer steps, 1 or more, got {interval}")
+            raise ValueError(f"interval is a number of optimizer steps, 1 or more, got {interval}")
         super().__init__(device, timeline)
         self.interval = interval
         self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
@@ -50,7 +48,11 @@ class CudaCacheCallback(RunCallback):
         self._release: AgreedRelease | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begin_run()
         device = None if self.is_second(state) else self.device_for(args)
@@ -63,7 +65,11 @@ class CudaCacheCallback(RunCallback):
                 self._release.notice(state.global_step)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if self._release is None or state.global_step % self.interval:
             return
@@ -79,6 +85,10 @@ class CudaCacheCallback(RunCallback):
             )
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.end_run()

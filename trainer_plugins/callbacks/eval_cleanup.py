@@ -1,14 +1,13 @@
-"""EvalGenerateCleanup: after every evaluation and generation inside training, drop what they really left behind."""
+"""EvalGenerateCleanup: drop what evaluations and generations inside training left behind."""
 
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import EvaluationCallback
+from trainer_plugins.callbacks._run import EvaluationCallback, model_of
 from trainer_plugins.devices import Device
 from trainer_plugins.record.timeline import Remark, Timeline
 from trainer_plugins.upkeep.agreement import has_peers
@@ -19,26 +18,27 @@ from trainer_plugins.upkeep.release import AgreedRelease
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_STEPS = 10
-"""How often several ranks ask each other whether a release after an evaluation pays, at the end of
-a step. One process asks at once, and only notices memory outside torch as often, so that a
-neighbour who came long ago is no news."""
+"""How often several ranks ask each other, at the end of a step, whether a release pays.
+
+They ask after an evaluation. A single process asks at once, and at this interval only notices
+memory outside torch, so that a neighbour who came long ago is not news.
+"""
 
 
 class EvalGenerateCleanup(EvaluationCallback):
-    """After every evaluation, prediction or generation that happens inside training, on every path there is.
+    """Cleans up after every evaluation, prediction or generation inside training.
 
-    Drops what they really leave: the compiled forward of a static cache with its graph pools, and
-    the manager of continuous batching with its paged cache. What it cannot drop, because somebody
-    else refers to it (a cache object, gathered predictions), is named with its holder in an
-    `evaluation-leftover` finding. After an evaluation or prediction the cached blocks are released
-    where this pays: at once in one process; with several ranks, of which one may have evaluated
+    It drops what they leave: the compiled forward of a static cache with its graph pools, and the
+    manager of continuous batching with its paged cache. What it cannot drop because something else
+    refers to it (a cache object, gathered predictions) is reported with its holder, in an
+    `evaluation-leftover` finding. After an evaluation or prediction, cached blocks are released if
+    that pays: at once in a single process. With several ranks, of which one may have evaluated
     alone, at the end of the next step that is a multiple of 10, if all have this callback. The mode
     of the model and its gradient checkpointing are not touched.
 
-    Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; where
-        something was left, a
-    garbage collection, about 0.1 s. A dropped compiled call is compiled again by the next
-    evaluation that needs it.
+    Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; if something
+    was left, a garbage collection, about 0.1 s. A compiled call that was dropped is compiled again
+    by the next evaluation that needs it.
     """
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
@@ -51,10 +51,14 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._has_generated = False
         self._forget_generate: Callable[[], None] | None = None
         self._due: str | None = None
-        """After what a release is to be asked for."""
+        """The moment after which a release is to be asked for."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begin_run()
         device = None if self.is_second(state) else self.device_for(args)
@@ -64,9 +68,10 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._release = AgreedRelease(device, self.timeline_for(args), vote)
         with self.harmless():
             self._release.notice(state.global_step)
-        model: nn.Module = kwargs["model"]
-        if hasattr(model, "generate"):
-            self._forget_generate = guard_generate(model, self._mark_generation)
+        with self.harmless():
+            model = model_of(kwargs)
+            if hasattr(model, "generate"):
+                self._forget_generate = guard_generate(model, self._mark_generation)
         super().on_train_begin(args, state, control, **kwargs)
 
     def end_run(self) -> None:
@@ -76,17 +81,25 @@ class EvalGenerateCleanup(EvaluationCallback):
             self._forget_generate = None
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         super().on_step_begin(args, state, control, **kwargs)
-        # A generation outside an evaluation may be this rank's alone, a preview of rank 0: so no
-        # vote, and no judgement against a time before an optimizer step.
+        # A generation outside an evaluation may be this rank's alone, such as a preview on rank 0:
+        # so no vote, and no comparison with a time before an optimizer step.
         if self._has_generated:
             with self.harmless():
-                self._drop(state, "generate", kwargs["model"])
+                self._drop(state, "generate", model_of(kwargs))
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         super().on_step_end(args, state, control, **kwargs)
         if self._release is None or state.global_step % ASK_EVERY_STEPS:
@@ -98,16 +111,20 @@ class EvalGenerateCleanup(EvaluationCallback):
                 self._release.notice(state.global_step)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         super().on_train_end(args, state, control, **kwargs)
         with self.harmless():
-            self._drop(state, "generate", kwargs["model"])
+            self._drop(state, "generate", model_of(kwargs))
         self.end_run()
         self._release = None
 
     def before_evaluation(
-        self, args: TrainingArguments, state: TrainerState, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, **kwargs: object
     ) -> None:
         self._allocated_before = None
         if self._release is not None:
@@ -115,23 +132,22 @@ class EvalGenerateCleanup(EvaluationCallback):
                 self._allocated_before = self._release.device.read().allocated_bytes
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
     ) -> None:
-        if self._release is None or not inside_training():  # outside, its caller is to clean up
+        if self._release is None or not inside_training():  # outside, the caller has to clean up
             return
         with self.harmless():
-            self._drop(state, moment, kwargs["model"])
+            self._drop(state, moment, model_of(kwargs))
             before, self._allocated_before = self._allocated_before, None
             finding = leftover(
-                self._release.device, before, kwargs["model"], kwargs.get("optimizer")
+                self._release.device, before, model_of(kwargs), kwargs.get("optimizer")
             )
             if finding is not None:
                 self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
         self._due = moment
-        if (
-            not has_peers()
-        ):  # others may not have evaluated at all: they are asked where all of them come
+        # Other ranks may not have evaluated at all: ask them at the end of a step.
+        if not has_peers():
             with self.harmless():
                 self._ask(state)
 
@@ -150,7 +166,7 @@ class EvalGenerateCleanup(EvaluationCallback):
             )
 
     def _mark_generation(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> AbstractContextManager[None]:
         self._has_generated = True
         return nullcontext()

@@ -1,13 +1,12 @@
-"""KVCacheGuard: no key-value cache in training forwards, and right text from `generate` inside training."""
+"""KVCacheGuard: no key-value cache in training forwards, correct text from `generate`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._run import RunCallback, model_of
 from trainer_plugins.upkeep.generation import (
     base_model,
     forbid_training_cache,
@@ -17,15 +16,14 @@ from trainer_plugins.upkeep.generation import (
 
 
 class KVCacheGuard(RunCallback):
-    """For the length of training: training forwards build no cache, and `generate` runs as it does in inference.
+    """Keeps training forwards from building a cache, and makes `generate` in training correct.
 
-    `generate` on a model in train mode with gradient checkpointing returns wrong text without a
-    word. Inside training it therefore runs in eval mode, without checkpointing, with
-    `use_cache=True` unless its caller says otherwise; each module is put back exactly as it was
-    found, also when it raises. `model.config` is not touched. After a training that raised, what is
-    left on the model is inert.
+    On a model in train mode with gradient checkpointing, `generate` silently returns wrong text.
+    Inside training it therefore runs in eval mode, without checkpointing, with `use_cache=True`
+    unless its caller says otherwise. Each module is restored exactly as it was found, even if it
+    raises. `model.config` is not touched. What a training that raised leaves on the model is inert.
 
-    Cost: about 2 microseconds a forward; a `generate` inside training is as fast as it is outside.
+    Cost: about 2 microseconds a forward; a `generate` inside training is as fast as outside.
     """
 
     def __init__(self) -> None:
@@ -36,19 +34,27 @@ class KVCacheGuard(RunCallback):
         self._undo: list[Callable[[], None]] = []
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begin_run()
         if self.is_second(state):
             return
-        model: nn.Module = kwargs["model"]
         with self.harmless():
+            model = model_of(kwargs)
             self._undo.append(forbid_training_cache(model))
             if hasattr(model, "generate"):
                 self._undo.append(guard_generate(model, _as_in_inference))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.end_run()
 
@@ -60,10 +66,10 @@ class KVCacheGuard(RunCallback):
 
 @contextmanager
 def _as_in_inference(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Iterator[None]:
-    # A generation config, by name or second in place, is the caller's word on the cache; a model
-    # with a `generate` of its own may know no cache.
+    # A generation config, by name or as second argument, is the caller's decision on the cache; a
+    # model with a `generate` of its own may not have a cache.
     if (
         len(args) < 2
         and kwargs.get("generation_config") is None

@@ -1,8 +1,7 @@
-"""MemoryWatchdog: look at every step and after every evaluation and save, and speak up before the device is full."""
+"""MemoryWatchdog: reads memory at every step, evaluation and save, and warns before it is full."""
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -20,24 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryWatchdog(EvaluationCallback):
-    """Reads the device every `every_steps` optimizer steps and after each evaluation, prediction and save.
+    """Reads the device every `every_steps` steps and after each evaluation, prediction and save.
 
     Each of these moments has its own peak. Readings and findings go to
-    `<output_dir>/memory/rank-<rank>.jsonl`, a line a write, so that they survive a kill. A finding
-    (pressure, foreign memory, fragmentation, leak, host memory, see `docs/findings.md`) is logged
-    at its own severity, once, and again when it gets worse.
+    `<output_dir>/memory/rank-<rank>.jsonl`, one line a write, so that they survive a kill. A
+    finding (pressure, foreign memory, fragmentation, leak, host memory, see `docs/findings.md`) is
+    logged once at its own severity, and again when it gets worse.
 
-    Each line that training logs gets `memory/peak_gib` and its like (`docs/callbacks.md` lists
-    them) and takes them to TensorBoard or whatever `report_to` names, to `state.log_history` and
+    Each line that training logs gets `memory/peak_gib` and others (`docs/callbacks.md` lists them),
+    which so reach TensorBoard or whatever `report_to` names, `state.log_history` and
     `trainer_state.json`. They are rank 0's. With `prometheus_dir` each rank also writes them to
     `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for the textfile collector of
     node_exporter.
 
-    With `stop=True` an ERROR on any rank saves a checkpoint and ends training in good order on all
-    of them.
+    With `stop=True` an ERROR on any rank saves a checkpoint and stops training on all ranks.
 
     Cost: about 0.1 ms a reading; with `stop=True` and several ranks also a vote, about 0.3 ms. See
-        `docs/measured.md`.
+    `docs/measured.md`.
     """
 
     def __init__(
@@ -51,7 +49,9 @@ class MemoryWatchdog(EvaluationCallback):
         device: Device | None = None,
     ) -> None:
         if every_steps < 1:
-            raise ValueError(f"every_steps counts optimizer steps, 1 or more, got {every_steps}")
+            raise ValueError(
+                f"every_steps is a number of optimizer steps, 1 or more, got {every_steps}"
+            )
         super().__init__(device, timeline)
         self.every_steps = every_steps
         self.budget = Budget(warn_fraction, act_fraction)
@@ -65,7 +65,11 @@ class MemoryWatchdog(EvaluationCallback):
         self._worst: int = 0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begin_run()
         if not self.is_second(state):
@@ -77,10 +81,13 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
-        # An evaluation or a save that follows has its own peak: what training took until here is
-        # read before it.
+        # An evaluation or save that follows has its own peak: read training's peak before it.
         if (
             state.global_step % self.every_steps == 0
             or control.should_evaluate
@@ -92,7 +99,11 @@ class MemoryWatchdog(EvaluationCallback):
             self._stop_if_any_rank_must(self._vote, state.global_step, control)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if (
             control.should_evaluate or control.should_save
@@ -101,23 +112,32 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_epoch_end(args, state, control, **kwargs)
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
     ) -> None:
         self._look(args, state, moment)
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         super().on_save(args, state, control, **kwargs)
         self._look(args, state, "save")
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
-        super().on_log(args, state, control, **kwargs)
-        logs: dict[str, float] = kwargs.get("logs") or {}
-        # Only training's own line has both. What is added to another one comes back from train() or
-        # evaluate().
+        super().on_log(args, state, control, logs=logs, **kwargs)
+        logs = logs or {}
+        # Only training's own line has both. What is added to other lines would be returned by
+        # train() or evaluate().
         if self._watch is not None and {"loss", "learning_rate"} <= logs.keys():
             with self.harmless():
                 metrics = self._watch.metrics()
@@ -125,7 +145,11 @@ class MemoryWatchdog(EvaluationCallback):
                     self._publish(metrics, state, logs)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         super().on_train_end(args, state, control, **kwargs)
         self._look(args, state, "end")
@@ -153,14 +177,15 @@ class MemoryWatchdog(EvaluationCallback):
     def _go_in_front(self) -> None:
         if not move_before_trackers(self):
             logger.info(
-                "MemoryWatchdog is not in the Trainer's own list of callbacks, and trackers run before it: memory "
-                "numbers go to state.log_history alone. Give it to the Trainer with callbacks=[...] or add_callback"
+                "MemoryWatchdog is not in the Trainer's own list of callbacks, and trackers run"
+                " before it: memory numbers go to state.log_history alone. Give it to the Trainer"
+                " with callbacks=[...] or add_callback"
             )
 
     def _publish(self, metrics: MemoryMetrics, state: TrainerState, logs: dict[str, float]) -> None:
         numbers = as_logs(metrics)
         logs.update(numbers)
-        # The Trainer has put a copy of `logs` there before it says on_log.
+        # The Trainer has put a copy of `logs` there before on_log.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)
         if self._prometheus is not None:

@@ -1,14 +1,14 @@
-"""StrategyInForce: at the beginning of training, what was asked of the launch against what runs."""
+"""StrategyInForce: compares the strategy that was asked for with the one that runs."""
 
 import logging
 import os
-from typing import Any
 
 from accelerate.state import AcceleratorState
+from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.allocator import in_force as allocator
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import read_asked
 from trainer_plugins.launch.extensions import lock_findings, read_locks
@@ -20,24 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 class StrategyInForce(RunCallback):
-    """Says at the beginning of training as what it runs, and where that is not what was asked for.
+    """Reports the strategy in force when training begins, and where it differs from what was asked.
 
-    Asked is what the file and the flags of `accelerate launch`, the environment and
-    TrainingArguments say, and what the variables of the allocator say. In force is what the objects
-    of this process show: the wrapper, the ranks, the ZeRO stage, the share of parameters that is
-    really divided, where each part lives, and the allocator's own settings. Findings are logged by
-    the first rank; the strategy and the findings go into the timeline of every rank.
+    Asked is what the file and flags of `accelerate launch`, the environment, TrainingArguments and
+    the allocator's variables say. In force is what the objects of this process show: the wrapper,
+    the ranks, the ZeRO stage, the fraction of parameters that is really sharded, where each part
+    lives, and the allocator's own settings. The first rank logs the findings; the strategy and the
+    findings go into the timeline of every rank.
 
-    When the Trainer has been built, and so before DeepSpeed compiles anything, it also says on
-    which extension of torch this run would wait for ever, since an earlier build of it was cut off.
+    When the Trainer has been built, and so before DeepSpeed compiles anything, it also reports an
+    extension of torch on which this run would wait forever because an earlier build was cut off.
 
-    Changes nothing. Cost: some milliseconds, once.
+    It changes nothing. Cost: some milliseconds, once.
     """
 
     _found_before: tuple[Finding, ...] = ()
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         with self.harmless():
             self._found_before = tuple(lock_findings(read_locks(os.environ)))
@@ -46,7 +50,11 @@ class StrategyInForce(RunCallback):
                     logger.log(finding.severity, "%s", finding)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begin_run()
         if self.is_second(state):
@@ -56,12 +64,12 @@ class StrategyInForce(RunCallback):
             self._look(
                 args,
                 state,
-                trainer.model_wrapped if trainer else kwargs["model"],
+                trainer.model_wrapped if trainer else model_of(kwargs),
                 kwargs.get("optimizer"),
             )
 
     def _look(
-        self, args: TrainingArguments, state: TrainerState, wrapper: Any, optimizer: Any
+        self, args: TrainingArguments, state: TrainerState, wrapper: nn.Module, optimizer: object
     ) -> None:
         timeline = self.timeline_for(args)
         runs = read_in_force(

@@ -1,6 +1,6 @@
 """The command `trainer-plugins`.
 
-Each command is a file, and imports what is heavy only when it runs.
+Each command is a file of its own, and imports what is heavy only when it runs.
 """
 
 import sys
@@ -17,12 +17,12 @@ from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
 from trainer_plugins.printable import printable
 
-# Typer brings a copy of click, or imports it, depending on its version.
+# Typer contains a copy of click, or imports it, depending on its version.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class _Commands(TyperGroup):
-    """All commands: what is wrong with their input is said in one harmless line, whatever files it comes from."""
+    """Runs the commands; bad input to any of them is reported in one harmless line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -58,17 +58,15 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Memory care for Hugging Face Trainer runs."""
+    """Predict the memory of Hugging Face Trainer runs, survive OOM, and explain both."""
 
 
 def main() -> None:
-    """Entry point of the console script.
+    """Run the command line.
 
     Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
     """
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # in a locale that lacks a character of somebody's file name
+    # The locale may lack a character of somebody's file name.
+    for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()

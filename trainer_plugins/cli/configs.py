@@ -1,4 +1,4 @@
-"""`trainer-plugins configs`: launch files that do what their names say, and a check of anybody's."""
+"""`trainer-plugins configs`: lists, shows, copies and checks launch files."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ configs = typer.Typer(
     no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
 )
 
-# What a reader would read as something else than was written.
+# Findings about files that say something other than what a reader takes from them.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
 Name = Annotated[str, typer.Argument(help="A name that `configs list` shows.")]
@@ -21,7 +21,7 @@ Name = Annotated[str, typer.Argument(help="A name that `configs list` shows.")]
 
 @configs.command("list")
 def list_configs() -> None:
-    """List the shipped launch files, each with what it is."""
+    """List the shipped launch files, with a line on each."""
     from trainer_plugins.launch.configs import headline, names
 
     width = max(map(len, names()))
@@ -43,7 +43,10 @@ def show(name: Name) -> None:
 
 @configs.command("path")
 def path_of(name: Name) -> None:
-    """Print where a launch file is: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py."""
+    """Print the path of a launch file.
+
+    Example: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py.
+    """
     from trainer_plugins.launch.configs import path
     from trainer_plugins.launch.lint import ConfigError
 
@@ -57,15 +60,15 @@ def path_of(name: Name) -> None:
 def copy_to(
     name: Name,
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where to; here, if not given.")
+        Path, typer.Argument(metavar="[DIR]", help="The target folder; by default this one.")
     ] = Path(),
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value, checked. Repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, checked. Repeatable."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a launch file, with other values where asked."""
+    """Copy a launch file, with changed values if asked."""
     from trainer_plugins.launch.configs import copy
     from trainer_plugins.launch.lint import ConfigError
 
@@ -82,26 +85,26 @@ def check(
         str | None,
         typer.Option(
             "--training-args",
-            help="What the script will get: '--bf16 --max_grad_norm 0.3', in quotes.",
+            help="What the script will be given: '--bf16 --max_grad_norm 0.3', in quotes.",
         ),
     ] = None,
     params: Annotated[
         float | None,
         typer.Option(
-            "--params", min=1, help="Parameters of the model, as in 7e9: judges main memory."
+            "--params", min=1, help="Parameters of the model, such as 7e9: judges main memory."
         ),
     ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
-            "--host-memory", help="Main memory to judge by, as in 128GiB; this machine's, else."
+            "--host-memory", help="Main memory to judge by, such as 128GiB; default: this machine."
         ),
     ] = None,
 ) -> None:
-    """Say what is wrong with a launch file, before the launch, and which build of an extension it would wait for.
+    """Check a launch file before the launch, and look for extension builds it would wait for.
 
-    Exit codes: 0 fine; 1 an ERROR; 2 bad input, which a key written twice and a value of the wrong
-    type are too.
+    Exit codes: 0 fine; 1 an ERROR; 2 bad input, including duplicate keys and values of the wrong
+    type.
     """
     import os
     import shlex
@@ -114,7 +117,7 @@ def check(
     try:
         if params is not None and not math.isfinite(params):
             raise ValueError(
-                f"--params counts the parameters of the model, as in 7e9, got {params}"
+                f"--params is the number of the model's parameters, such as 7e9, got {params}"
             )
         host_bytes = parse_size(host_memory) if host_memory else (_host_bytes() if params else None)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
@@ -125,21 +128,20 @@ def check(
     for finding in findings:
         print(f"{finding.severity.name} {finding}")
     if not findings:
-        print(f"{file}: nothing to say")
+        print(f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
 
 
 def _refused(error: ValueError) -> typer.Exit:
-    """Say what is wrong with the input, on one line that can be copied and searched for."""
+    """Report bad input on one line that can be copied and searched for."""
     print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
     return typer.Exit(2)
 
 
 def _host_bytes() -> int:
-    # The only thing here that needs the floor of devices, which imports torch: two seconds, when
-    # --params asks for it.
+    # This alone needs devices, which imports torch: two seconds, only if --params is given.
     from trainer_plugins.devices.host import HostDevice
 
     return HostDevice().read().total_bytes

@@ -1,4 +1,4 @@
-"""`trainer-plugins env`: the environment of a launch, as lines that a shell reads."""
+"""`trainer-plugins env`: prints the environment of a launch, for a shell to read."""
 
 import json
 import os
@@ -14,25 +14,25 @@ from trainer_plugins.printable import printable
 
 
 class Shell(str, Enum):
-    """The shells whose syntax is known. Any POSIX shell reads that of bash."""
+    """Names the shells whose syntax is known; every POSIX shell reads bash's."""
 
     BASH = "bash"
     FISH = "fish"
 
 
 def env(
-    shell: Annotated[Shell, typer.Option(help="Whose syntax to print.")] = Shell.BASH,
+    shell: Annotated[Shell, typer.Option(help="The shell whose syntax to print.")] = Shell.BASH,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of shell lines.")
     ] = False,
     vllm: Annotated[
-        bool, typer.Option("--vllm", help="vLLM is to run inside the training process.")
+        bool, typer.Option("--vllm", help="vLLM will run inside the training process.")
     ] = False,
 ) -> None:
     """Print what to export before a launch on this machine: eval "$(trainer-plugins env)".
 
-    In fish: trainer-plugins env --shell fish | source. What is wrong with the allocator settings of
-    now goes to stderr.
+    In fish: trainer-plugins env --shell fish | source. Problems of the present allocator settings
+    go to stderr.
     """
     from trainer_plugins.launch.environment import gather, launch_environment
 
@@ -53,5 +53,5 @@ def env(
 
 
 def _fish_quoted(text: str) -> str:
-    """Quote for fish, in whose single quotes a backslash escapes itself and the quote."""
+    """Quote for fish: inside its single quotes a backslash escapes itself and the quote."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

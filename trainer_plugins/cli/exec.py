@@ -1,4 +1,4 @@
-"""`trainer-plugins exec`: any command, with callbacks on every Trainer that is built under it."""
+"""`trainer-plugins exec`: runs any command, with callbacks on every Trainer built under it."""
 
 import os
 from typing import Annotated
@@ -16,10 +16,10 @@ def exec_(
 ) -> None:
     """Run a command in the environment of a launch, with callbacks on every Trainer under it.
 
-    `exec --help` has all.
+    `exec --help` lists all options.
 
-    The command takes the place of this process, so its exit code is the answer: 127 if it is not
-    found, 126 if it cannot be run.
+    The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
+    it cannot be run.
     """
     import json
     import sys
@@ -32,8 +32,9 @@ def exec_(
     flags = Flags(
         "trainer-plugins exec",
         "-- COMMAND [ARGUMENT ...]",
-        "Run a command in the environment of a launch (what `trainer-plugins env` prints, where you have set nothing), "
-        "with callbacks on every transformers.Trainer that any Python under it builds.",
+        "Run a command in the environment of a launch (what `trainer-plugins env` prints, except"
+        " for variables that you have set), with callbacks on every transformers.Trainer that any"
+        " Python under it builds.",
     )
     given, words = flags.split(command or [])
     if not words:
@@ -52,6 +53,6 @@ def exec_(
     try:
         os.execvpe(words[0], words, environ)
     except OSError as error:
-        # As a shell, env and timeout do: a launcher may look for these two.
+        # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         flags.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)

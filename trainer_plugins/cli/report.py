@@ -1,4 +1,4 @@
-"""`trainer-plugins report`: what happened to memory in a run."""
+"""`trainer-plugins report`: prints what happened to memory in a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +9,11 @@ import typer
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
 ) -> None:
-    """Print the peak of each moment of a run, what was released, and the findings, for every rank.
+    """Print the peak of each moment of a run, the releases, and the findings, for every rank.
 
-    Several runs into one folder get a block each, the last one first.
+    If several runs wrote into the folder, each gets a block, the last one first.
 
-    Exit codes: 0 printed; 2 there is nothing to read.
+    Exit codes: 0 printed; 2 nothing to read.
     """
     from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show

@@ -1,6 +1,6 @@
-"""Where memory numbers come from.
+"""Devices: where memory numbers come from.
 
-Nothing here is opened at import; `open_device` opens what it is asked for.
+Importing this opens nothing; `open_device` opens the device that it is asked for.
 """
 
 from weakref import WeakValueDictionary
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 
-# One card has one AcceleratorDevice in a process, however many callbacks look at it: what its
-# driver fails to tell is said once, and asked once.
+# One card has one AcceleratorDevice per process, however many callbacks look at it: so a failing
+# driver is reported once, and asked once.
 _open_cards: WeakValueDictionary[str, AcceleratorDevice] = WeakValueDictionary()
 
 
 def open_device(device: torch.device | str) -> Device:
-    """Open the device on which a run trains: a card by torch's name for it, or main memory for `cpu`.
+    """Open the device on which a run trains: a card by torch's name, or main memory for `cpu`.
 
-    For a card that is open already it is the same object.
+    A card that is open already is returned as the same object.
 
     Raises:
         ValueError: torch has no such device here, or does not count its memory.
@@ -43,17 +43,19 @@ def open_device(device: torch.device | str) -> Device:
     here = torch.accelerator.current_accelerator()
     if here is None or here.type != device.type:
         raise ValueError(
-            f"cannot read the memory of {device}: the accelerator here is {here}. Pass device='cpu' or it"
+            f"cannot read the memory of {device}: the accelerator here is {here}."
+            f" Pass device='cpu'{f' or device={here.type!r}' if here else ''}"
         )
     if device.index is not None and device.index >= torch.accelerator.device_count():
         raise ValueError(
-            f"cannot read the memory of {device}: there are {torch.accelerator.device_count()} of its kind"
+            f"cannot read the memory of {device}: there are only"
+            f" {torch.accelerator.device_count()} {device.type} devices"
         )
     try:
         card = AcceleratorDevice(device)
         card = _open_cards.setdefault(card.name, card)
         card.read()
-    # MPS, and backends that count nothing, or nothing that makes sense.
+    # MPS, and backends whose memory counters are missing or make no sense.
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"cannot read the memory of {device}: torch does not count it ({error})"

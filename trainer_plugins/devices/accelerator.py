@@ -1,4 +1,4 @@
-"""AcceleratorDevice: a card, as torch's caching allocator and the driver see it."""
+"""AcceleratorDevice: a card, as torch's caching allocator and the driver count its memory."""
 
 import logging
 from collections.abc import Callable
@@ -19,19 +19,18 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_SECONDS = 60.0
 
-# A healthy driver answers in microseconds, and opens in milliseconds where the process has a CUDA
-# context. The library is one in a process, so whoever waits for it waits in one line.
+# A healthy driver answers in microseconds, and opens in milliseconds once the process has a CUDA
+# context. A process loads the library once, so all its callers share this one queue.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
 
 class AcceleratorDevice:
-    """One card of this process, of whatever kind `torch.accelerator` drives: the same code runs on CUDA and on simgpu.
+    """Reads one card of this process, of any kind that `torch.accelerator` drives.
 
-    What this process holds comes from torch's allocator. What all processes together hold comes
-    from NVML, which answers in about 10 microseconds without waiting for the card; where NVML
-    cannot say (missing, a MIG slice, no permission, see `NvmlError`), from `get_memory_info`, which
-    is right for the own process too. A failing driver is logged once, asked again later when that
-    may help, and never raised.
+    torch's allocator tells what this process holds. NVML tells what all processes hold together, in
+    about 10 microseconds and without a device sync. If NVML cannot tell (missing, a MIG slice, no
+    permission, see `NvmlError`), `get_memory_info` does, which is right for this process too. A
+    failing driver is logged once, asked again later if that may help, and never raises.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,9 +61,8 @@ class AcceleratorDevice:
 
     def read(self) -> MemoryReading:
         reserved_bytes = allocated_bytes = peak_bytes = num_retries = 0
-        # torch makes its counters at the first allocation. The flat form,
-        # torch.accelerator.memory_stats, costs five times as much as this nested one that it is
-        # made from.
+        # torch creates its counters at the first allocation. torch.accelerator.memory_stats
+        # flattens this nested dictionary, at five times the cost.
         if torch._C._accelerator_isAllocatorInitialized():
             stats = torch._C._accelerator_getDeviceStats(self._index)
             allocated = stats["allocated_bytes"]["all"]
@@ -91,7 +89,7 @@ class AcceleratorDevice:
         return int(before - torch.accelerator.memory_reserved(self._index))
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        self._driver_memory()  # opens NVML, unless it is known to be of no use
+        self._driver_memory()  # opens NVML, unless it is known to be useless here
         if self._nvml is None or not self._ask_nvml_processes:
             return None
         try:
@@ -105,15 +103,15 @@ class AcceleratorDevice:
         return total_bytes, free_bytes
 
     def _driver_memory(self) -> tuple[int, int] | None:
-        """Total and free bytes of the whole card by NVML, or None where it is not the one to ask."""
+        """Return total and free bytes of the whole card by NVML; None if NVML cannot tell."""
         if monotonic() < self._ask_nvml_at:
             return None
         try:
             if self._nvml is None:
                 self._nvml = self._call_nvml(partial(NvmlDevice.open, str(self._uuid)))
             if self._nvml.is_mig:
-                # The driver may name processes of a slice, but only torch's numbers are sure to be
-                # the slice's own.
+                # The driver may list the slice's processes, but only torch's numbers are certain
+                # to be the slice's own.
                 return None
             memory = self._call_nvml(self._nvml.memory)
         except NvmlError as error:
@@ -123,17 +121,17 @@ class AcceleratorDevice:
         return memory
 
     def _call_nvml(self, call: Callable[[], T]) -> T:
-        """Ask the driver, and wait only so long.
+        """Ask the driver, and stop waiting after a few seconds.
 
         Raises:
-            NvmlError: it does not answer.
+            NvmlError: it does not answer in time.
         """
         try:
             return _nvml_calls.call(call)
         except TimeoutError as error:
             raise NvmlError(
                 NvmlErrorKind.HANGS,
-                f"the driver hangs: {error}; read `dmesg` and see whether `nvidia-smi` comes back",
+                f"the driver hangs: {error}; read `dmesg`, and see whether `nvidia-smi` responds",
             ) from None
 
     def _postpone_nvml(self, error: NvmlError) -> None:
@@ -145,7 +143,8 @@ class AcceleratorDevice:
         if first_time or error.permanent:
             logger.log(
                 logging.INFO if self._nvml is None else logging.WARNING,
-                "%s: NVML does not answer (%s); free memory now comes from torch, which counts the same bytes",
+                "%s: NVML does not answer (%s); free memory now comes from torch, which counts the"
+                " same bytes",
                 self._name,
                 error,
             )

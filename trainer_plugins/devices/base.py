@@ -1,4 +1,4 @@
-"""Device: all that the rest of the package may ask of hardware."""
+"""Device: everything that the rest of the package may ask of hardware."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,37 +8,34 @@ from trainer_plugins.reading import MemoryReading
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """One process that holds memory on a card, as the driver names it."""
+    """Describes a process that holds memory on a card, as the driver lists it."""
 
     pid: int
-    """In a container this may be the number that the host gave it."""
+    """The process id; inside a container this may be the host's number for it."""
 
     used_bytes: int | None
-    """None where the driver does not say (MIG, WSL)."""
+    """Bytes that it holds; None if the driver does not tell (MIG, WSL)."""
 
     name: str | None
-    """None where it cannot be found out, as with a pid of another namespace."""
+    """The program's name; None if unknown, as for a pid of another namespace."""
 
 
 class Device(Protocol):
-    """A place where tensors live. Every implementation passes `tests/devices/test_contract.py`."""
+    """Reads where tensors live; every implementation passes `tests/devices/test_contract.py`."""
 
     @property
     def name(self) -> str:
-        """As torch names it: `cuda:0`, `cpu`."""
+        """Return the name that torch gives it: `cuda:0`, `cpu`."""
 
     @property
     def uuid(self) -> str | None:
-        """The name that stays the same in every process and order: `GPU-…`.
-
-        None where there is none.
-        """
+        """Return the name that is the same in every process, `GPU-…`; None if it has none."""
 
     def read(self) -> MemoryReading:
-        """Look once. Costs microseconds, allocates nothing on the device, and never waits for it."""
+        """Look once. Takes microseconds, allocates nothing on the device, never waits for it."""
 
     def reset_peak(self) -> None:
-        """Begin a new interval for `peak_allocated_bytes`."""
+        """Start a new interval for `peak_allocated_bytes`."""
 
     def release_cached(self) -> int:
         """Give cached memory back to the device and return how many bytes that was.
@@ -47,7 +44,7 @@ class Device(Protocol):
         """
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """Who holds memory here, or None where that cannot be known.
+        """List who holds memory here; None if that cannot be known.
 
-        Costs up to milliseconds: ask on suspicion.
+        Takes up to milliseconds, so ask only on suspicion.
         """

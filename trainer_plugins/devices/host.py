@@ -1,11 +1,10 @@
-"""HostDevice: main memory, so that a run on the CPU is no special case; and what the kernel's OOM killer looks at."""
+"""HostDevice: main memory as a device, and the numbers that the kernel's OOM killer goes by."""
 
 import gc
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -21,27 +20,27 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What can end a run on the host side besides a full memory. Sizes in bytes."""
+    """Holds what can end a run on the host besides full memory; sizes in bytes."""
 
     num_oom_kills: int
-    """Processes of this container that the kernel has killed for memory; 0 where no cgroup counts them."""
+    """Processes of this container that the kernel killed for memory; 0 if no cgroup counts them."""
 
     shm_total_bytes: int
-    """Size of /dev/shm, through which dataloader workers hand over batches; 0 where there is none."""
+    """Size of /dev/shm, through which dataloader workers pass batches; 0 if there is none."""
 
     shm_free_bytes: int
 
 
 class HostDevice:
-    """Main memory as the kernel's OOM killer sees it for this process.
+    """Reads main memory as the kernel's OOM killer counts it for this process.
 
     `total` is the machine's memory or the tightest limit of a control group (v1 or v2) around this
-    process, whichever is smaller; `allocated` is the resident set, of which nothing counts as
-    cached. A reading costs about 0.2 ms, most of it the files of the control groups.
+    process, whichever is smaller. `allocated` is the resident set, and nothing counts as cached. A
+    reading takes about 0.2 ms, most of it for the files of the control groups.
 
     Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat,
-        memory.events),
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, proc_pid_clear_refs(5).
+    memory.events), https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
+    proc_pid_clear_refs(5).
     """
 
     name = "cpu"
@@ -62,7 +61,7 @@ class HostDevice:
             if limit_bytes is not None:
                 total_bytes = min(total_bytes, limit_bytes)
                 free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
-        # The kernel keeps the true peak; where it may not be reset, the highest reading has to do.
+        # The kernel keeps the true peak; if it may not be reset, use the highest reading.
         if self._kernel_peak:
             self._peak_bytes = _high_water_bytes()
         self._peak_bytes = max(self._peak_bytes, resident_bytes)
@@ -92,24 +91,24 @@ class HostDevice:
         return None
 
     def resident_bytes(self) -> int:
-        """What this process holds of main memory. Costs about 10 microseconds."""
+        """Return the bytes of main memory that this process holds; takes about 10 microseconds."""
         if self._process is None or self._process.pid != os.getpid():  # a copy, or a forked child
             self._process = psutil.Process()
         return int(self._process.memory_info().rss)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy looks at the process that it is in."""
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state without the process: a copy reads the process that it lives in."""
         return {**self.__dict__, "_process": None}
 
     def facts(self) -> HostFacts:
-        """Look at the kernel's kill count and at shared memory. Costs about 0.1 ms."""
+        """Read the kernel's kill count and shared memory; takes about 0.1 ms."""
         try:
             shm = os.statvfs("/dev/shm")
             shm_total, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
         except OSError:
             shm_total = shm_free = 0
         return HostFacts(
-            # The innermost group's: those above count the kills of everybody under them.
+            # Of the innermost group: outer groups count the kills of all groups inside them.
             num_oom_kills=self._limits[0].num_oom_kills() if self._limits else 0,
             shm_total_bytes=shm_total,
             shm_free_bytes=shm_free,
@@ -118,7 +117,7 @@ class HostDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """One control group around this process, by its files."""
+    """Reads the files of one control group around this process."""
 
     folder: Path
     version: int
@@ -130,7 +129,7 @@ class _Limit:
         return int(text)
 
     def working_set_bytes(self) -> int:
-        """What counts against the limit and cannot simply be dropped, as kubelet reckons it."""
+        """Return what counts against the limit and cannot be dropped, computed as kubelet does."""
         current, inactive = (
             ("memory.current", "inactive_file")
             if self.version == 2
@@ -147,7 +146,7 @@ class _Limit:
 
 
 def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
-    """The control groups of this process from the innermost out, those that count memory."""
+    """Return the control groups of this process that count memory, innermost first."""
     lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines()]
     v1 = next((path for _, names, path in lines if "memory" in names.split(",")), None)
     v2 = next((path for number, names, path in lines if number == "0" and not names), None)
@@ -159,7 +158,7 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
         return ()
     folder = root / path.lstrip("/")
     if not folder.is_dir():
-        # In a container the path may be the host's, while what is mounted is already our own group.
+        # In a container the path may be the host's, although our own group is what is mounted.
         folder = root
     inward_out = [folder, *folder.parents]
     around = inward_out[: inward_out.index(root) + 1]
@@ -167,7 +166,10 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
 
 
 def _high_water_bytes() -> int:
-    """The highest resident set since the peak was reset; getrusage's would have the parent's, from before exec, too."""
+    """Return the peak resident set since the last reset.
+
+    getrusage is no use here: its maximum includes the parent's from before exec.
+    """
     with open("/proc/self/status") as lines:
         return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM")), 0)
 

@@ -1,4 +1,4 @@
-"""Patience: calls into a library that may never come back are waited for so long, and no longer."""
+"""Patience: calls a library that may hang, and stops waiting after a set time."""
 
 import os
 import threading
@@ -13,17 +13,17 @@ Job = tuple[Callable[[], object], SimpleQueue[Answer]]
 
 
 class Patience:
-    """Makes calls on a thread of its own, which is all that hangs where one of them does.
+    """Runs calls on a thread of its own, so that a call that hangs blocks only that thread.
 
-    The thread is a daemon, made at the first call in this process; a forked child makes its own.
-    Handing a call over costs some tens of microseconds.
+    The thread is a daemon, created at the first call in this process; a forked child creates its
+    own. Passing a call to it costs some tens of microseconds.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
         """Set how long to wait.
 
         Args:
-            name: of the thread.
+            name: the thread's name.
             seconds: how long a call may take.
         """
         self.name, self.seconds = name, seconds
@@ -35,14 +35,14 @@ class Patience:
         """Return what `work` returns, or raise what it raises.
 
         Raises:
-            TimeoutError: it took longer, or a call before it still has not come back.
+            TimeoutError: it took longer, or an earlier call has still not returned.
         """
         if self._pid != os.getpid():
             self._jobs, self._pending, self._pid = SimpleQueue(), None, os.getpid()
             threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name=self.name).start()
         if self._pending is not None:
             if self._pending.empty():
-                raise TimeoutError("a call before it still has not come back")
+                raise TimeoutError("an earlier call has still not returned")
             self._pending = None
         answer: SimpleQueue[Answer] = SimpleQueue()
         self._jobs.put((work, answer))
@@ -63,4 +63,4 @@ def _serve(jobs: SimpleQueue[Job]) -> None:
             answer.put((work(), None))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             answer.put((None, error))
-        del work, answer  # what they refer to goes with the caller
+        del work, answer  # free what they refer to together with the caller

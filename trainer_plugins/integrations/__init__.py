@@ -1,1 +1,1 @@
-"""Plugins for programs that have a plugin interface of their own, one a file, each importing its program."""
+"""Plugins for programs with a plugin interface of their own, one a file."""

@@ -1,7 +1,7 @@
 """A plugin for axolotl: `plugins: [trainer_plugins.integrations.axolotl.MemoryPlugin]` in its YAML.
 
-Written against the plugin interface that axolotl documents
-(`axolotl.integrations.base.BasePlugin`), not yet run in it.
+It is written for the plugin interface that axolotl documents
+(`axolotl.integrations.base.BasePlugin`), but has not run in axolotl yet.
 """
 
 from collections.abc import Mapping
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 
 _OPTIONS = {option.name: (kind_of(option) | None, None) for option in fields(MemoryArguments)}
 MemoryInput = create_model("MemoryInput", **_OPTIONS)  # type: ignore[call-overload]
-"""The keys that axolotl's YAML takes besides its own: the fields of `MemoryArguments`."""
+"""The keys that we add to axolotl's YAML: the fields of `MemoryArguments`."""
 
 
 class MemoryPlugin(BasePlugin):
-    """Gives axolotl's Trainer the callbacks of `memory_preset`, with the options that stand beside it in the YAML."""
+    """Gives axolotl's Trainer the callbacks of `memory_preset`, with the `memory_` options."""
 
-    def register(self, cfg: Mapping[str, Any]) -> None:
-        """Refuse a bad option with a ValueError, before axolotl loads anything."""
+    def register(self, cfg: Mapping[str, object]) -> None:
+        """Refuse a bad option with a ValueError before axolotl loads anything."""
         memory_arguments(**_given(cfg))
 
     def get_input_args(self) -> str:
-        """Name the pydantic model of our keys, as axolotl asks for it."""
+        """Return the name of the pydantic model of our keys, as axolotl asks for it."""
         return f"{__name__}.MemoryInput"
 
     def add_callbacks_post_trainer(
-        self, cfg: Mapping[str, Any], trainer: "Trainer"
+        self, cfg: Mapping[str, object], trainer: "Trainer"
     ) -> "list[TrainerCallback]":
         """Protect the Trainer that axolotl has built.
 
-        Returns none to add: they have to stand before its trackers.
+        It returns no callbacks to add: they have to stand before axolotl's trackers.
         """
         protect(trainer, **_given(cfg))
         return []
 
 
 def _given(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    # All keys that begin as ours do, so that one that is misspelt is told; axolotl has none of its
-    # own that do.
+    # All keys with our prefix, so that a misspelt one is reported; axolotl has no such keys of its
+    # own.
     ours = {
         name: value for name, value in cfg.items() if name.startswith(PREFIX) and value is not None
     }

@@ -1,8 +1,8 @@
-"""What Hydra does for `+trainer_plugins=memory_safe`: it attaches the callbacks of the config while a job runs."""
+"""Attaches the callbacks of a Hydra config while a job runs: `+trainer_plugins=memory_safe`."""
 
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
@@ -17,40 +17,40 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
-    """Fresh callbacks from the mapping `trainer_plugins.callbacks` of a config, in its order, but for null entries.
+    """Make fresh callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls.
 
     Raises:
-        hydra.errors.InstantiationException: an entry cannot be made.
+        hydra.errors.InstantiationException: an entry cannot be instantiated.
     """
     entries = OmegaConf.select(config, "trainer_plugins.callbacks") or {}
     return [instantiate(entry) for entry in entries.values() if entry is not None]
 
 
 class AttachToJob(Callback):
-    """A callback of Hydra: every Trainer that a job builds in its process gets the callbacks of the job's config.
+    """Gives every Trainer that a Hydra job builds the callbacks of the job's config.
 
-    Jobs of a multirun that share a process have each their own. A config from which they cannot be
-    made ends the job before it begins, with one line and exit code 2: of an exception Hydra would
-    only warn.
+    Jobs of a multirun that share a process each have their own. If they cannot be made from a
+    config, the job ends before it begins, with one line and exit code 2: Hydra would only warn of
+    an exception.
     """
 
     def __init__(self) -> None:
         self._job = ExitStack()
 
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
         try:
-            callbacks_of(config)  # to see that it works: each Trainer gets its own
+            callbacks_of(config)  # a trial: each Trainer gets its own
             self._job.enter_context(attached_callbacks(lambda: callbacks_of(config)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             sys.stderr.write(f"trainer_plugins: {_in_one_line(error)}\n")
             sys.exit(2)
         say_at_exit()
 
-    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: object, **kwargs: object) -> None:
         self._job.close()
 
 
 def _in_one_line(error: Exception) -> str:
-    """What went wrong, without the layers that Hydra puts around it, and in which entry."""
+    """Say what went wrong and in which entry, without the layers that Hydra wraps around it."""
     entry = next((line for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return " ".join(f"{entry.removeprefix('full_key: ')} {error.__cause__ or error}".split())

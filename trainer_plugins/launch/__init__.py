@@ -1,1 +1,1 @@
-"""Before the run: launch configurations that do what their names say, and the environment they run in."""
+"""Launch files and the launch environment: find, show, check, and compare with what runs."""

@@ -1,7 +1,8 @@
-"""What a launch was asked to be, from all the places where somebody may have said it."""
+"""Asked: what strategy a launch asked for, from all the places where it may have been said."""
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,10 +18,10 @@ from trainer_plugins.launch.lint.schema import part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What was asked. None, or empty, is: nobody said."""
+    """Holds the strategy that was asked for. None, or empty, means that nobody asked."""
 
     source: str = ""
-    """Where it was said, for the evidence: `zero3.yaml`."""
+    """Where it was asked, for the evidence: `zero3.yaml`."""
 
     distributed_type: str | None = None
     world_size: int | None = None
@@ -28,32 +29,32 @@ class Asked:
     zero_stage: int | None = None
     offload: Mapping[str, str] = field(default_factory=dict)
     bf16_master: bool = False
-    """DeepSpeed's `bf16_master_weights_and_grads`."""
+    """Whether DeepSpeed's `bf16_master_weights_and_grads` is set."""
 
     checkpointing: bool = False
-    """DeepSpeed's block `activation_checkpointing`."""
+    """Whether DeepSpeed's block `activation_checkpointing` is used."""
 
     started: int | None = None
-    """WORLD_SIZE: the ranks that the launcher told this process of."""
+    """WORLD_SIZE: the number of ranks that the launcher told this process."""
 
     one_process_for: str | None = None
-    """Why `accelerate launch` starts one process, whatever else was asked: `--cpu`."""
+    """Why `accelerate launch` starts one process, whatever else was asked for: `--cpu`."""
 
     use_cpu: bool = False
-    """ACCELERATE_USE_CPU is set."""
+    """Whether ACCELERATE_USE_CPU is set."""
 
     multinode_launcher: str | None = None
     """accelerate's `deepspeed_multinode_launcher`."""
 
     misspelt: Mapping[str, str] = field(default_factory=dict)
-    """Keys under `deepspeed_config` that nobody reads, and the ones that they resemble."""
+    """Unknown keys under `deepspeed_config`, and the known ones that they resemble."""
 
     flags_beside_json: tuple[str, ...] = ()
-    """Flags of `accelerate launch` that it passes over, since a DeepSpeed JSON is named."""
+    """Flags that `accelerate launch` ignores because a DeepSpeed JSON is named."""
 
     @property
     def family(self) -> str | None:
-        """What should wrap the model, in the words of `Strategy.family`; None where that is not told."""
+        """Return the wrapper that was asked for, as in `Strategy.family`; None if nobody said."""
         if self.one_process_for == "--cpu":
             return "nothing"
         if self.distributed_type in ("DEEPSPEED", "FSDP", "NO"):
@@ -64,15 +65,16 @@ class Asked:
 
 
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
-    """Find what was asked: of `accelerate launch` by flag and file, else by environment, and of TrainingArguments.
+    """Find what was asked for by `accelerate launch`, the environment and TrainingArguments.
 
-    `accelerate launch` hands neither its file nor its flags to the script; they are read from the
-    command line of the process that launched this one.
+    Flags and file of `accelerate launch` count, or else the environment. `accelerate launch` passes
+    neither to the script, so they are read from the command line of the process that launched this
+    one.
 
     Args:
         environ: the environment of this process.
-        deepspeed: `TrainingArguments.deepspeed`, a path or a mapping. It overrides the launch file
-            in transformers.
+        deepspeed: `TrainingArguments.deepspeed`, a path or a mapping. In transformers it overrides
+            the launch file.
         fsdp: `TrainingArguments.fsdp`.
     """
     launcher = find_launcher()
@@ -84,7 +86,7 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
         said["world_size"] = said.get("world_size") or int(started)
     document = _of_json(deepspeed)
     if document is not None or fsdp:
-        # These take the place of what the launch says of the same, and leave its ranks as they are.
+        # TrainingArguments replace what the launch says about these, but not its ranks.
         for name in (
             "zero_stage",
             "offload",
@@ -105,13 +107,12 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
 
 
 def of_launcher(launcher: Launcher) -> dict[str, Any]:
-    """Read the flags and the file of `accelerate launch`. Flags count more, as they do there."""
+    """Read the flags and the file of `accelerate launch`; flags win, as they do there."""
     flags = launcher.flags()
     if flags is None:
         return {}
-    given: set[str] = getattr(
-        flags, "nondefault", set()
-    )  # what was written, accelerate/commands/utils.py
+    # Flags that were written, by accelerate/commands/utils.py.
+    given: set[str] = getattr(flags, "nondefault", set())
     config, source, misspelt = _file(launcher, flags)
     kinds = {
         "DEEPSPEED": "use_deepspeed",
@@ -139,7 +140,7 @@ def of_launcher(launcher: Launcher) -> dict[str, Any]:
         if key in given:
             config[key] = getattr(flags, key)
     said = _of_document(document_of(source, config, folder=launcher.folder))
-    # A flag that accelerate passes over was meant all the same.
+    # A flag that accelerate ignores was still asked for.
     if "zero_stage" in passed_over:
         said["zero_stage"] = flags.zero_stage
     for what in ("optimizer", "param"):
@@ -159,8 +160,8 @@ def of_launcher(launcher: Launcher) -> dict[str, Any]:
     }
 
 
-def _file(launcher: Launcher, flags: Any) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Read the launch file, if there is one: its mapping, its name, and misspelt keys, read as what was meant."""
+def _file(launcher: Launcher, flags: Namespace) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Read the launch file, if any: its mapping, its name, and misspelt keys with their meaning."""
     file = launcher.file(flags)
     try:
         loaded = read_mapping(file)[0] if file is not None else {}
@@ -186,7 +187,7 @@ def _file(launcher: Launcher, flags: Any) -> tuple[dict[str, Any], str, dict[str
 
 
 def _prefixed(section: object, name: str) -> dict[str, Any]:
-    """A section with its keys as flags have them: accelerate writes `fsdp_` before those that lack it."""
+    """Name the keys of a section as flags do: accelerate adds `fsdp_` to those that lack it."""
     if not isinstance(section, dict):
         return {}
     prefix = "fsdp_" if name == "fsdp_config" else ""
@@ -194,7 +195,7 @@ def _prefixed(section: object, name: str) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """The value of a flag, as YAML would have it."""
+    """Convert the value of a flag to what YAML would give."""
     return (
         {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, str)
@@ -229,7 +230,7 @@ def _of_document(document: Document) -> dict[str, Any]:
 
 
 def _of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read what a launcher exported (accelerate/utils/launch.py), where the launcher itself is not to be seen."""
+    """Read what a launcher exported (accelerate/utils/launch.py), if it cannot be found itself."""
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         said: dict[str, Any] = {
             "source": "ACCELERATE_USE_DEEPSPEED",
@@ -243,14 +244,14 @@ def _of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_json(given: object) -> Document | None:
-    """Read a DeepSpeed JSON that is a mapping, a path or text; None for what none of them is."""
+    """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
     if isinstance(given, dict) and given:
         return Document(name="deepspeed", deepspeed=given)
     if not isinstance(given, str) or not given or given == "none":
         return None
     try:
         loaded = json.loads(given) if "{" in given else read_mapping(Path(given))[0]
-    except ValueError:  # the launch itself says what is wrong with it
+    except ValueError:  # the launch itself reports what is wrong with it
         return None
     return Document(name="deepspeed", deepspeed=loaded) if isinstance(loaded, dict) else None
 

@@ -1,4 +1,4 @@
-"""The launch files that come with the package: which there are, where they are, and copies with other values."""
+"""The launch files that come with the package: list, find, and copy them with other values."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -24,15 +23,15 @@ def names() -> tuple[str, ...]:
 
 
 def path(name: str) -> Path:
-    """Return where a shipped file is.
+    """Return the path of a shipped file.
 
     Raises:
-        ConfigError: there is none of this name; the nearest is named.
+        ConfigError: there is none of this name; the message names the nearest one.
     """
     known = names()
     if name.removesuffix(".yaml") not in known:
         near = get_close_matches(name, known, 1, 0.4)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
         raise ConfigError(f"no config is named {name!r}: {hint}")
     return _HOME / f"{name.removesuffix('.yaml')}.yaml"
 
@@ -43,32 +42,32 @@ def read(name: str) -> str:
 
 
 def headline(name: str) -> str:
-    """Return the first line of a shipped file: what it is."""
+    """Return the first line of a shipped file, which says what it is."""
     return read(name).split("\n", 1)[0].removeprefix("# ")
 
 
 def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
-    """Write a shipped file into a folder, with other values where asked, whole or not at all.
+    """Write a copy of a shipped file into a folder, with changed values; whole or not at all.
 
     Args:
-        name: of the shipped file.
-        folder: where to, made if need be.
+        name: the shipped file's name.
+        folder: the target, created if necessary.
         overrides: `key=value`, where key is one of accelerate (`num_processes`,
             `fsdp_config.fsdp_offload_params`) or of DeepSpeed
             (`zero_optimization.reduce_bucket_size`). The result is checked before anything is
             written.
-        force: replace a file that is there.
+        force: replace an existing file.
 
     Raises:
-        ConfigError: an unknown name or key, a value that does not fit, a file that is there, a
-            folder that cannot be written.
+        ConfigError: an unknown name or key, a value that does not fit, an existing file, a folder
+            that cannot be written.
     """
     target = folder / f"{path(name).stem}.yaml"
     text = read(name)
     for override in overrides:
         text = _overridden(text, override, name)
     if target.exists() and not force:
-        raise ConfigError(f"{target} exists: give --force to replace it, or another folder")
+        raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".trainer-plugins-") as temporary:
@@ -79,7 +78,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
             os.replace(draft, target)
     except OSError as error:
         raise ConfigError(
-            f"{target} cannot be written: {error.strerror or error}. Give another folder"
+            f"{target} cannot be written: {error.strerror or error}. Name another folder"
         ) from None
     return target
 
@@ -89,21 +88,22 @@ def _refuse_errors(draft: Path) -> None:
         finding for finding in judge(read_document(draft)) if finding.severity >= Severity.ERROR
     ]
     if errors:
-        raise ConfigError(f"the result would not run: {errors[0]}")
+        raise ConfigError(f"the resulting file would not run: {errors[0]}")
 
 
 def _overridden(text: str, override: str, name: str) -> str:
     key, equals, written = override.partition("=")
     if not (key and equals and written):
         raise ConfigError(
-            f"--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got {override!r}"
+            "--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got"
+            f" {override!r}"
         )
     value = _value(written)
     config = yaml.safe_load(text)
     first, _, rest = key.partition(".")
     if first in _SECTIONS and rest in _SECTIONS[first] and rest != "deepspeed_config_file":
         if first not in config:
-            raise ConfigError(f"{name} has no {first}, so {key} would do nothing in it")
+            raise ConfigError(f"{name} has no {first}, so {key} would have no effect")
         return _with_line(text, rest, value, first)
     if key in keys.ACCELERATE and first not in _SECTIONS:
         return _with_line(text, key, value, None)
@@ -120,7 +120,7 @@ def _overridden(text: str, override: str, name: str) -> str:
             f"--set {key}: there is no such key" + (f", did you mean {near[0]}?" if near else "")
         )
     if "deepspeed_config" not in config:
-        raise ConfigError(f"{name} runs no DeepSpeed, so {key} would do nothing in it")
+        raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
     return _with_json(text, key, value)
 
 
@@ -131,7 +131,7 @@ def _deepspeed_names() -> list[str]:
     ]
 
 
-def _value(written: str) -> Any:
+def _value(written: str) -> object:
     try:
         value = json.loads(written)
     except (ValueError, RecursionError):
@@ -143,8 +143,8 @@ def _value(written: str) -> Any:
     )
 
 
-def _with_line(text: str, key: str, value: Any, section: str | None) -> str:
-    """Replace one line of YAML, or add it, and leave every comment where it is."""
+def _with_line(text: str, key: str, value: object, section: str | None) -> str:
+    """Replace or add one line of YAML; every comment stays where it is."""
     indent = "  " if section else ""
     line = f"{indent}{key}: {json.dumps(value)}"
     if re.search(rf"^{indent}{key}:.*$", text, re.MULTILINE):
@@ -162,8 +162,8 @@ def _with_line(text: str, key: str, value: Any, section: str | None) -> str:
     )
 
 
-def _with_json(text: str, key: str, value: Any) -> str:
-    """Set one value of the DeepSpeed JSON, which is the last thing in a file that has one."""
+def _with_json(text: str, key: str, value: object) -> str:
+    """Set one value of the DeepSpeed JSON, which is the last part of a file that has one."""
     head, marker, body = text.partition("  deepspeed_config_file: |\n")
     config = json.loads(body)
     block = config

@@ -1,4 +1,4 @@
-"""The environment of a launch: which variables to export on this machine, each with one line on what it is for."""
+"""LaunchEnvironment: the variables to export on this machine, with one line on each."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
-    """What is known before a launch."""
+    """Holds what is known before a launch."""
 
     machine: Machine = field(default_factory=Machine)
     num_cpus: int = 1
-    """Those that this process may use."""
+    """The CPUs that this process may use."""
 
     num_cards: int = 0
     vllm_is_installed: bool = False
@@ -30,7 +30,7 @@ class LaunchFacts:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """One variable, and what it is for."""
+    """Holds one variable to export, and its purpose."""
 
     name: str
     value: str
@@ -39,7 +39,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """What to export, why the allocator gets what it gets, and what is wrong with what is set already."""
+    """Holds what to export, why the allocator gets its settings, and what is wrong at present."""
 
     exports: tuple[Export, ...]
     allocator: str
@@ -51,7 +51,7 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
 
     Args:
         environ: the variables that are set now.
-        with_vllm: vLLM is going to run inside the training process (TRL's `vllm_mode="colocate"`).
+        with_vllm: vLLM will run inside the training process (TRL's `vllm_mode="colocate"`).
     """
     machine = gather_machine(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -71,15 +71,15 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
 
 
 def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> LaunchEnvironment:
-    """Judge what to export.
+    """Decide what to export.
 
-    A variable that is set is left alone, but for the other names of allocator settings.
+    Variables that are set stay as they are; allocator settings are mirrored to their other names.
     """
     variables = Variables.of(environ)
     choice = choose(variables, facts.machine)
     why = choice.why
     if choice.exports and not variables.texts and facts.vllm_is_installed:
-        why += "; vLLM is installed: if it runs in the training process, give --vllm"
+        why += "; vLLM is installed: if it will run in the training process, give --vllm"
     exports = [Export(name, value, why) for name, value in choice.exports.items()]
     exports += [export for export in _others(facts) if export.name not in environ]
     findings = (*lint(variables, facts.machine), *lock_findings(facts.extension_locks))
@@ -87,27 +87,29 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 
 
 def _others(facts: LaunchFacts) -> list[Export]:
-    """What is not the allocator's.
+    """Return the exports that are not the allocator's.
 
-    TORCH_NCCL_ASYNC_ERROR_HANDLING is missing since its default is what one wants.
+    TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
     """
-    # Without a card nobody knows how many ranks share the CPUs, and too many threads are far slower
-    # than too few.
+    # Without a card it is unknown how many ranks share the CPUs, and too many threads are far
+    # slower than too few.
     threads = Export(
         "OMP_NUM_THREADS",
         str(max(1, facts.num_cpus // max(1, facts.num_cards))),
-        "CPU threads of each rank, one rank a card; torchrun would give 1, slow for ZeRO offload. No GPU memory",
+        "CPU threads of each rank, one rank a card; torchrun would set 1, slow for ZeRO offload. No"
+        " GPU memory",
     )
     return [
         *([threads] if facts.num_cards else []),
         Export(
             "TOKENIZERS_PARALLELISM",
             "false",
-            "no thread pool in tokenizers that dataloader workers would fork, and no warning of it. No GPU memory",
+            "no thread pool in tokenizers that dataloader workers would fork, and no warning of it."
+            " No GPU memory",
         ),
         Export(
             "HF_HUB_DISABLE_TELEMETRY",
             "1",
-            "no usage reports to the Hub from the nodes of a cluster. No GPU memory",
+            "no usage reports to the Hub from cluster nodes. No GPU memory",
         ),
     ]

@@ -1,9 +1,9 @@
-"""Builds of torch's C++ extensions that were cut off: each left a lock on which every later launch waits for ever.
+"""ExtensionLock: a build of a torch C++ extension that was cut off, which blocks later launches.
 
 `torch.utils.cpp_extension.load`, by which DeepSpeed compiles CPUAdam and others at their first use,
 takes a file named `lock` for a lock: whoever finds it waits until it is gone (`FileBaton.wait`). A
-process that is killed while it compiles leaves it behind. While a build runs, its process has the
-file open.
+process that is killed while it compiles leaves the file behind, and every later launch waits
+forever. While a build runs, its process has the file open.
 """
 
 import os
@@ -18,7 +18,7 @@ import psutil
 
 from trainer_plugins.finding import Finding, Severity
 
-# Other machines see these too, and the processes there are not to be seen from here.
+# Other machines see these file systems too, and their processes cannot be seen from here.
 _SHARED = (
     "nfs",
     "cifs",
@@ -37,42 +37,50 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionLock:
-    """One lock file of a build, and what is known of its owner."""
+    """Describes the lock file of a build, and what is known of its owner."""
 
     path: Path
     age_seconds: float
     holder: int | None = None
-    """The process that has it open, which builds the extension now."""
+    """The process that has it open, and so is building the extension now."""
 
     unseen: str = ""
-    """Why a process that holds it may be out of sight; empty where every process was looked at."""
+    """Why a process that holds it may be invisible; empty if every process was looked at."""
 
 
 def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
-    """Look for locks in the folder in which this Python builds extensions of torch.
+    """Look for locks in the folder where this Python builds extensions of torch.
 
-    Costs the listing of a folder; where there is a lock, also a look at the open files of all
-    processes.
+    This lists a folder; if there is a lock, it also looks at the open files of all processes.
 
     Args:
-        environ: where TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may say which folder it is.
+        environ: its TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may name that folder.
     """
     files = sorted(_lock_files(environ))
     return tuple(lock for file in files if _existence_locks() and (lock := _read(file)) is not None)
 
 
 def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
-    """Name those that nobody is seen to hold. A build that runs ends, and is no finding."""
+    """Report the locks that no visible process holds; a running build ends, and is not reported."""
     for lock in locks:
         if lock.holder is not None:
             continue
         name, age = lock.path.parent.name, _age(lock.age_seconds)
         if lock.unseen:
-            summary = f"the extension {name} of torch is locked, and whether a process builds it now is not known"
+            summary = (
+                f"the extension {name} of torch is locked, and it is unknown whether a process is"
+                " building it now"
+            )
             evidence = f"{lock.path} is {age} old; {lock.unseen}"
-            remedy = f"If no process that shares this folder builds it (fuser -v {lock.path}, there), remove the file"
+            remedy = (
+                "If no process that shares this folder is building it (check there:"
+                f" fuser -v {lock.path}), remove the file"
+            )
         else:
-            summary = f"every launch that needs the extension {name} of torch waits for ever: a build was cut off"
+            summary = (
+                f"every launch that needs the extension {name} of torch waits forever: a build was"
+                " cut off"
+            )
             evidence = f"{lock.path} is {age} old, and no process holds it"
             remedy = f"Remove it: rm {lock.path}"
         yield Finding(
@@ -86,7 +94,10 @@ def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
 
 
 def _lock_files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Follow torch.utils.cpp_extension._get_build_directory, but for the name of the accelerator in the path."""
+    """Yield the lock files that torch.utils.cpp_extension._get_build_directory would use.
+
+    The accelerator's name in the path may be any.
+    """
     if (chosen := environ.get("TORCH_EXTENSIONS_DIR")) is not None:
         yield from Path(chosen).glob("*/lock")
         return
@@ -96,7 +107,10 @@ def _lock_files(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _existence_locks() -> bool:
-    """Whether to this torch the file's existence is the lock; later ones lock its content (pytorch#190543)."""
+    """Return whether to this torch a file that exists is a lock.
+
+    Later versions lock its content (pytorch#190543).
+    """
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return True
@@ -108,7 +122,7 @@ def _read(file: Path) -> ExtensionLock | None:
     try:
         found = file.stat()
         holder, unseen = _holder(file, found)
-        file.stat()  # a build that has ended meanwhile closed it, and then removed it
+        file.stat()  # a build that ended in between has closed the file, then removed it
     except OSError:
         return None
     return ExtensionLock(
@@ -117,7 +131,7 @@ def _read(file: Path) -> ExtensionLock | None:
 
 
 def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
-    """The process that has a file open, or why it may be out of sight."""
+    """Return the process that has a file open, or why it may be invisible."""
     unseen = _out_of_sight(file)
     for process in psutil.process_iter(["uids", "status"]):
         try:
@@ -134,7 +148,7 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
 
 
 def _may_hold(process: psutil.Process, owner: int) -> bool:
-    """Whether a process whose open files cannot be read may be the one that made a file of this user."""
+    """Return whether a process with unreadable open files may have created this user's file."""
     if process.info["status"] == psutil.STATUS_ZOMBIE or (
         process.pid == 1 and _sees_all_processes()
     ):
@@ -143,9 +157,9 @@ def _may_hold(process: psutil.Process, owner: int) -> bool:
 
 
 def _is(opened: Path, file: Path, found: os.stat_result) -> bool:
-    """Whether a link below /proc leads to this file.
+    """Return whether a link below /proc leads to this file.
 
-    The name first: it spares the stat of pipes and sockets.
+    It compares names first, which saves a stat of each pipe and socket.
     """
     try:
         return os.readlink(opened).endswith(file.name) and os.path.samestat(opened.stat(), found)
@@ -154,7 +168,7 @@ def _is(opened: Path, file: Path, found: os.stat_result) -> bool:
 
 
 def _out_of_sight(file: Path) -> str:
-    """Why processes that may use a folder cannot be seen from here."""
+    """Say why processes that may use a folder cannot be seen from here; empty if they can."""
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"
     parts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -169,7 +183,7 @@ def _out_of_sight(file: Path) -> str:
 
 
 def _sees_all_processes() -> bool:
-    """Whether this is no container with processes of its own, so that process 1 is the system's first."""
+    """Return whether process 1 is the system's first, so this container has no pids of its own."""
     return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
 
 

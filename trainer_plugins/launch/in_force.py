@@ -1,4 +1,4 @@
-"""Read from the running process as what it trains: its wrapper, its ranks, and where each part lives. Imports torch."""
+"""Read the strategy that runs in this process: wrapper, ranks, where each part lives."""
 
 import os
 from collections import Counter
@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer_plugins.strategy import Strategy
 
-# By name, since not every build of torch has them, and DeepSpeed and accelerate subclass them.
+# By name, because not every build of torch has them, and DeepSpeed and accelerate subclass them.
 _FAMILIES = {
     "DeepSpeedEngine": "DeepSpeed",
     "FSDPModule": "FSDP",
@@ -20,17 +20,17 @@ _FAMILIES = {
 
 
 def read_in_force(
-    wrapper: nn.Module, optimizer: Any, *, distributed_type: str, world_size: int, device: str
+    wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
 ) -> Strategy:
-    """Read what runs, from the objects that do the work and not from what they were told.
+    """Read the strategy from the objects that do the work, not from what they were told.
 
     Args:
         wrapper: what training calls, `trainer.model_wrapped`.
         optimizer: with accelerate's wrapper or without.
         distributed_type: accelerate's name for it.
-        world_size: ranks by accelerate's count. There may be a process group of more, in which each
-            trains alone.
-        device: type of the device, such as `cuda`.
+        world_size: ranks by accelerate's count. There may be a larger process group, whose ranks
+            each train alone.
+        device: the device's type, such as `cuda`.
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -56,7 +56,7 @@ def read_in_force(
 
 
 def num_machines(environ: Mapping[str, str]) -> int | None:
-    """Return the machines of the launch, as torchrun or DeepSpeed's launcher told; None where nobody did.
+    """Return the number of machines by torchrun or DeepSpeed's launcher; None if neither told.
 
     >>> num_machines({"GROUP_WORLD_SIZE": "2"}), num_machines({"CROSS_SIZE": "1"}), num_machines({})
     (2, 1, None)
@@ -76,7 +76,7 @@ def _family(wrapper: nn.Module) -> str:
 
 
 def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
-    """The stage that the optimizer's class implements; DeepSpeed's ZeRO classes are told by their modules."""
+    """Return the stage that the optimizer implements, by the module of DeepSpeed's class."""
     homes = {cls.__module__ for cls in type(optimizer).__mro__}
     if any(home.endswith("zero.stage3") for home in homes):
         return 3
@@ -87,7 +87,7 @@ def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
 
 
 def _parameters(wrapper: nn.Module) -> tuple[int, int, dict[str, int]]:
-    """Count elements of the whole model, those divided among ranks, and those of this rank by where they live."""
+    """Count elements of the whole model, the sharded ones, and this rank's by where they live."""
     whole = partitioned = 0
     homes: Counter[str] = Counter()
     for p in _all_parameters(wrapper):
@@ -99,14 +99,12 @@ def _parameters(wrapper: nn.Module) -> tuple[int, int, dict[str, int]]:
         elif hasattr(p, "placements"):  # a DTensor: FSDP2, tensor parallel
             local = p.to_local()
             divided, here, where = local.numel() < numel, local.numel(), local.device.type
-        elif (
-            size := getattr(p, "_unpadded_unsharded_size", None)
-        ) is not None:  # a flat parameter of FSDP 1
+        # A flat parameter of FSDP 1.
+        elif (size := getattr(p, "_unpadded_unsharded_size", None)) is not None:
             numel = size.numel()
             divided = here < numel
-        elif (
-            type(p).__name__ == "Params4bit"
-        ):  # two weights a byte; counted as peft and transformers do
+        # Two weights a byte; counted as peft and transformers do.
+        elif type(p).__name__ == "Params4bit":
             numel = here = numel * 2 * p.element_size()
         whole += numel
         partitioned += numel if divided else 0
@@ -115,7 +113,7 @@ def _parameters(wrapper: nn.Module) -> tuple[int, int, dict[str, int]]:
 
 
 def _all_parameters(wrapper: nn.Module) -> Iterable[Any]:
-    # FSDP 1 shows views of its flat parameters, which are empty on some ranks.
+    # FSDP 1 exposes views of its flat parameters, which are empty on some ranks.
     return [handle.flat_param for handle in _flat_handles(wrapper)] or wrapper.parameters()
 
 
@@ -127,7 +125,7 @@ def _flat_handles(wrapper: nn.Module) -> list[Any]:
 
 
 def _zero_offload(optimizer: Any) -> dict[str, str]:
-    if getattr(optimizer, "cpu_offload", False):  # stages 1 and 2 know main memory only
+    if getattr(optimizer, "cpu_offload", False):  # stages 1 and 2 only know main memory
         return {"optimizer": "cpu"}
     found = {}
     if getattr(optimizer, "offload_optimizer", False):
@@ -141,7 +139,7 @@ def _fsdp_offload(wrapper: nn.Module) -> dict[str, str]:
     offloads = any(getattr(handle, "_offload_params", False) for handle in _flat_handles(wrapper))
     fsdp2: list[Any] = [module for module in wrapper.modules() if "FSDPModule" in _names(module)]
     for state in [module._get_fsdp_state() for module in fsdp2]:
-        # torch 2.13 has several groups a module; its property for the one raises where there are
+        # torch 2.13 has several groups a module; its property for a single one raises if there are
         # more.
         groups = getattr(state, "_fsdp_param_groups", None) or [
             getattr(state, "_fsdp_param_group", None)
@@ -152,14 +150,14 @@ def _fsdp_offload(wrapper: nn.Module) -> dict[str, str]:
     return {"fsdp": "cpu"} if offloads else {}
 
 
-def _optimizer_class(optimizer: Any) -> str | None:
+def _optimizer_class(optimizer: object) -> str | None:
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return None if optimizer is None else type(optimizer).__name__
 
 
-def _master_dtype(optimizer: Any) -> str | None:
-    """The dtype of what the optimizer updates: DeepSpeed's own copies of the weights, or else the weights."""
+def _master_dtype(optimizer: object) -> str | None:
+    """Return the dtype that the optimizer updates: of DeepSpeed's copies, else of the weights."""
     copies = [
         getattr(optimizer, name, None)
         for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")

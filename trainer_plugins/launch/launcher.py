@@ -11,16 +11,16 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One call of `accelerate launch`."""
+    """Describes one call of `accelerate launch`."""
 
     arguments: tuple[str, ...]
-    """What follows `launch`."""
+    """The arguments after `launch`."""
 
     folder: Path
-    """Where it was started: its paths are relative to that."""
+    """The folder where it was started; its paths are relative to that."""
 
     def flags(self) -> Namespace | None:
-        """Parse the arguments as accelerate does; None where this accelerate is of another version than that one."""
+        """Parse the arguments as accelerate does; None if its version does not know them."""
         from accelerate.commands.launch import launch_command_parser
 
         try:
@@ -31,7 +31,7 @@ class Launcher:
             return None
 
     def file(self, flags: Namespace) -> Path | None:
-        """The launch file: the one that was named, or the user's default, where accelerate reads that."""
+        """Return the launch file: the named one, or the user's default if accelerate reads that."""
         from accelerate.commands.config.config_args import default_config_file
 
         if flags.config_file:
@@ -43,7 +43,7 @@ class Launcher:
 def find_launcher() -> Launcher | None:
     """Find the nearest launcher above this process.
 
-    None where it is none of accelerate's, or may not be looked at.
+    None if it is not accelerate's, or may not be looked at.
     """
     try:
         above = psutil.Process().parents()
@@ -59,12 +59,12 @@ def find_launcher() -> Launcher | None:
         if any(
             Path(word).stem == "torchrun" or word == "torch.distributed.run" for word in command[:4]
         ):
-            return None  # an accelerate above that did not launch these ranks
+            return None  # an accelerate further up did not launch these ranks
     return None
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:
-    """Return what follows `accelerate launch` in a command line, None where it is another command.
+    """Return what follows `accelerate launch` in a command line; None for any other command.
 
     >>> launch_arguments(["python", "/venv/bin/accelerate", "launch", "--cpu", "train.py"])
     ['--cpu', 'train.py']

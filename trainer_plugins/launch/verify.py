@@ -1,6 +1,6 @@
-"""Hold what was asked of a launch against what runs, and name the usual cause where they differ.
+"""Compares the strategy that was asked for with the one that runs, and names the usual cause.
 
-Each of these launches ends with exit code 0 and has trained something else; the causes were found
+Each of these launches ends with exit code 0 after training in some other way; the causes were found
 by running them.
 """
 
@@ -10,13 +10,13 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.asked import Asked
 from trainer_plugins.strategy import Strategy
 
-# Below the persistence threshold a parameter stays whole on every rank. That is meant for a bias
-# here and there; where half of all elements are in such parameters, the division saves little.
+# A parameter below the persistence threshold stays whole on every rank. That is meant for a bias
+# here and there; if half of all elements are in such parameters, sharding saves little.
 _LEAST_PARTITIONED_FRACTION = 0.5
 
 
 def verify(asked: Asked, runs: Strategy) -> tuple[Finding, ...]:
-    """Judge what runs by what was asked. Silent on what nobody asked for."""
+    """Judge what runs against what was asked for; silent on what nobody asked for."""
     return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs), *_model(asked, runs))
 
 
@@ -25,24 +25,38 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     lacks_machines = runs.num_machines is not None and machines > runs.num_machines
     if not lacks_machines and runs.world_size >= (asked.world_size or 1):
         return
-    summary = f"{asked.world_size} ranks were asked for, {runs.world_size} train together"
+    summary = f"{asked.world_size} ranks were asked for, but {runs.world_size} train together"
     if lacks_machines:
-        summary = f"{machines} machines were asked for, each trains alone"
+        summary = f"{machines} machines were asked for, but each trains alone"
         remedy = "Give --num_machines, --machine_rank and --main_process_ip on every machine"
         if asked.family == "DeepSpeed" and asked.multinode_launcher != "standard":
-            remedy = "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it and without a "
-            remedy += "hostfile DeepSpeed finds this machine only"
+            remedy = (
+                "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it "
+                "and without a hostfile DeepSpeed finds this machine only"
+            )
     elif asked.one_process_for:
-        summary += f": `accelerate launch` starts one process for {asked.one_process_for}"
-        remedy = "Launch with `distributed_type: MULTI_GPU` or --multi_gpu; on the CPU give --use_cpu to the script"
+        summary += f": `accelerate launch` starts one process because of {asked.one_process_for}"
+        remedy = (
+            "Launch with `distributed_type: MULTI_GPU` or --multi_gpu; on the CPU give --use_cpu to"
+            " the script"
+        )
     elif runs.world_size == 1 and (asked.started or 1) > 1:
         summary += ": each process trains alone, all on the same rows"
-        remedy = "No accelerator was found, so accelerate made no group of the processes: give --use_cpu to the script"
+        remedy = (
+            "No accelerator was found, so accelerate did not make a group of the processes: give"
+            " --use_cpu to the script"
+        )
         if runs.device != "cpu":
-            remedy = "Look for an Accelerator or PartialState that the script built before its TrainingArguments"
+            remedy = (
+                "Look for an Accelerator or PartialState that the script built before its"
+                " TrainingArguments"
+            )
     elif runs.world_size == 1:
         summary += ": one process was started"
-        remedy = "Start it with `accelerate launch --multi_gpu` or `torchrun`, which start a process for each card"
+        remedy = (
+            "Start it with `accelerate launch --multi_gpu` or `torchrun`, which start a process for"
+            " each card"
+        )
     else:
         remedy = "Compare num_processes with what each machine started"
     yield Finding(
@@ -61,23 +75,26 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         or runs.family == "unknown"
         or runs.world_size < (asked.world_size or 1)
     ):
-        return  # ranks that are missing were a finding of their own
+        return  # missing ranks have a finding of their own
     if meant == "DDP" and (runs.world_size == 1 or runs.num_partitioned):
-        # one rank needs no wrapper, and transformers does without one where it divides by tensor
+        # One rank needs no wrapper, and transformers does not use one with tensor parallelism.
         return
     if (meant == "FSDP" and runs.world_size == 1) or (meant == "nothing" and runs.family == "DDP"):
         return
     remedy = "Look for an Accelerator or PartialState that the script built itself"
     if runs.family == "DataParallel":
-        remedy = "One process sees several cards: give CUDA_VISIBLE_DEVICES=0, or launch a process for each card"
+        remedy = (
+            "One process sees several cards: set CUDA_VISIBLE_DEVICES=0, or launch a process for"
+            " each card"
+        )
     elif asked.use_cpu:
-        remedy = "Unset ACCELERATE_USE_CPU: accelerate takes its CPU branch where it is set"
+        remedy = "Unset ACCELERATE_USE_CPU: if it is set, accelerate takes its CPU branch"
     elif meant == "FSDP" and runs.device == "cpu":
-        remedy = "accelerate divides by FSDP on accelerators only: run it where there is one, or ask for DDP"
+        remedy = "accelerate uses FSDP on accelerators only: run it on one, or ask for DDP"
     yield Finding(
         code="strategy-not-in-force",
         severity=Severity.ERROR,
-        summary=f"{_name(meant)} was asked for, and the model runs as {runs.wrapped_class}",
+        summary=f"{_name(meant)} was asked for, but the model runs as {runs.wrapped_class}",
         evidence=f"asked by {asked.source}; runs {runs}",
         remedy=remedy,
     )
@@ -88,9 +105,9 @@ def _name(family: str | None) -> str:
 
 
 def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    """Judge what is divided and moved.
+    """Judge what is sharded and offloaded.
 
-    Where DeepSpeed or FSDP does not run at all, that has been said.
+    If DeepSpeed or FSDP does not run at all, another finding says so.
     """
     if runs.family != asked.family or runs.family not in ("DeepSpeed", "FSDP"):
         return
@@ -99,7 +116,8 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         yield Finding(
             code="zero-stage-not-in-force",
             severity=Severity.ERROR,
-            summary=f"ZeRO-{asked.zero_stage} was asked for, ZeRO-{runs.zero_stage} runs{lost[0]}",
+            summary=f"ZeRO-{asked.zero_stage} was asked for, but ZeRO-{runs.zero_stage}"
+            f" runs{lost[0]}",
             evidence=f"asked by {asked.source}; runs {runs}",
             remedy=lost[1],
         )
@@ -109,11 +127,16 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         if in_force == where and not (what == "param" and where == "nvme" and not on_drive):
             continue
         if in_force == where:
-            remedy = "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for weights this small "
-            remedy += "`device: cpu` is what runs, so write that"
-            summary = "the weights were asked onto a drive, and none of them is there"
+            remedy = (
+                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for "
+                "weights this small `device: cpu` is what runs, so write that"
+            )
+            summary = "the weights were to be offloaded to a drive, but none of them is there"
         else:
-            summary = f"{what} offload to {where} was asked for, {in_force or 'none'} is in force{lost[0]}"
+            summary = (
+                f"{what} offload to {where} was asked for, but {in_force or 'none'} is in"
+                f" force{lost[0]}"
+            )
             remedy = lost[1]
         yield Finding(
             code="offload-not-in-force",
@@ -127,37 +150,40 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         yield Finding(
             code="parameters-not-partitioned",
             severity=Severity.WARNING,
-            summary="ZeRO-3 divides hardly any of this model: most parameters stay whole on every rank",
-            evidence=f"{runs.num_partitioned:,} of {runs.num_params:,} elements are divided",
-            remedy="Set stage3_param_persistence_threshold below the size of the weights, or do without ZeRO-3",
+            summary="ZeRO-3 shards hardly any of this model: most parameters stay whole on every"
+            " rank",
+            evidence=f"{runs.num_partitioned:,} of {runs.num_params:,} elements are sharded",
+            remedy="Set stage3_param_persistence_threshold below the size of the weights, or do"
+            " without ZeRO-3",
         )
     if asked.bf16_master and runs.master_dtype == "float32":
         yield Finding(
             code="master-weights-not-in-force",
             severity=Severity.WARNING,
-            summary="bf16 master weights were asked for, float32 ones are kept: twice the memory",
+            summary="bf16 master weights were asked for, but float32 ones are kept: twice the"
+            " memory",
             evidence=f"asked by {asked.source}; runs {runs}",
             remedy="bf16_master_weights_and_grads needs bf16 in TrainingArguments",
         )
 
 
 def _lost(asked: Asked) -> tuple[str, str]:
-    """Where a wish of the launch got lost: the end of a sentence, and the remedy."""
+    """Say where a setting of the launch got lost: the end of a summary, and the remedy."""
     if asked.misspelt:
         wrong, right = next(iter(asked.misspelt.items()))
         return (
-            f": nobody reads `{wrong}`",
-            f"Write `{right}` under deepspeed_config; accelerate passes over what it does not know",
+            f": `{wrong}` is not a known key",
+            f"Write `{right}` under deepspeed_config; accelerate ignores unknown keys",
         )
     if asked.flags_beside_json:
         flags = ", ".join(asked.flags_beside_json)
         return (
-            f": accelerate passes over {flags} beside a DeepSpeed JSON",
+            f": accelerate ignores {flags} beside a DeepSpeed JSON",
             "Change the DeepSpeed JSON instead",
         )
     return (
         "",
-        "See which file was really read: a default_config.yaml, or `deepspeed` in TrainingArguments",
+        "Check which file was read: a default_config.yaml, or `deepspeed` in TrainingArguments",
     )
 
 
@@ -166,7 +192,9 @@ def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         yield Finding(
             code="checkpointing-not-in-force",
             severity=Severity.WARNING,
-            summary="activation_checkpointing of the DeepSpeed JSON does nothing here: the model keeps all activations",
-            evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing, not DeepSpeed's",
+            summary="activation_checkpointing of the DeepSpeed JSON has no effect here: the model"
+            " keeps all activations",
+            evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing,"
+            " not DeepSpeed's",
             remedy="Give --gradient_checkpointing to the script, and remove the block",
         )

@@ -10,16 +10,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.cards import Card
 
 
 def context_file(card_name: str) -> Path:
     """Where the context of this card, with the torch that is installed, is or would be kept."""
-    cache = Path(
-        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
-    )
     return (
-        cache
+        cache_folder()
         / "contexts"
         / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', card_name)}-torch{version('torch')}.json"
     )

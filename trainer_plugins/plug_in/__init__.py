@@ -1,1 +1,1 @@
-"""These are the ways into a Trainer: arguments, one Trainer, every Trainer, a command."""
+"""Gets callbacks into one Trainer or every Trainer: by arguments, calls or a command."""

@@ -1,4 +1,4 @@
-"""Run a script or a module as `python` would, from inside a Python that runs already."""
+"""Runs a script or a module as `python` would, inside a Python that is running already."""
 
 import runpy
 import sys
@@ -11,15 +11,15 @@ from pathlib import Path
 class NoSuchProgramError(ValueError):
     """There is no such script or module.
 
-    What one raises itself is no such error, and passes through.
+    An error that the program itself raises is not of this kind, and passes through.
     """
 
 
 def program(command: list[str], is_module: bool) -> Callable[[], None]:
-    """Find a script, or the module of a `python -m`, and give what runs it as `__main__` with its arguments.
+    """Find a script or a module, and return a function that runs it as `__main__`.
 
-    What it raises, and its exit, pass through. It sees `sys.argv` and `sys.path` as under python
-    itself.
+    It sees `sys.argv` and `sys.path` as under plain python. What it raises, and its exit, pass
+    through.
 
     Raises:
         NoSuchProgramError: there is none of that name.
@@ -37,8 +37,8 @@ def _script(command: list[str]) -> Callable[[], None]:
     def run() -> None:
         sys.argv = command
         _put_first_on_path(str(Path(path).resolve().parent))
-        # A module of its own under the name __main__, and it stays there: pickling, and the
-        # script's own threads and exit handlers, look there for its classes.
+        # A module of its own named __main__, which stays: pickling, and the script's own threads
+        # and exit handlers, look there for its classes.
         module = types.ModuleType("__main__")
         module.__file__ = path
         module.__builtins__ = __builtins__  # type: ignore[attr-defined]
@@ -55,22 +55,19 @@ def _module(command: list[str]) -> Callable[[], None]:
         found = find_spec(name)
     except ModuleNotFoundError as error:
         if not error.name or not f"{name}.".startswith(f"{error.name}."):
-            raise  # one of its packages is there, and lacks something else
+            raise  # one of its packages exists, but lacks something else
         found = None
     if found is None:
         raise NoSuchProgramError(f"there is no module {name} here")
 
     def run() -> None:
-        sys.argv = (
-            command  # runpy puts the module's path in the place of its name, as python -m does
-        )
+        sys.argv = command  # runpy replaces the name by the module's path, as python -m does
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
     return run
 
 
 def _put_first_on_path(folder: str) -> None:
-    if not getattr(
-        sys.flags, "safe_path", False
-    ):  # under python -P nothing of the kind stands there
+    # Under python -P there is no such entry.
+    if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder

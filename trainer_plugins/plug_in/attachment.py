@@ -1,4 +1,4 @@
-"""Give every Trainer that is built in this process the callbacks of a preset."""
+"""Gives every Trainer that is built in this process the callbacks of a preset."""
 
 import atexit
 import functools
@@ -10,13 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer_plugins.plug_in._site.trainer_plugins_on_import import (
     passed_over_by_warnings,
     when_imported,
 )
-from trainer_plugins.plug_in.options import DEFAULT_PRESET, callbacks_from_args, memory_arguments
+from trainer_plugins.plug_in.options import (
+    DEFAULT_PRESET,
+    Option,
+    callbacks_from_args,
+    memory_arguments,
+)
 from trainer_plugins.plug_in.protection import give_way, insert, was_inserted
 
 if TYPE_CHECKING:
@@ -29,7 +34,7 @@ _TRAINER_MODULE = "transformers.trainer"
 
 
 class _State:
-    """What is in force in this process."""
+    """Holds what is attached in this process."""
 
     make: "Callable[[], list[TrainerCallback]] | None" = None
     waits_for_import = False
@@ -39,50 +44,50 @@ class _State:
 
 
 _state = _State()
-_wrappers: dict[
-    str, Callable[..., Any]
-] = {}  # name of a method of Trainer -> our wrapper around it
+# Name of a method of Trainer -> our wrapper around it.
+_wrappers: dict[str, Callable[..., object]] = {}
 
 
-def attach(preset: str = DEFAULT_PRESET, **options: Any) -> None:
-    """Give every Trainer that is built from now on fresh callbacks of a preset, as `protect` does to one.
+def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
+    """Give every Trainer that is built from now on the callbacks of a preset, as `protect` does.
 
-    A callback of the same class that the user gives is kept, and ours is not added. Attaching again
-    replaces the preset and the options; Trainers that are built already stay as they are. Neither
-    torch nor transformers is imported: where `transformers.trainer` is not there yet, this waits
-    for it.
+    Each Trainer gets fresh callbacks. A callback of the same class that the user gives is kept
+    instead of ours. Attaching again replaces the preset and the options; Trainers that are built
+    already stay as they are. Neither torch nor transformers is imported: if `transformers.trainer`
+    is not imported yet, this waits for it.
 
     Args:
         preset: which callbacks, see `trainer_plugins.presets`.
-        **options: the fields of `MemoryArguments` without `memory_`, as in `warn_fraction=0.8`.
+        **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
 
     Raises:
-        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing
-            was changed.
+        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing is
+            changed then.
     """
     _attach(functools.partial(callbacks_from_args, memory_arguments(preset, **options)))
 
 
 def is_attached() -> bool:
-    """Whether something is attached."""
+    """Return whether something is attached."""
     return _state.make is not None
 
 
 def detach() -> None:
-    """Leave the Trainers that are built from now on alone, and put `Trainer.__init__` back as it was.
+    """Leave Trainers that are built from now on alone, and restore `Trainer.__init__`.
 
-    Where somebody else has wrapped it since, our part of it stays, and does nothing.
+    If somebody else has wrapped it since, our wrapper stays, and does nothing.
     """
     _state.make = None
     if (trainer := _trainer_class()) is not None:
         for name, ours in list(_wrappers.items()):
             if vars(trainer)[name] is ours:
-                setattr(trainer, name, _wrappers.pop(name).__wrapped__)  # type: ignore[attr-defined]
+                before = _wrappers.pop(name).__wrapped__  # type: ignore[attr-defined]
+                setattr(trainer, name, before)
 
 
 @contextmanager
-def attached(preset: str = DEFAULT_PRESET, **options: Any) -> Iterator[None]:
-    """`attach` for the length of a `with`, and then whatever was attached before.
+def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
+    """Call `attach` for the length of a `with` block, then restore what was attached before.
 
     Raises:
         ValueError: as `attach` does.
@@ -95,7 +100,7 @@ def attached(preset: str = DEFAULT_PRESET, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[None]:
-    """As `attached`, with callbacks of the caller's making: each Trainer gets what `make` returns then.
+    """Attach callbacks of the caller's making for a `with` block: each Trainer gets `make()`'s.
 
     Raises:
         ValueError: transformers is too old.
@@ -112,11 +117,11 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
 
 
 def say_at_exit(with_children: bool = False) -> None:
-    """Have this process say at its end, on stderr, if it built no Trainer while attached.
+    """Have this process write to stderr when it ends, if it built no Trainer while attached.
 
     Args:
         with_children: its children attach too, so a launcher, which lets them do the work, has
-            nothing to say.
+            nothing to report.
     """
     if _state.says_at_exit:
         return
@@ -124,14 +129,12 @@ def say_at_exit(with_children: bool = False) -> None:
     pid = os.getpid()
 
     def say() -> None:
-        if (
-            _state.num_built or os.getpid() != pid
-        ):  # a fork inherits this, and is not the one that was asked
+        # A fork inherits this, but was not the process that was asked.
+        if _state.num_built or os.getpid() != pid:
             return
         processes = sys.modules.get("multiprocessing.process")
-        if (
-            processes is not None and processes.parent_process() is not None
-        ):  # a worker of the one that was asked
+        # A worker of the process that was asked.
+        if processes is not None and processes.parent_process() is not None:
             return
         spent = os.times()
         if (
@@ -140,8 +143,8 @@ def say_at_exit(with_children: bool = False) -> None:
         ):
             return
         sys.stderr.write(
-            "trainer_plugins: nothing was attached: this process built no transformers.Trainer, "
-            "and a training loop of one's own takes no callbacks\n"
+            "trainer_plugins: nothing was attached: this process built no transformers.Trainer, and"
+            " a custom training loop takes no callbacks\n"
         )
 
     atexit.register(say)
@@ -172,7 +175,7 @@ def _wrap() -> None:
 
 def _around_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: "Trainer", *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: "Trainer", *args: object, **kwargs: object) -> None:  # noqa: N807
         init(self, *args, **kwargs)
         if _state.make is not None:
             _reach(self, _state.make)
@@ -194,13 +197,12 @@ def _reach(trainer: "Trainer", make: "Callable[[], list[TrainerCallback]]") -> N
     _state.num_built += 1
     try:
         insert(trainer, make())
-    except (
-        Exception
-    ):  # of somebody's preset, or of a Trainer that is unlike all others; theirs is to train
+    # An error of somebody's preset, or of an unusual Trainer; it must not stop the training.
+    except Exception:
         if not _state.has_failed:
             _state.has_failed = True
             logger.exception(
-                "%s trains without callbacks of ours; this is said once", type(trainer).__name__
+                "%s trains without our callbacks; this is logged once", type(trainer).__name__
             )
 
 
@@ -208,8 +210,8 @@ def _trainer_class() -> "type[Trainer] | None":
     return getattr(sys.modules.get(_TRAINER_MODULE), "Trainer", None)
 
 
-def _layers(method: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """A method, and what it wraps, as far as its layers tell."""
+def _layers(method: Callable[..., object] | None) -> Iterator[Callable[..., object]]:
+    """Yield a method, and what it wraps, as far as `__wrapped__` tells."""
     while method is not None:
         yield method
         method = getattr(method, "__wrapped__", None)
@@ -221,8 +223,8 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
     built = sum(not any(map(was_inserted, handler.callbacks)) for handler in handlers)
     if built:
         logger.warning(
-            "%d Trainer%s built before attach(), which reaches only those built later. For one of them, call "
-            "trainer_plugins.protect(trainer)",
+            "%d Trainer%s built before attach(), which only reaches those built later. For such a"
+            " Trainer, call trainer_plugins.protect(trainer)",
             built,
             " was" if built == 1 else "s were",
         )
@@ -231,12 +233,12 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
 def _check_transformers() -> None:
     try:
         here = version("transformers")
-    except PackageNotFoundError:  # none, or one without metadata, of which nothing is known
+    except PackageNotFoundError:  # not installed, or without metadata: nothing is known of it
         return
     if _numbers(here) < _numbers(OLDEST_TRANSFORMERS):
         raise ValueError(
-            f"trainer_plugins works with transformers {OLDEST_TRANSFORMERS} or newer, and this is {here}. "
-            f"Update it: pip install 'transformers>={OLDEST_TRANSFORMERS}'"
+            f"trainer_plugins works with transformers {OLDEST_TRANSFORMERS} or newer, but this is"
+            f" {here}. Update it: pip install 'transformers>={OLDEST_TRANSFORMERS}'"
         )
 
 

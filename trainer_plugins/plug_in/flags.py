@@ -1,4 +1,4 @@
-"""The command line of `MemoryArguments`: our flags, and behind them a command with its own."""
+"""Flags: the fields of `MemoryArguments` on a command line, before a command with its own."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ EXIT_USAGE = 2
 
 
 class Flags:
-    """Our flags in front of a command, the same under `run` and `exec`."""
+    """Parses our flags in front of a command, the same for `run` and `exec`."""
 
     def __init__(
         self, prog: str, command: str, description: str, takes_module: bool = False
@@ -36,10 +36,8 @@ class Flags:
                 "metavar": kind_of(option).__name__.upper(),
             }
             self.parser.add_argument(
-                *{
-                    self.names[-1]: None,
-                    f"--{name}": None,
-                },  # the Trainer's own flags are written with _
+                # The Trainer's own flags are written with _, so both forms are accepted.
+                *{self.names[-1]: None, f"--{name}": None},
                 dest=option.name,
                 help=f"{option.metadata['help']} Default: {option.default}.",
                 **({"action": "store_true"} if isinstance(option.default, bool) else takes),
@@ -51,12 +49,12 @@ class Flags:
         self.parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     def split(self, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """Part what is for `attach` from the command that follows.
+        """Separate our options from the command that follows.
 
-        Bad input ends the process: one line, exit code 2.
+        Bad input ends the process with one line on stderr and exit code 2.
 
         Returns:
-            What to give to `attach`, checked, and the command.
+            The checked options for `attach`, and the command.
         """
         parsed, unknown = self.parser.parse_known_args(arguments)
         given = vars(parsed)
@@ -64,7 +62,8 @@ class Flags:
         if unknown:
             flag = unknown[0].partition("=")[0]
             self.refuse(
-                f"there is no option {flag}.{nearest(flag, self.names)} There are: {', '.join(self.names)}"
+                f"there is no option {flag}.{nearest(flag, self.names)} Known options:"
+                f" {', '.join(self.names)}"
             )
         if command[:1] == ["--"]:
             del command[0]
@@ -76,6 +75,6 @@ class Flags:
         return given, command
 
     def refuse(self, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
-        """End the process: one line on stderr, and an exit code, 2 unless another is given."""
+        """End the process with one line on stderr and an exit code, by default 2."""
         sys.stderr.write(f"{self.prog}: {printable(reason)}\n")
         sys.exit(exit_code)

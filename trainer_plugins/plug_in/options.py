@@ -1,4 +1,4 @@
-"""What a user may choose: one table, from which command lines, `attach` and `protect` are made."""
+"""MemoryArguments: one table of options for command lines, `attach` and `protect`."""
 
 import os
 from dataclasses import Field, dataclass, field, fields
@@ -10,11 +10,14 @@ from trainer_plugins.presets import CUDA_CACHE, SURVIVE, WATCHDOG, nearest, pres
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+Option = bool | int | float | str | os.PathLike[str] | None
+"""The value of one option."""
+
 DEFAULT_PRESET = "memory_safe"
 PREFIX = "memory_"
 
-# Each option, the class it is for, and the parameter of that class. It cannot stand in the fields'
-# metadata, which HfArgumentParser hands to argparse as they are.
+# Each option, the class it is for, and the parameter of that class. This is not in the fields'
+# metadata because HfArgumentParser passes those to argparse.
 _PARAMETERS = {
     "memory_every_steps": (WATCHDOG, "every_steps"),
     "memory_warn_fraction": (WATCHDOG, "warn_fraction"),
@@ -30,9 +33,9 @@ _PARAMETERS = {
 
 @dataclass
 class MemoryArguments:
-    """Arguments for `HfArgumentParser((TrainingArguments, MemoryArguments))` and TRL's `TrlParser`.
+    """Holds the options, for HfArgumentParser((TrainingArguments, MemoryArguments)) or TrlParser.
 
-    Not frozen, so that your own dataclass of arguments can inherit it.
+    It is not frozen, so that your own dataclass of arguments can inherit from it.
 
     Raises:
         ValueError: an unknown preset, a value out of range, or an option for a callback that the
@@ -42,7 +45,8 @@ class MemoryArguments:
     memory_preset: str = field(
         default=DEFAULT_PRESET,
         metadata={
-            "help": "Which callbacks: observe, memory_safe, survive, or a preset that an installed package offers."
+            "help": "Which callbacks: observe, memory_safe, survive, or a preset that an installed"
+            " package offers."
         },
     )
     memory_every_steps: int = field(
@@ -51,45 +55,53 @@ class MemoryArguments:
     )
     memory_warn_fraction: float = field(
         default=0.90,
-        metadata={"help": "Warn when this share of the device is in use, 0 to 1. (MemoryWatchdog)"},
+        metadata={
+            "help": "Warn when this fraction of the device is in use, 0 to 1. (MemoryWatchdog)"
+        },
     )
     memory_act_fraction: float = field(
         default=0.97,
-        metadata={"help": "An error from this share of the device on, 0 to 1. (MemoryWatchdog)"},
+        metadata={
+            "help": "Report an error from this fraction of the device on, 0 to 1. (MemoryWatchdog)"
+        },
     )
     memory_stop: bool = field(
         default=False,
         metadata={
-            "help": "On an error, save a checkpoint and end training on all ranks. (MemoryWatchdog)"
+            "help": "On an error, save a checkpoint and stop training on all ranks."
+            " (MemoryWatchdog)"
         },
     )
     memory_prometheus_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Also write the numbers into this folder, for node_exporter. (MemoryWatchdog)"
+            "help": "Also write the numbers to this folder, for node_exporter. (MemoryWatchdog)"
         },
     )
     memory_release_every_steps: int = field(
         default=10,
-        metadata={"help": "Ask every so many optimizer steps for a release. (CudaCacheCallback)"},
+        metadata={"help": "Consider a release every so many optimizer steps. (CudaCacheCallback)"},
     )
     memory_min_reclaimable_fraction: float = field(
         default=0.10,
         metadata={
-            "help": "Release when some rank has cached this share of its card, 0 to 1. (CudaCacheCallback)"
+            "help": "Release if some rank has cached this fraction of its card, 0 to 1."
+            " (CudaCacheCallback)"
         },
     )
 
     memory_on_refusal: str = field(
         default="warn",
         metadata={
-            "help": "Where out-of-memory errors of a run cannot be survived: warn, or error. (SurviveOOM)"
+            "help": "What to do if a run's out-of-memory errors cannot be survived: warn, or error."
+            " (SurviveOOM)"
         },
     )
     memory_vouch_for_loss: bool = field(
         default=False,
         metadata={
-            "help": "A loss of your own is a sum or mean over examples: measured, then divided. (SurviveOOM)"
+            "help": "Your own loss is a sum or mean over examples: it is checked, then divided."
+            " (SurviveOOM)"
         },
     )
 
@@ -107,14 +119,14 @@ class MemoryArguments:
             if target and target[0] not in has and value != option.default:
                 name = target[0].rpartition(".")[2]
                 raise ValueError(
-                    f"{option.name} is for {name}, which the preset {self.memory_preset} does not have"
+                    f"{option.name} is for {name}, which is not in the preset {self.memory_preset}"
                 )
-        # What the callbacks would refuse, said here, where nothing has begun and torch is not there
-        # yet.
+        # What the callbacks would refuse is refused here, before anything begins and torch is
+        # imported.
         for name in ("memory_every_steps", "memory_release_every_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"{name} counts optimizer steps, 1 or more, got {getattr(self, name)}"
+                    f"{name} is a number of optimizer steps, 1 or more, got {getattr(self, name)}"
                 )
         if not 0 < self.memory_warn_fraction <= self.memory_act_fraction <= 1:
             raise ValueError(
@@ -126,29 +138,29 @@ class MemoryArguments:
         if not 0 <= self.memory_min_reclaimable_fraction <= 1:
             got = self.memory_min_reclaimable_fraction
             raise ValueError(
-                f"memory_min_reclaimable_fraction is a share of the card, 0 to 1, got {got}"
+                f"memory_min_reclaimable_fraction is a fraction of the card, 0 to 1, got {got}"
             )
 
 
-def memory_arguments(preset: str = DEFAULT_PRESET, **options: Any) -> MemoryArguments:
-    """The arguments that `attach` and `protect` take: a preset, and options without their prefix.
+def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
+    """Build the arguments that `attach` and `protect` take: a preset, and options without prefix.
 
     Raises:
-        ValueError: an unknown preset or option (with the nearest that there is), or a bad value.
+        ValueError: an unknown preset or option (the nearest one is named), or a bad value.
     """
     known = [name.removeprefix(PREFIX) for name in _PARAMETERS]
     for name in options:
         if name not in known:
             raise ValueError(
-                f"there is no option {name!r}.{nearest(name, known)} There are: {', '.join(known)}"
+                f"there is no option {name!r}.{nearest(name, known)} Known options:"
+                f" {', '.join(known)}"
             )
-    return MemoryArguments(
-        memory_preset=preset, **{PREFIX + name: value for name, value in options.items()}
-    )
+    given: dict[str, Any] = {PREFIX + name: value for name, value in options.items()}
+    return MemoryArguments(memory_preset=preset, **given)
 
 
 def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
-    """Fresh callbacks, as the arguments say: `Trainer(..., callbacks=callbacks_from_args(memory_args))`.
+    """Make fresh callbacks: `Trainer(..., callbacks=callbacks_from_args(memory_args))`.
 
     Raises:
         ValueError: the preset names a class that cannot be imported.
@@ -160,7 +172,7 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
             cls = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"the preset {args.memory_preset} names {dotted}, which has no home: {error}"
+                f"the preset {args.memory_preset} names {dotted}, which cannot be imported: {error}"
             ) from error
         taken = {
             parameter: getattr(args, option)
@@ -172,10 +184,10 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
 
 
 def kind_of(option: "Field[Any]") -> type:
-    """The type of an option's value; where the default is None it is text."""
+    """Return the type of an option's value; an option whose default is None takes text."""
     return str if option.default is None else type(option.default)
 
 
 def _fits(value: object, kind: type) -> bool:
-    """Whether a value is of a type; a whole number also is a float, and a bool is no number."""
+    """Return whether a value has a type; a whole number is a float too, and a bool is no number."""
     return type(value) is kind or (kind is float and type(value) is int)

@@ -1,11 +1,16 @@
-"""Give a Trainer the callbacks of a preset."""
+"""Gives one Trainer the callbacks of a preset."""
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
-from trainer_plugins.plug_in.options import DEFAULT_PRESET, callbacks_from_args, memory_arguments
+from trainer_plugins.plug_in.options import (
+    DEFAULT_PRESET,
+    Option,
+    callbacks_from_args,
+    memory_arguments,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -15,26 +20,25 @@ _inserted: "dict[int, ref[TrainerCallback]]" = {}
 
 
 def protect(
-    trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Any
+    trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Option
 ) -> "list[TrainerCallback]":
-    """Give one Trainer the callbacks of a preset, but for those whose class it already has.
+    """Give one Trainer those callbacks of a preset whose class it does not have yet.
 
-    Again is harmless.
-
-    They stand behind the Trainer's own flow and in front of its trackers (`report_to`), so that
-    what they add to the logs is tracked. They hear `on_init_end` when they are added.
+    A second call is harmless. The callbacks stand behind the Trainer's own flow and before its
+    trackers (`report_to`), so that what they add to the logs is tracked. They get `on_init_end`
+    when they are added.
 
     Args:
         trainer: any `transformers.Trainer`, before it trains.
         preset: which callbacks, see `trainer_plugins.presets`.
-        **options: the fields of `MemoryArguments` without `memory_`, as in `warn_fraction=0.8`.
+        **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
 
     Returns:
-        What was added: nothing, where the Trainer had all of them.
+        The callbacks that were added; empty if the Trainer had all of them.
 
     Raises:
-        ValueError: an unknown preset or option, or a bad value. Nothing was added.
-        TypeError: this is no Trainer.
+        ValueError: an unknown preset or option, or a bad value. Nothing is added then.
+        TypeError: `trainer` is not a Trainer.
     """
     callbacks = callbacks_from_args(memory_arguments(preset, **options))
     if not hasattr(trainer, "callback_handler"):
@@ -43,9 +47,9 @@ def protect(
 
 
 def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[TrainerCallback]":
-    """Insert those callbacks whose class the Trainer does not have, tell them that it is built, and return them.
+    """Insert the callbacks whose class the Trainer lacks, fire their `on_init_end`, return them.
 
-    Not by `add_callback`: that puts them last, behind the trackers, and a subclass may refuse.
+    Not by `add_callback`: that adds them last, behind the trackers, and a subclass may refuse.
     """
     from transformers import DefaultFlowCallback
 
@@ -72,7 +76,7 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
 
 
 def was_inserted(callback: "TrainerCallback") -> bool:
-    """Whether `insert` gave this callback, and not the user."""
+    """Return whether `insert` added this callback, not the user."""
     known = _inserted.get(id(callback))
     return known is not None and known() is callback
 
@@ -82,7 +86,7 @@ def _forget(key: int, _: object) -> None:
 
 
 def give_way(trainer: "Trainer", cls: "type[TrainerCallback]") -> None:
-    """Take out what `insert` gave, where the user is about to add a callback of that class: the user's is kept."""
+    """Remove what `insert` added if the user is about to add a callback of that class."""
     present = trainer.callback_handler.callbacks
     present[:] = [
         other for other in present if not (_same_kind(type(other), cls) and was_inserted(other))
@@ -90,7 +94,7 @@ def give_way(trainer: "Trainer", cls: "type[TrainerCallback]") -> None:
 
 
 def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> bool:
-    """Whether one of two classes is the other's kind: two watchdogs would each see half of the peaks."""
+    """Return whether one class is the other's kind: two watchdogs would each see half the peaks."""
     from transformers import TrainerCallback
 
     return TrainerCallback not in (one, other) and (

@@ -1,1 +1,1 @@
-"""A run's timeline, as it is written, thinned, read again and exported."""
+"""Writes a run's timeline, thins it, reads it again and exports it."""

@@ -1,4 +1,4 @@
-"""History: the runs that went into one folder, told apart by the timelines that they left there."""
+"""History: the runs that wrote into one folder, told apart by their timelines."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,24 +11,24 @@ from trainer_plugins.record.timeline import Beginning, Entry, Flush, Sample, rea
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: a training with the evaluations before and after it, or evaluations alone.
+    """Holds one run: a training with the evaluations around it, or evaluations alone.
 
-    A resumed run is another.
+    A resumed run counts as another run.
     """
 
     timelines: Mapping[int, Sequence[Entry]]
-    """By rank, what each has noted; at least one rank, and at least one entry each."""
+    """The entries of each rank, by rank; at least one rank, and at least one entry each."""
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Optimizer steps that were complete at its beginning, and at its end."""
+        """Return the optimizer steps that were complete at the run's beginning and at its end."""
         return min(each[0].step for each in self.timelines.values()), max(
             e.step for e in self._entries()
         )
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """From when until when there are entries, since the epoch of Unix."""
+        """Return the times of the first and last entry, in seconds since the Unix epoch."""
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
 
@@ -38,24 +38,25 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All runs into a folder."""
+    """Holds all runs that wrote into a folder."""
 
     runs: Sequence[Run]
-    """The oldest first."""
+    """The runs, oldest first."""
 
     files: Mapping[int, Path]
-    """By rank."""
+    """The timeline files, by rank."""
 
     num_passed_over: Mapping[int, int]
-    """By rank, lines that are no entries: cut off by a kill or a full disk, damaged, of a later version."""
+    """Lines that are not entries, by rank: cut off by a kill or a full disk, damaged, or of a later
+    version."""
 
 
 def read_history(run_dir: Path) -> History:
-    """Read the timelines of all ranks.
+    """Read the timelines of all ranks of a folder.
 
     Raises:
         ValueError: there are none.
-        OSError: a file cannot be read, or is none.
+        OSError: a file cannot be read, or is not a regular file.
     """
     found = (
         (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
@@ -64,7 +65,8 @@ def read_history(run_dir: Path) -> History:
     files = dict(sorted((int(match[1]), path) for match, path in found if match))
     if not files:
         raise ValueError(
-            f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that had MemoryWatchdog"
+            f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that"
+            " had MemoryWatchdog"
         )
     runs: list[tuple[int, list[Entry]]] = []
     num_passed_over = {}
@@ -76,7 +78,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
-    """Take the file of one rank apart: into processes, and each of them where a run begins."""
+    """Split the file of one rank into processes, and each process where a new run begins."""
     by_process: dict[str, list[list[Entry]]] = {}
     for process, entry in lines:
         runs = by_process.setdefault(process, [])
@@ -87,9 +89,10 @@ def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
 
 
 def _begins_anew(run: Sequence[Entry], entry: Entry) -> bool:
-    """Steps are counted upwards.
+    """Return whether an entry begins a new run.
 
-    Those who begin a run say so one after the other, and a run does not begin twice.
+    Steps only count upwards in a run. Its callbacks note its beginning one after the other, and a
+    run does not begin twice.
     """
     if entry.step < run[-1].step:
         return True
@@ -106,7 +109,7 @@ def _is_beginning(entry: Entry) -> bool:
 
 
 def _brought_together(runs: Iterable[tuple[int, list[Entry]]]) -> list[Run]:
-    """What ranks have noted at the same time is of one run, which has no rank twice."""
+    """Join what ranks noted at the same time into one run; no rank is in a run twice."""
     together: list[dict[int, list[Entry]]] = []
     last_seconds = 0.0
     for rank, run in sorted(runs, key=lambda pair: pair[1][0].time_seconds):

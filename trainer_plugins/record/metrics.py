@@ -1,4 +1,4 @@
-"""MemoryMetrics: what memory did between two lines of a run's log, in the few numbers that belong on a chart."""
+"""MemoryMetrics: memory between two lines of a run's log, in the few numbers of a chart."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,19 @@ from trainer_plugins.units import gib
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMetrics:
-    """One device of one rank, since the line before. Sizes in bytes."""
+    """Holds the memory of one device of one rank since the line before; sizes in bytes."""
 
     peak_bytes: int
-    """The most that tensors took at once, in training, an evaluation or a save."""
+    """The most that tensors took at once, in training, evaluation or save."""
 
     reserved_bytes: int
-    """Held by this process's caching allocator at the last look."""
+    """Bytes that this process's caching allocator held at the last look."""
 
     foreign_bytes: int
-    """Held at the last look by others: memory outside torch less what this run took there while it warmed up."""
+    """Bytes that others held at the last look.
+
+    That is memory outside torch, less what this run took there while it warmed up.
+    """
 
     pressure_fraction: float
     """The highest pressure (see `MemoryReading`), 0 to 1."""
@@ -37,13 +40,13 @@ def metrics_of(
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
 ) -> MemoryMetrics:
-    """Sum up what was seen.
+    """Sum up the readings and releases since the line before.
 
     Args:
         before: the last reading of the line before.
-        readings: those since, at least one, oldest first.
-        flushes: the releases since.
-        own_non_torch_bytes: what this run is granted outside torch.
+        readings: the readings since then, at least one, oldest first.
+        flushes: the releases since then.
+        own_non_torch_bytes: what this run may hold outside torch.
     """
     last = readings[-1]
     return MemoryMetrics(
@@ -57,7 +60,7 @@ def metrics_of(
 
 
 def as_logs(metrics: MemoryMetrics) -> dict[str, float]:
-    """The names and units under which people find them in TensorBoard and its like; all floats."""
+    """Return the metrics as floats, under the names and units for TensorBoard and its like."""
     return {
         "memory/peak_gib": gib(metrics.peak_bytes),
         "memory/reserved_gib": gib(metrics.reserved_bytes),

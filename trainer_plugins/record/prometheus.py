@@ -1,4 +1,4 @@
-"""PrometheusFile: memory metrics where the textfile collector of node_exporter finds them."""
+"""PrometheusFile: memory metrics for the textfile collector of node_exporter."""
 
 import logging
 from pathlib import Path
@@ -11,19 +11,19 @@ logger = logging.getLogger(__name__)
 
 
 class PrometheusFile:
-    """The newest metrics of one rank: `<folder>/trainer_plugins-rank-<rank>.prom`, replaced as a whole at each write.
+    """Writes the newest metrics of one rank to `<folder>/trainer_plugins-rank-<rank>.prom`.
 
-    Base units, and names as Prometheus wants them: what a log line sums up since the one before is
-    a counter here. The file stays when the run is over; its age tells
-    (`node_textfile_mtime_seconds`). One that cannot be written is said once and never raised.
+    Each write replaces the whole file. Metrics have base units and names as Prometheus wants them;
+    what a log line sums up since the line before is a counter here. The file stays when the run is
+    over, and its age tells so (`node_textfile_mtime_seconds`). If it cannot be written, that is
+    logged once and never raised.
 
     Source: https://github.com/prometheus/node_exporter#textfile-collector
     """
 
     def __init__(self, folder: Path, rank: int, device: str) -> None:
         self.path = folder / f"trainer_plugins-rank-{rank}.prom"
-        # https://prometheus.io/docs/instrumenting/exposition_formats: what is escaped in the value
-        # of a label
+        # Escapes in label values: https://prometheus.io/docs/instrumenting/exposition_formats
         escaped = device.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'{{rank="{rank}",device="{escaped}"}}'
         self._num_alloc_retries = 0
@@ -31,21 +31,20 @@ class PrometheusFile:
         self._warned = False
 
     def write(self, metrics: MemoryMetrics) -> None:
-        """Put these metrics in the place of those before."""
+        """Replace the metrics in the file by these."""
         self._num_alloc_retries += metrics.num_alloc_retries
         self._flush_seconds += metrics.flush_seconds
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # The collector reads *.prom and nothing else, at any time: so a whole file takes the
-            # place of a whole file.
+            # The collector reads every *.prom file, at any time: so replace whole files only.
             with replacing(self.path) as file:
                 file.write(self._text(metrics).encode(errors="replace"))
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "memory metrics cannot be written to %s (%s): training goes on without them. Free some space, or "
-                    "set prometheus_dir to a folder that can be written",
+                    "memory metrics cannot be written to %s (%s): training goes on without them."
+                    " Free some space, or set prometheus_dir to a writable folder",
                     printable(self.path),
                     error.strerror,
                 )
@@ -55,13 +54,13 @@ class PrometheusFile:
             (
                 "peak_bytes",
                 "gauge",
-                "Most that tensors took at once since the log line before.",
+                "The most that tensors took at once since the log line before.",
                 metrics.peak_bytes,
             ),
             (
                 "reserved_bytes",
                 "gauge",
-                "Held by the caching allocator of torch.",
+                "Held by torch's caching allocator.",
                 metrics.reserved_bytes,
             ),
             (
@@ -73,19 +72,19 @@ class PrometheusFile:
             (
                 "pressure_ratio",
                 "gauge",
-                "Live memory at its peak, of the device.",
+                "Peak live memory as a fraction of the device.",
                 metrics.pressure_fraction,
             ),
             (
                 "alloc_retries_total",
                 "counter",
-                "Allocations that needed a flush.",
+                "Allocations that succeeded only after a flush of the cache.",
                 self._num_alloc_retries,
             ),
             (
                 "flush_seconds_total",
                 "counter",
-                "Waited for releases of cached memory.",
+                "Time that training waited for releases of cached memory.",
                 self._flush_seconds,
             ),
         )

@@ -1,4 +1,4 @@
-"""Thinning: a timeline file that has grown long keeps its newest quarter, and half of the readings before it."""
+"""Thins a long timeline file: keeps its newest quarter, and half of the readings before it."""
 
 import json
 import os
@@ -14,12 +14,14 @@ from trainer_plugins.record.regular_file import open_regular, replacing
 _TOGETHER = 8
 _AT_ONCE_BYTES = 1 << 20
 
-# A reading as `timeline.to_line` writes it, and as versions before this one did. What is written
-# otherwise stays.
+# A reading as `timeline.to_line` and earlier versions write it. Lines of any other form stay.
 _READING = re.compile(
-    rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, "step": (?P<step>\d{1,18}), '
-    rb'(?P<alike>"moment": "(?!begin"|end")\w+", "device": "[\w:.-]*", "total_bytes": (?P<total>\d{1,18})), '
-    rb'"free_bytes": (?P<free>\d{1,18}), "reserved_bytes": (?P<reserved>\d{1,18}), "allocated_bytes": \d{1,18}, '
+    rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, '
+    rb'"step": (?P<step>\d{1,18}), '
+    rb'(?P<alike>"moment": "(?!begin"|end")\w+", "device": "[\w:.-]*", '
+    rb'"total_bytes": (?P<total>\d{1,18})), '
+    rb'"free_bytes": (?P<free>\d{1,18}), "reserved_bytes": (?P<reserved>\d{1,18}), '
+    rb'"allocated_bytes": \d{1,18}, '
     rb'"peak_allocated_bytes": (?P<peak>\d{1,18}), "num_alloc_retries": \d{1,18})'
     rb'(?:, "num_readings": (?P<num>\d{1,18}))?\}\n'
 )
@@ -30,16 +32,16 @@ _RELEASE = b'{"kind": "flush"'
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of eight readings in a row of one moment four stay, among them those with the highest peak,
+    Of eight consecutive readings of one moment four stay, among them those with the highest peak,
     reserved memory, use of the device and pressure. They stay as they were read, and count how many
-    they stand for. Releases are added up in pairs. Findings, beginnings, ends and what is no entry
-    stay as they are. The newest quarter is copied.
+    readings they stand for. Releases are added up in pairs. Findings, beginnings, ends and lines
+    that are not entries stay. The newest quarter is copied as it is.
 
-    Whoever has the file open keeps the old one, whole; a kill at any moment leaves the old one or
-    the new one.
+    A process that has the file open keeps the whole old file; a kill at any moment leaves either
+    the old or the new one.
 
     Raises:
-        OSError: it cannot be read, or nothing can be written beside it. The file is then as it was.
+        OSError: it cannot be read, or nothing can be written beside it; the file is unchanged then.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
@@ -54,7 +56,7 @@ def thin(path: Path) -> int:
 
 
 def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
-    """The next lines, so many that they have `num_bytes` or just more; what has no end for 1 MiB comes in pieces."""
+    """Read lines until they have `num_bytes` or just more; a line over 1 MiB comes in pieces."""
     lines: list[bytes] = []
     while num_bytes > 0 and (line := file.readline(_AT_ONCE_BYTES)):
         lines.append(line)
@@ -63,7 +65,7 @@ def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
 
 
 def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """The lines that stay, in their order."""
+    """Return the lines that stay, in order."""
     stay: list[bytes | None] = [*lines]
     groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
     pending: int | None = None
@@ -82,13 +84,13 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
             else:
                 pending = number
         elif _BEGINNING.match(line):
-            groups.clear()  # readings of two runs are never held against each other
+            groups.clear()  # never compare readings of two runs
             pending = None
     return (line for line in stay if line is not None)
 
 
 def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
-    """Let half of a group stay: whatever has a maximum, and of the others every second."""
+    """Keep half of a group: each maximum, and every second of the others."""
     columns = zip(*(_compared(match) for _, match in group), strict=True)
     chosen = {max(range(_TOGETHER), key=column.__getitem__) for column in columns}
     for at in (7, 5, 3, 1, 6, 4, 2, 0):
@@ -107,13 +109,16 @@ def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]
 
 
 def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
-    """Peak, reserved, used and pressure, this as `MemoryReading` has it; the total is the same in a group."""
+    """Return what is compared: peak, reserved, used, and `MemoryReading.pressure` in bytes.
+
+    Within a group the total is the same.
+    """
     total, free, reserved, peak = map(int, match.group("total", "free", "reserved", "peak"))
     return peak, reserved, total - free, peak + max(0, total - free - reserved)
 
 
 def _added(first: bytes, second: bytes) -> bytes | None:
-    """Two releases as one, at the time of the second; None where they are of two runs or kinds, or no releases."""
+    """Add up two releases, dated as the second; None if they differ in run or kind, or are none."""
     try:
         one, other = json.loads(first), json.loads(second)
         alike = (

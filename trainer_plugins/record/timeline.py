@@ -1,10 +1,10 @@
-"""Timeline: what was seen and done during a run, in order; one JSON line an entry, read back the same."""
+"""Timeline: what was seen and done in a run, in order, as one line of JSON per entry."""
 
 import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from io import BufferedReader, FileIO
@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from secrets import token_hex
 from time import time
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 from weakref import WeakValueDictionary
 
 from trainer_plugins.finding import Finding, Severity
@@ -24,61 +24,62 @@ from trainer_plugins.record.regular_file import open_regular
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.strategy import Strategy
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 8 << 20
-"""A file that has grown longer is thinned, to about two thirds.
-
-Findings and beginnings are never dropped.
-"""
+"""A longer file is thinned to about two thirds; findings and beginnings always stay."""
 
 _LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
-# Two launches into one folder write to one file, perhaps at the same time: each line says which
-# process it is of.
+# Two launches may write to one file, even at the same time: each line names its process.
 _PROCESS = token_hex(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A reading, and when in the run it was taken."""
+    """Holds a reading, and when in the run it was taken."""
 
     step: int
-    """Optimizer steps completed, as in `TrainerState.global_step`."""
+    """Optimizer steps completed, as `TrainerState.global_step` counts them."""
 
     moment: str
-    """What the run was doing since the reading before: `train`, `eval`, `predict`, `save`, `begin`, `end`."""
+    """What the run did since the reading before.
+
+    One of `train`, `eval`, `predict`, `save`, `begin`, `end`.
+    """
 
     reading: MemoryReading
     time_seconds: float = field(default_factory=time)
-    """Since the epoch of Unix."""
+    """Time of the reading in seconds since the Unix epoch."""
 
     num_readings: int = 1
-    """How many it stands for: itself, and those beside it that were thinned out."""
+    """How many readings it stands for: itself, and neighbours that were thinned out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """One release of cached memory: what it gave and what it cost."""
+    """Records one release of cached memory, what it freed and what it cost."""
 
     step: int
     reason: str
     released_bytes: int
     stuck_bytes: int
-    """Still cached afterwards: free parts of segments in which a tensor lives, which no release can give back."""
+    """Bytes still cached afterwards in segments with live tensors, which no release frees."""
 
     seconds: float
     """How long training waited for it."""
 
     time_seconds: float = field(default_factory=time)
     num_releases: int = 1
-    """How many are added up in it."""
+    """How many releases are added up in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """A finding, and the step at which it was made."""
+    """Records a finding, and the step at which it was made."""
 
     step: int
     finding: Finding
@@ -87,7 +88,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Training began here, or went on from a checkpoint, and as what."""
+    """Records that training began here, or resumed from a checkpoint, and its strategy."""
 
     step: int
     strategy: Strategy
@@ -100,11 +101,10 @@ Entry = Sample | Flush | Remark | Beginning
 def to_line(entry: Entry) -> str:
     """Render an entry as one line of JSON, without the line feed.
 
-    Sizes stay in bytes; `run` tells processes apart.
+    Sizes stay in bytes; `run` names the process.
     """
     if isinstance(entry, Sample) and entry.num_readings == 1:
-        # By hand and not by `dataclasses.asdict` and json: this is on the training path, at each
-        # step.
+        # Formatted by hand, not by `dataclasses.asdict` and json: this runs at every training step.
         reading = entry.reading
         names = (
             _PROCESS,
@@ -114,7 +114,7 @@ def to_line(entry: Entry) -> str:
             _quoted(reading.device),
         )
         return _SAMPLE_LINE % (*names, *_sizes_of(reading))
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
         "run": _PROCESS,
         "time_seconds": round(entry.time_seconds, 3),
@@ -140,10 +140,10 @@ def to_line(entry: Entry) -> str:
 
 
 def from_line(line: bytes) -> tuple[str, Entry] | None:
-    """Read one line back: of which process it is ("" in old files), and the entry.
+    """Read one line back: the process that wrote it ("" in old files), and the entry.
 
-    None for what is no entry: a kind of a later version, half a line of a killed run, values that
-    no run has.
+    None for a line that is not an entry: a kind of a later version, half a line of a killed run,
+    values that no run has.
     """
     try:
         record = json.loads(line.decode())
@@ -184,11 +184,11 @@ _SAMPLE_LINE = (
 )
 
 
-def _made(kind: Any, record: Mapping[str, Any]) -> Any:
-    """One of `kind` from its fields in a record; those that a version before did not write are left at their default.
+def _made(kind: Callable[..., T], record: Mapping[str, Any]) -> T:
+    """Construct `kind` from its fields in a record; fields that an older version lacks default.
 
     Raises:
-        TypeError: one that has no default is missing, or one has another type than the class says.
+        TypeError: a field without a default is missing, or a value does not have the field's type.
     """
     made = kind(**{name: record[name] for name, _ in _types_of(kind) if name in record})
     if not _has_types(made):
@@ -206,7 +206,7 @@ def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value from a file is what the annotation of a field says; a number is finite and has 64 bits."""
+    """Return whether a value from a file has a field's type; numbers must fit in 64 bits."""
     if kind is int:
         return type(value) is int and abs(value) < 1 << 63
     if kind is float:
@@ -224,10 +224,10 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
-    """What `from_line` makes of each line of a file; a line of more than 1 MiB is none of ours.
+    """Yield what `from_line` makes of each line of a file; lines over 1 MiB count as not ours.
 
     Raises:
-        OSError: the file cannot be read, or is none.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with BufferedReader(open_regular(path, "r")) as file:
         while line := file.readline(_LONGEST_LINE_BYTES):
@@ -240,22 +240,22 @@ def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
 
 
 def read_timeline(path: Path) -> list[Entry]:
-    """Read a file that a `Timeline` wrote, also one with lines that were cut off by a kill or a full disk.
+    """Read a file that a `Timeline` wrote; lines cut off by a kill or a full disk are skipped.
 
     Raises:
-        OSError: the file cannot be read, or is none.
+        OSError: the file cannot be read, or is not a regular file.
     """
     return [read[1] for read in read_lines(path) if read is not None]
 
 
 class Timeline:
-    """A history of entries, oldest first, of which the last `capacity` are kept in memory.
+    """Keeps a history of entries, oldest first, the last `capacity` of them in memory.
 
     With a `path` each entry is also appended to that file, one line in one write, so that it
-    survives the death of the process. Costs about 20 microseconds an entry. A file that cannot be
-    written is said once and never raised: training goes on, and the entries in memory are written
-    when there is room again. One that is taken away is said once and made again. One of more than
-    `MAX_FILE_BYTES` is thinned, see `thinning.py`.
+    survives the death of the process. An entry costs about 20 microseconds. If the file cannot be
+    written, that is logged once and never raised: training goes on, and entries in memory are
+    written once there is room again. A file that is removed is logged once and created again. A
+    file of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
@@ -268,9 +268,9 @@ class Timeline:
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
         self._num_taken = 0
-        """How much of the first unwritten line the file has: a full disk may take half of it."""
+        """Bytes of the first unwritten line that the file has: a full disk may take half of it."""
         self._home = (0, 0)
-        """Device and number of the file that is open."""
+        """Device and inode number of the open file."""
         self._thin_from_bytes = MAX_FILE_BYTES
         self._said: set[str] = set()
 
@@ -282,16 +282,16 @@ class Timeline:
             self.last_flush = entry
         if self.path is not None:
             if self._num_taken and len(self._unwritten) == self._unwritten.maxlen:
-                self.close()  # the rest of that line is given up
+                self.close()  # give up the rest of that line
             self._unwritten.append(to_line(entry).encode() + b"\n")
             self._write(self.path)
 
     def since(self, num_added: int) -> list[Entry]:
-        """What was added after `num_added` was that many, oldest first, as far as it is still in memory."""
+        """Return the entries added after the first `num_added`, as far as they are in memory."""
         return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
 
     def close(self) -> None:
-        """Close the file. A later entry opens it again and goes on behind the last line."""
+        """Close the file; a later entry opens it again and appends to it."""
         self._num_taken = 0
         if self._file is not None:
             self._file.close()
@@ -303,8 +303,8 @@ class Timeline:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy opens the file for itself, if it has something to add."""
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state without the open file: a copy opens it for itself to add entries."""
         return {
             **self.__dict__,
             "_file": None,
@@ -323,14 +323,15 @@ class Timeline:
                     self._num_taken = 0
         except OSError as error:
             self._say_once(
-                "the memory timeline cannot be written to %s (%s): training goes on, and the entries stay in "
-                "memory until they can be. Free some space, or set output_dir to a folder that can be written",
+                "the memory timeline cannot be written to %s (%s): training goes on, and the"
+                " entries stay in memory until they can be. Free some space, or set output_dir to a"
+                " writable folder",
                 printable(path),
                 error.strerror,
             )
 
     def _file_now(self, path: Path) -> FileIO:
-        """The file that the path names at this moment: it may have been removed, or replaced, since the last entry."""
+        """Return the file that the path names now: it may have been removed or replaced."""
         try:
             found = os.stat(path)
         except FileNotFoundError:
@@ -339,8 +340,9 @@ class Timeline:
             self.close()
             if found is None:
                 self._say_once(
-                    "the memory timeline %s was taken away while the run was writing it: it is made again, without "
-                    "what it had. Keep output_dir in its place until the run has ended",
+                    "the memory timeline %s was removed while the run was writing it: it was"
+                    " created again, without its earlier entries. Leave output_dir in place until"
+                    " the run has ended",
                     printable(path),
                 )
         if found is not None and found.st_size > self._thin_from_bytes:
@@ -351,11 +353,10 @@ class Timeline:
             opened = os.fstat(file.fileno())
             if opened.st_size:
                 file.seek(-1, os.SEEK_END)
-                if (
-                    file.read(1) != b"\n"
-                ):  # half a line of a run that was killed, or of a disk that was full
+                # Half a line of a run that was killed, or of a full disk.
+                if file.read(1) != b"\n":
                     file.write(b"\n")
-            self._file = file  # closes itself when it goes, also at the end of Python
+            self._file = file  # closes itself when it is deleted, even at the end of Python
             self._home = (opened.st_dev, opened.st_ino)
         return self._file
 
@@ -365,13 +366,13 @@ class Timeline:
             num_bytes = thin(Path(os.path.realpath(path)))
         except OSError as error:
             self._say_once(
-                "the memory timeline %s has %d bytes and cannot be thinned (%s): it goes on growing. Free some space",
+                "the memory timeline %s has %d bytes and cannot be thinned (%s): it goes on"
+                " growing. Free some space",
                 printable(path),
                 num_bytes,
                 error.strerror,
             )
-        # Where little could be dropped, or nothing, it is worth trying again when much has been
-        # added.
+        # If little or nothing could be dropped, try again when the file has grown by half.
         self._thin_from_bytes = max(MAX_FILE_BYTES, num_bytes * 3 // 2)
 
     def _say_once(self, message: str, *values: object) -> None:
@@ -380,15 +381,15 @@ class Timeline:
             logger.warning(message, *values)
 
 
-# One file has one Timeline in a process, however many callbacks write to it: two would each keep
-# half the history.
+# One file has one Timeline in a process, however many callbacks write to it: two would have half
+# the history each.
 _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 
 def timeline_of_run(output_dir: str, rank: int) -> Timeline:
-    """The timeline of one rank of a run: `<output_dir>/memory/rank-<rank>.jsonl`.
+    """Return the timeline of one rank of a run: `<output_dir>/memory/rank-<rank>.jsonl`.
 
-    The same object for every caller.
+    Every caller gets the same object.
     """
     path = Path(output_dir).absolute() / "memory" / f"rank-{rank}.jsonl"
     timeline = _open_timelines.get(path)

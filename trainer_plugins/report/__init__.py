@@ -1,1 +1,1 @@
-"""What a run's timelines say, for people."""
+"""Renders timelines and plans for people, as text and HTML."""

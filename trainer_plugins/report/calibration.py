@@ -1,4 +1,4 @@
-"""A plan beside the run that it was made for, in the terminal."""
+"""Renders a plan beside the run that it was made for, for the terminal."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,7 +9,7 @@ from trainer_plugins.units import size
 
 
 def calibration_report(calibration: Calibration) -> RenderableType:
-    """Each counter of each moment, the worst first, then what was not the allocator's, and where that is kept."""
+    """Render each counter of each moment, worst first, then the memory outside the allocator."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("moment")
     table.add_column("")
@@ -19,11 +19,13 @@ def calibration_report(calibration: Calibration) -> RenderableType:
         numbers = (size(each.predicted_bytes), size(each.measured_bytes), f"{each.fraction:+.2%}")
         table.add_row(each.moment, each.counter, *numbers)
     lines = [
-        f"Of the card {size(calibration.context_bytes)} was not the allocator's: the context, NCCL, other processes",
+        f"{size(calibration.context_bytes)} of the card was outside the allocator: the context,"
+        " NCCL, other processes",
         *calibration.remarks,
     ]
     if calibration.kept_in is not None:
         lines.append(
-            f"Later plans for this card count that as its context: {calibration.kept_in}. Delete it to undo"
+            "Later plans for this card count that as its context: it is stored in"
+            f" {calibration.kept_in}. Delete that file to undo this"
         )
     return Group(table, *(Text(line) for line in lines))

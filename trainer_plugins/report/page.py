@@ -1,4 +1,4 @@
-"""Pages in the terminal: what is foreign in them is harmless, and no figure is cut, however narrow it is there."""
+"""Prints pages in the terminal: foreign text is harmless, and no figure is cut."""
 
 from collections.abc import Iterator
 
@@ -10,15 +10,15 @@ from rich.table import Table
 from trainer_plugins.printable import printable
 
 _WIDE = 10_000
-"""Characters of a line that goes to a file or another program, which wraps nothing."""
+"""Line width in characters for a file or another program, where nothing is wrapped."""
 
 
 def show(page: RenderableType) -> None:
     """Print a page to standard output.
 
-    Names and messages in it may be anybody's: markup in them is text, and controls are made visible
-    (`printable`). On a terminal text is wrapped; a table that is wider than the terminal is not.
-    Elsewhere nothing is.
+    Names and messages in it may be anybody's: markup in them stays text, and control characters
+    become visible (`printable`). On a terminal text is wrapped, but a table wider than the terminal
+    is not. Elsewhere nothing is wrapped.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
@@ -36,7 +36,7 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
 
 
 def _needed(table: Table, console: Console) -> int:
-    """How wide a table is whose figures are whole. Its other columns may be folded."""
+    """Return the width at which a table's figures are whole; its other columns may be folded."""
     options = console.options.update(width=_WIDE)
     for column in table.columns:
         if column.justify == "right":
@@ -51,7 +51,7 @@ def _needed(table: Table, console: Console) -> int:
 
 
 class _Shown:
-    """Something to print, without what a terminal would obey."""
+    """Wraps a renderable so that a terminal finds nothing in it to obey."""
 
     def __init__(self, part: RenderableType) -> None:
         self.part = part

@@ -1,4 +1,4 @@
-"""A plan in the terminal: what fits, what it is made of, and how far to trust it."""
+"""Renders a plan for the terminal: whether it fits, what it is made of, how reliable it is."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,7 +9,7 @@ from trainer_plugins.units import MIB, percent, size
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
-    """The plan as a page of text: the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
+    """Render the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
     parts: list[RenderableType] = [
         Text(verdict(plan), style="bold"),
         _figures(plan),
@@ -31,13 +31,13 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Whether it fits, in one line."""
+    """Say in one line whether the run fits."""
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU, in the {plan.moment}"
     if plan.fits is None or plan.capacity_bytes is None or plan.margin_bytes is None:
         return f"Needs {peak}. Name a card with --gpu to learn whether that fits"
     card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
     flushes = (
-        f", after {plan.num_flushes} times giving the whole cache back" if plan.num_flushes else ""
+        f", after releasing the whole cache {plan.num_flushes} times" if plan.num_flushes else ""
     )
     if plan.fits:
         return f"Fits on {card}: {peak}, {size(plan.margin_bytes)} to spare{flushes}"
@@ -46,22 +46,22 @@ def verdict(plan: MemoryPlan) -> str:
         failed = (
             f": the allocator fails on {size(plan.failed_request_bytes)} for {plan.failed_request}"
         )
-    return f"Does not fit on {card}{failed}. Without an end of memory it would be {peak}"
+    return f"Does not fit on {card}{failed}. On a card of unlimited memory the peak would be {peak}"
 
 
 def _figures(plan: MemoryPlan) -> Table:
     table = _table("", "a GPU")
     table.add_row("allocated (max_memory_allocated)", size(plan.allocated_peak_bytes))
     table.add_row("reserved (max_memory_reserved)", size(plan.reserved_peak_bytes))
-    table.add_row("nvidia-smi: reserved, and the context", size(plan.nvidia_smi_peak_bytes))
+    table.add_row("nvidia-smi: reserved plus the context", size(plan.nvidia_smi_peak_bytes))
     pinned = (
         f", {size(plan.host_pinned_bytes_per_node)} of it pinned"
         if plan.host_pinned_bytes_per_node
         else ""
     )
-    table.add_row("host RAM of a node, for tensors", size(plan.host_ram_bytes_per_node) + pinned)
+    table.add_row("host RAM per node, for tensors", size(plan.host_ram_bytes_per_node) + pinned)
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
-    table.add_row("parameters that are trained", trainable)
+    table.add_row("trainable parameters", trainable)
     return table
 
 
@@ -69,7 +69,7 @@ def _breakdown(plan: MemoryPlan) -> Table:
     table = _table(f"allocated at the peak ({plan.moment})", "", "")
     for category, num_bytes in sorted(plan.breakdown.items(), key=lambda pair: -pair[1]):
         if num_bytes * 20 < MIB:
-            continue  # a few buffers, which would read as 0.0 MiB
+            continue  # a few buffers, which would show as 0.0 MiB
         share = num_bytes / plan.allocated_peak_bytes if plan.allocated_peak_bytes else 0.0
         table.add_row(category, size(num_bytes), percent(share))
     return table

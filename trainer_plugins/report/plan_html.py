@@ -1,4 +1,4 @@
-"""A plan as one page for a browser: it loads nothing, and shows the same figures as the JSON."""
+"""Renders a plan as one web page, which loads nothing and shows the same figures as the JSON."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,30 +17,30 @@ _TICKS_AT_MOST = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """The timeline as shapes, in units of its view box. Up is smaller, as everywhere in SVG."""
+    """Holds the timeline as shapes, in units of its view box; y grows downwards, as in SVG."""
 
     width: float
     height: float
     allocated: str
-    """The outline of an area."""
+    """The outline of an area, as an SVG path."""
 
     reserved: str
-    """A line."""
+    """A line, as an SVG path."""
 
     moments: tuple[tuple[str, float], ...]
-    """Name, and where it begins. All are as wide as each other, whatever they do."""
+    """Name and left edge of each moment; all are equally wide."""
 
     moment_width: float
 
     ticks: tuple[tuple[str, float], ...]
     capacity: tuple[str, float] | None
-    """What the process can reserve of the card: its text, and where."""
+    """What the process can reserve of the card, as text, and its height."""
 
     peak: tuple[float, float]
 
 
 def plan_page(plan: MemoryPlan) -> str:
-    """The whole page. Its sizes are elements `data`, whose value is the exact number of bytes."""
+    """Render the whole page; sizes are `data` elements whose value is the exact number of bytes."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -50,7 +50,7 @@ def plan_page(plan: MemoryPlan) -> str:
 
 
 def chart_of(plan: MemoryPlan) -> Chart | None:
-    """Draw the timeline; None where a plan has none."""
+    """Draw the timeline; None if the plan has none."""
     if not plan.timeline:
         return None
     limit = plan.capacity_bytes - plan.context_bytes if plan.capacity_bytes is not None else None
@@ -71,7 +71,8 @@ def chart_of(plan: MemoryPlan) -> Chart | None:
                 round((number + (position + at) / len(points)) * width, 2) for at in (0, 1)
             )
             allocated += f" H{begin} V{height_of(now)} H{end}"
-            reserved += f" {'H' if reserved else 'M'}{begin} {'V' if reserved else ''}{height_of(held)} H{end}"
+            down = "V" if reserved else ""
+            reserved += f" {'H' if reserved else 'M'}{begin} {down}{height_of(held)} H{end}"
             peak = min(peak, (begin, height_of(now)), key=lambda point: point[1])
     every = _between_ticks(top)
     ticks = [every * number for number in range(int(top / every) + 1)]
@@ -89,7 +90,7 @@ def chart_of(plan: MemoryPlan) -> Chart | None:
 
 
 def _between_ticks(top: float) -> int:
-    """1, 2 or 5 times a power of ten, in the unit in which sizes of this height are said."""
+    """Return 1, 2 or 5 times a power of ten, in the unit that sizes of this height have."""
     unit = GIB if top >= GIB else MIB
     every, factors = unit, (2.0, 2.5, 2.0)
     number = 0

@@ -1,4 +1,4 @@
-"""What a search found, and what switches save, in the terminal."""
+"""Renders what a search found, and what switches save, for the terminal."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from trainer_plugins.units import GIB, size
 
 
 def search_report(result: SearchResult) -> RenderableType:
-    """The table of a search, its best line to copy, and what could not be predicted."""
+    """Render the table of a search, its best line to copy, and what could not be predicted."""
     rows = f"{result.effective_batch} rows between optimizer steps"
     cards = f" on {result.num_gpus} GPUs" if result.num_gpus > 1 else ""
     card = f"{result.gpu} ({size(result.capacity_bytes)})"
@@ -37,7 +37,7 @@ def search_report(result: SearchResult) -> RenderableType:
     if result.best is not None:
         parts += [Text(line) for line in _to_copy(result.best)]
     else:
-        parts.append(Text("Nothing fits, also with the smallest micro-batch", style="bold"))
+        parts.append(Text("Nothing fits, not even the smallest micro-batch", style="bold"))
     parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
     return Group(*parts)
 
@@ -57,10 +57,10 @@ def _cells(line: SearchLine, one_length: bool) -> list[str]:
 
 
 def _to_copy(best: SearchLine) -> list[str]:
-    """The rule is said with the result: it is about memory, not speed."""
+    """Return the best line's settings, and the rule by which it is best: memory, not speed."""
     lines = [
-        "Best: the most tokens in one forward pass of a card; of equals without checkpointing, the plainest strategy, "
-        "the longest rows. Which is fastest is not predicted",
+        "Best: the most tokens in one forward pass of a card; of equals, the one without"
+        " checkpointing, the plainest strategy, the longest rows. Speed is not predicted",
         f"  flags   {best.flags}",
         f"  Hydra   {best.hydra_overrides}",
         f"  length  {best.sequence_length} tokens in each row",
@@ -72,7 +72,7 @@ def _to_copy(best: SearchLine) -> list[str]:
 
 
 def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
-    """What each switch would save, beside the run as it is."""
+    """Render what each switch would save, compared with the run as it is."""
     table = _table("switch", "allocated saved", "reserved saved", "nvidia-smi then", "fits then")
     table.add_column("with", overflow="fold")
     for each in saved:

@@ -1,4 +1,4 @@
-"""A memory report of the runs in a folder, as short tables for the terminal."""
+"""Renders a memory report of the runs in a folder, as short tables for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -18,11 +18,11 @@ _STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "r
 
 
 def history_report(history: History) -> RenderableType:
-    """Render what went into a folder: a block a run, the last one first, and what could not be read."""
+    """Render one block a run, the last one first, then what could not be read."""
     parts: list[RenderableType] = []
     num_runs = len(history.runs)
     if num_runs > 1:
-        parts.append(Text(f"{num_runs} runs went into this folder; the last one comes first"))
+        parts.append(Text(f"{num_runs} runs wrote into this folder; the last one comes first"))
     for number, run in reversed([*enumerate(history.runs, start=1)]):
         if num_runs > 1:
             parts.append(Text(f"\nRun {number} of {num_runs}: {_when(run)}", style="bold"))
@@ -31,8 +31,8 @@ def history_report(history: History) -> RenderableType:
         parts.append(Text("The files have no entries"))
     parts += [
         Text(
-            f"rank {rank}: {num} {'line is' if num == 1 else 'lines are'} no entry and passed over: cut off by a kill "
-            "or a full disk, damaged, or of a later version"
+            f"rank {rank}: skipped {num} {'line' if num == 1 else 'lines'}: cut off by a kill or a"
+            " full disk, damaged, or of a later version"
         )
         for rank, num in history.num_passed_over.items()
         if num
@@ -42,7 +42,7 @@ def history_report(history: History) -> RenderableType:
 
 
 def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
-    """Render the timelines of one run, one per rank: the peak of each moment, the releases, the findings."""
+    """Render the timelines of one run by rank: peak of each moment, releases, findings."""
     table = Table(title="Memory: the peak of each moment", title_justify="left", box=SIMPLE)
     for column in ("rank", "moment", "device"):
         table.add_column(column)
@@ -80,7 +80,7 @@ def _when(run: Run) -> str:
 
 
 def _strategies(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
-    """As what the run began, and as what it went on; once where all ranks say the same."""
+    """Render the strategies with which the run began or resumed, once if all ranks agree."""
     began = [
         entry for entries in timelines.values() for entry in entries if isinstance(entry, Beginning)
     ]

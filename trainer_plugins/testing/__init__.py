@@ -1,1 +1,1 @@
-"""Public test beds: an accelerator and a driver library without hardware, for our tests and for yours."""
+"""Public test beds: an accelerator and a driver library without hardware."""

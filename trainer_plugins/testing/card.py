@@ -1,8 +1,8 @@
-"""The card file: the single truth about one simulated card, which several processes share.
+"""SimCard: the file that is the one source of truth about a simulated card shared by processes.
 
-`simgpu` keeps there what each process reserves, the scripted driver library answers from it, and a
-test writes foreign processes into it. Little endian, 4096 bytes: a header (magic, capacity, uuid),
-then 60 slots, one a process. The same layout in C is `simgpu/card.h`.
+`simgpu` records there what each process reserves, the scripted driver library answers from it, and
+a test writes foreign processes into it. It is little endian and has 4096 bytes: a header (magic,
+capacity, uuid), then 60 slots, one a process. `simgpu/card.h` has the same layout in C.
 """
 
 import mmap
@@ -23,7 +23,7 @@ _BYTES_IN_SLOT_AT = 8
 
 
 class CardProcess(NamedTuple):
-    """What one process holds on the card."""
+    """Describes what one process holds on the card."""
 
     pid: int
     num_bytes: int
@@ -31,7 +31,7 @@ class CardProcess(NamedTuple):
 
 
 class SimCard:
-    """One simulated card, by its file.
+    """Reads and writes one simulated card through its file.
 
     Args:
         path: a file that `SimCard.create` has written.
@@ -47,20 +47,20 @@ class SimCard:
             if os.fstat(file.fileno()).st_size < _FILE_BYTES or file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"not a card file: {self.path}")
             self._memory = mmap.mmap(file.fileno(), _FILE_BYTES)
-        # Sizes are stored through this view, eight aligned bytes at once, so that no other process
-        # reads half of one.
+        # Sizes are written through this view, eight aligned bytes at once, so that no other process
+        # reads half a size.
         self._words = memoryview(self._memory).cast("Q")
 
     @classmethod
     def create(
         cls, path: str | os.PathLike[str], capacity_bytes: int, uuid: str | None = None
     ) -> "SimCard":
-        """Write a new card file, or start an existing one afresh.
+        """Write a new card file, or reset an existing one.
 
         Args:
-            path: where.
+            path: where to write it.
             capacity_bytes: the memory of the card.
-            uuid: as the driver names it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None draws
+            uuid: the driver's name for it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None draws
                 one.
 
         Raises:
@@ -72,7 +72,8 @@ class SimCard:
         if capacity_bytes <= 0:
             raise ValueError(f"a card needs a positive capacity, got {capacity_bytes}")
         content = _HEADER.pack(_MAGIC, capacity_bytes, uuid.encode()).ljust(_FILE_BYTES, b"\0")
-        # Written aside and moved: who opens the path at the same time sees a whole card or none.
+        # Written aside and renamed: a process that opens the path meanwhile sees a whole card or
+        # none.
         draft = Path(f"{os.fspath(path)}.{os.getpid()}")
         draft.write_bytes(content)
         draft.replace(path)
@@ -80,7 +81,7 @@ class SimCard:
 
     @property
     def capacity_bytes(self) -> int:
-        """The memory of the card; may be set, also below what is in use."""
+        """Return the memory of the card; it may be set, even below what is in use."""
         return self._words[_CAPACITY_AT // 8]
 
     @capacity_bytes.setter
@@ -91,25 +92,22 @@ class SimCard:
 
     @property
     def uuid(self) -> str:
-        """As the driver names the card, `GPU-...`."""
+        """Return the driver's name for the card, `GPU-...`."""
         text: bytes = _HEADER.unpack_from(self._memory, 0)[2]
         return text.rstrip(b"\0").decode()
 
     @property
     def used_bytes(self) -> int:
-        """What all processes hold together."""
+        """Add up what all processes hold."""
         return sum(process.num_bytes for process in self.processes())
 
     @property
     def free_bytes(self) -> int:
-        """What is left, never below 0."""
+        """Return what is free, never below 0."""
         return max(0, self.capacity_bytes - self.used_bytes)
 
     def processes(self) -> tuple[CardProcess, ...]:
-        """Who holds how much, in the order of the slots.
-
-        Slots of processes that have died are left out.
-        """
+        """List who holds how much, in the order of the slots, without processes that have died."""
         result = []
         for index in range(_NUM_SLOTS):
             pid, flags, num_bytes, name = self._slot(index)
@@ -120,22 +118,23 @@ class SimCard:
         return tuple(result)
 
     def hold(self, pid: int, num_bytes: int, name: str, live: bool = False) -> None:
-        """Script a process: from now on it holds so much, in place of what it held before.
+        """Script a process: from now on it holds this much, instead of what it held before.
 
         Args:
             pid: its process id, which need not exist. Your own adds to what simgpu reserves for
                 you, as memory outside PyTorch does on a real card.
             num_bytes: what it holds, in bytes.
             name: its command, cut to 47 bytes.
-            live: count it only while a process of this pid exists.
+            live: count it only while a process with this pid exists.
 
         Raises:
-            ValueError: the card has not so much free (nothing is changed then), or all slots are
-                taken.
+            ValueError: the card does not have that much free (nothing is changed then), or all
+                slots are taken.
         """
         if pid <= 0 or num_bytes < 0:
             raise ValueError(
-                f"a process has a positive pid and holds at least 0 bytes, got {pid} and {num_bytes}"
+                "a process has a positive pid and holds at least 0 bytes, got"
+                f" {pid} and {num_bytes}"
             )
         index = self._find(pid, live)
         if index is None:
@@ -145,16 +144,17 @@ class SimCard:
             short_name = name.encode()[:47]
             _SLOT.pack_into(self._memory, _slot_at(index), pid, _LIVE if live else 0, 0, short_name)
         before = self._slot(index)[2]
-        # As every process does that takes memory: add, look, give back if it was too much.
+        # As every process that takes memory does: add, look, give back if it was too much.
         self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = num_bytes
         if num_bytes > before and self.used_bytes > self.capacity_bytes:
             self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = before
             raise ValueError(
-                f"process {pid} cannot hold {num_bytes} bytes: it holds {before} and {self.free_bytes} are free"
+                f"process {pid} cannot hold {num_bytes} bytes: it holds {before}, and"
+                f" {self.free_bytes} are free"
             )
 
     def release(self, pid: int) -> None:
-        """Take what was scripted for a process off the card; nothing happens where nothing was."""
+        """Remove what was scripted for a process; nothing happens if nothing was."""
         for live in (False, True):
             index = self._find(pid, live)
             if index is not None and not (live and pid == os.getpid()):  # that one is simgpu's own

@@ -1,1 +1,1 @@
-"""Memory is given back here, on all ranks or on none."""
+"""Gives memory back, on all ranks or on none."""

@@ -1,11 +1,11 @@
-"""Agreement: every rank of a run decides the same, or none acts."""
+"""Agreement: all ranks of a run make the same decision, or none acts."""
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -15,18 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 def has_peers() -> bool:
-    """Whether this process is one of several ranks."""
+    """Return whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Agreement:
-    """Lets the ranks of a run agree on small numbers, where all of them are sure to ask at the same place.
+    """Lets all ranks of a run agree on small numbers, at a place that every rank is sure to reach.
 
-    It uses a gloo group of its own, made at the first question: the numbers stay on the CPU, no
-    card is waited for, and a time-out cannot harm the group that training uses. A question costs
-    about 0.2 ms between two ranks of one machine, nothing with one rank. Every rank has to ask the
-    same questions in the same order, within a time that leaves room for what one rank does alone,
-    such as a save. Where that is not sure, see `StepEndVote`.
+    It uses a gloo group of its own, created at the first question: the numbers stay on the CPU, no
+    card is waited for, and a time-out cannot harm training's own group. A question takes about 0.2
+    ms between two ranks of one machine, and nothing with one rank. Every rank has to ask the same
+    questions in the same order, in a time that leaves room for what one rank does alone, such as a
+    save. If that is not certain, use `StepEndVote`.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -40,12 +40,12 @@ class Agreement:
         self._broken = False
 
     def highest(self, value: int) -> int | None:
-        """The highest value that any rank brings; None when the ranks could not agree in time, now and ever after."""
+        """Return the highest value of all ranks; None if they could not agree, now or earlier."""
         highest = self.highest_of([value])
         return None if highest is None else highest[0]
 
     def highest_of(self, values: Sequence[int]) -> list[int] | None:
-        """The same of several values at once, each for itself."""
+        """Return the highest of each of several values; None as for `highest`."""
         if not has_peers():
             return list(values)
         if self._world is not dist.group.WORLD:
@@ -59,48 +59,49 @@ class Agreement:
                 )
             votes = torch.tensor(values)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:  # dist.DistError and gloo's own time-outs are RuntimeErrors
+        except RuntimeError as error:  # as are dist.DistError and gloo's own time-outs
             self._broken = True
             logger.warning(
-                "the ranks could not agree within %.0f s (ddp_timeout), so nothing that needs all of them is done from "
-                "here on: no release, no stop. Look at the log of the rank that ended or stands still (%s)",
+                "the ranks could not agree within %.0f s (ddp_timeout), so from here on nothing"
+                " that needs all of them is done: no release, no stop. Look at the log of the rank"
+                " that ended or hangs (%s)",
                 self.timeout.total_seconds(),
                 str(error).splitlines()[0],
             )
             return None
         return [int(vote) for vote in votes]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy makes a group of its own."""
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state without the groups: a copy creates its own."""
         return {**self.__dict__, "_world": None, "_group": None}
 
 
-# One group carries the votes of all callbacks: with a group each, ranks that ask in two orders
-# would wait in two of them. By time-out, which is the same on all ranks.
+# One group carries the votes of all callbacks: with a group each, ranks that ask in different
+# orders would wait in two of them. By time-out, which is the same on all ranks.
 _agreements: dict[float, Agreement] = {}
 
 _num_begun: Counter[str] = Counter()
 
 
 class StepEndVote:
-    """Lets the ranks agree on one small number at the end of an optimizer step, and waits for nobody who may not come.
+    """Lets the ranks agree on one small number at the end of an optimizer step, without hanging.
 
-    A callback may have been given to some of the ranks only. So each rank that will ask says so
-    when training begins, in the store by which the ranks found each other, where nobody waits. The
-    first rank that asks about a step writes down there whether all are present; the others read
-    what it wrote, so that all vote on that step or none does. Once they have voted, each later
-    question is a vote. Costs 0.3 ms between two ranks of one machine.
+    Perhaps only some ranks were given a callback. So each rank that will ask announces itself when
+    training begins, in the store through which the ranks found each other, where nobody waits. The
+    first rank that asks about a step writes there whether all are present; the others read it, so
+    that all vote on that step or none does. Once they have voted, every later question is a vote.
+    It takes 0.3 ms between two ranks of one machine.
 
-    A step end is the one place to which all ranks come: an evaluation, a save or a generation may
-    be one rank's alone.
+    The end of a step is the one place that all ranks reach: an evaluation, a save or a generation
+    may be one rank's alone.
     """
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
-        """Say that this rank will ask, from now on until `leave`.
+        """Announce that this rank will ask, from now on until `leave`.
 
         Args:
-            question: who asks, and how often: the ranks that say the same ask at the same steps.
-            timeout_seconds: how long to wait for a rank that has said it would come.
+            question: who asks, and how often; ranks with the same text ask at the same steps.
+            timeout_seconds: how long to wait for a rank that has announced itself.
         """
         self._question = question
         self._timeout_seconds = timeout_seconds
@@ -115,7 +116,7 @@ class StepEndVote:
                 self._stop_asking(str(error).splitlines()[0])
 
     def highest(self, value: int, step: int) -> int | None:
-        """The highest value that any rank brings; None where not all of them ask, or could not agree in time."""
+        """Return the highest value of all ranks; None if not all ask, or they could not agree."""
         if not has_peers():
             return value
         if not self._is_asking or not (self._has_voted or self._do_all_ask(step)):
@@ -128,15 +129,16 @@ class StepEndVote:
             return None
         if highest[1] != -highest[2]:
             self._stop_asking(
-                "the ranks ask different questions at one step, as with callbacks in another order"
+                "the ranks ask different questions at one step, as if their callbacks were in"
+                " different orders"
             )
             return None
         return highest[0]
 
     def leave(self) -> None:
-        """Training ends: this rank asks no more."""
-        # Where all have voted, none of them asks by this name again, and the store may have gone
-        # with its rank.
+        """Announce that this rank does not ask any more, because training ends."""
+        # Once all have voted, none of them uses this key again, and the store may have gone with
+        # its rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
                 _store().add(self._key, -1)
@@ -153,8 +155,9 @@ class StepEndVote:
         if not is_vote and not self._is_said:
             self._is_said = True
             logger.warning(
-                "%s is on %d of %d ranks: what needs all of them, a release of the cache or a stop, is not done unless "
-                "the others come. Give every rank the same callbacks with the same arguments",
+                "%s is on %d of %d ranks: what needs all of them, a release of the cache or a stop,"
+                " is not done unless the others join. Give every rank the same callbacks with the"
+                " same arguments",
                 self._question,
                 num_present,
                 num_ranks,
@@ -164,18 +167,27 @@ class StepEndVote:
     def _stop_asking(self, why: str) -> None:
         self._is_asking = False
         logger.warning(
-            "%s: nothing that needs all ranks is done from here on, no release of the cache and no stop (%s). Give "
-            "every rank the same callbacks in the same order",
+            "%s: from here on nothing that needs all ranks is done, no release of the cache and no"
+            " stop (%s). Give every rank the same callbacks in the same order",
             self._question,
             why,
         )
 
 
-def _store() -> Any:
-    """Where the ranks found each other.
+class _Store(Protocol):
+    """Names what is used of the store through which the ranks found each other."""
 
-    Asked for each time: who held it would keep its port from a later group.
+    def add(self, key: str, amount: int) -> int: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+def _store() -> _Store:
+    """Return the store through which the ranks found each other.
+
+    It is looked up each time: a reference would keep its port from a later group.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return _get_default_store()
+    store: _Store = _get_default_store()
+    return store

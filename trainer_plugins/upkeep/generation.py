@@ -1,8 +1,8 @@
-"""Generation: what `generate` needs from a model that is being trained, and what it leaves behind.
+"""Prepares a model in training for `generate`, and drops what that leaves behind.
 
-`generate` on a model in train mode with gradient checkpointing returns wrong text without a word:
-the checkpointed layers drop `past_key_values`, while `generate` goes on feeding them one token at a
-time (transformers issue #36051, `modeling_layers.py`).
+On a model in train mode with gradient checkpointing, `generate` silently returns wrong text: the
+checkpointed layers drop `past_key_values`, but `generate` goes on feeding them one token at a time
+(transformers issue #36051, `modeling_layers.py`).
 """
 
 import gc
@@ -17,23 +17,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-GenerateGuard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
-"""Put around each `generate` inside training: takes the model and the arguments; those by name it may change."""
+from trainer_plugins.upkeep.frames import frames_above
+
+GenerateGuard = Callable[
+    [nn.Module, tuple[object, ...], dict[str, object]], AbstractContextManager[None]
+]
+"""Wraps each `generate` inside training; gets the model, its arguments, and keywords to change."""
 
 _guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
 
 
 @contextmanager
 def inference_mode_of(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode without gradient checkpointing; afterwards each module exactly as it was found."""
+    """Put the model in eval mode without gradient checkpointing, then restore every module."""
     modes = [(module, module.training) for module in model.modules()]
     checkpointed: list[Any] = [
         m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True
     ]
     was_training = model.training
     try:
-        # By the model's own methods first, which some adapters override to merge and unmerge their
-        # weights.
+        # Use the model's own methods first: some adapters override them to merge their weights.
         model.eval()
         for module in checkpointed:
             module.gradient_checkpointing = False
@@ -48,11 +51,11 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def generation_memory(model: nn.Module) -> Iterator[None]:
-    """Wrap one's own preview code: the model generates as in inference, and what that left is dropped.
+    """Wrap your own preview code, so that the model generates as in inference and leaves nothing.
 
-    The model generates in eval mode without gradient checkpointing and is left exactly as it was
-    found, also when the block raises; then what `generate` left behind is dropped, if anything.
-    Cached memory is not released: that is for all ranks to agree on, see `EvalGenerateCleanup`.
+    Inside, the model is in eval mode without gradient checkpointing; afterwards it is exactly as it
+    was found, even if the block raises. Then what `generate` left behind is dropped, if anything.
+    Cached memory is not released: all ranks have to agree on that, see `EvalGenerateCleanup`.
     """
     try:
         with inference_mode_of(model):
@@ -62,7 +65,7 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
 
 
 def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
-    """What `generate` has left on a model, as pairs of a module and the name of its attribute.
+    """List what `generate` has left on a model, as pairs of a module and an attribute's name.
 
     `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA
     graphs; `_cached_continuous_batching_manager` holds a paged cache of most of the card. An
@@ -73,19 +76,19 @@ def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
 
 
 def drop_leftovers(model: nn.Module) -> list[str]:
-    """Drop what `generate` has left on a model, and say what that was.
+    """Drop what `generate` has left on a model, and return the names of what was dropped.
 
-    With a compiled call go the memory pools of CUDA graphs; graphs of other compiled code are
-    recorded again when it runs next. What is compiled stays compiled. Not yet measured on a GPU.
+    A compiled call takes the memory pools of its CUDA graphs with it; graphs of other compiled code
+    are recorded again at their next run. Compiled code stays compiled. Not yet measured on a GPU.
     """
     found = leftovers(model)
     for module, name in found:
         if name == "_cached_continuous_batching_manager" and hasattr(
             module, "destroy_cached_continuous_batching_manager"
         ):
-            module.destroy_cached_continuous_batching_manager()  # stops its thread, too
+            module.destroy_cached_continuous_batching_manager()  # it also stops its thread
         vars(module).pop(name, None)
-    # Imported by torch only where graphs are in use.
+    # torch imports this only if graphs are in use.
     graphs = sys.modules.get("torch._inductor.cudagraph_trees")
     if graphs is not None and any(name == "_compiled_call" for _, name in found):
         graphs.reset_cudagraph_trees()
@@ -95,19 +98,19 @@ def drop_leftovers(model: nn.Module) -> list[str]:
 
 
 def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]:
-    """Put a guard around every `model.generate` that happens inside training; returns what takes it away again.
+    """Wrap a guard around every `model.generate` inside training; return what removes it.
 
-    Outside `Trainer.train` the guard does nothing, so that a guard left behind by a training that
+    Outside `Trainer.train` the guard does nothing, so one that is left behind by a training that
     raised is inert.
     """
     if model not in _guards:
         _guards[model] = []
-        # FSDP2 and PEFT put one there; `_generate` calls it. A copy of a guarded model has ours,
-        # and what was before.
+        # FSDP2 and PEFT put one there, which `_generate` calls. A copy of a guarded model has ours,
+        # and the one before.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
-        # A bound method of a function of this module: it is copied with the model by copy.deepcopy,
-        # and pickles.
+        # A bound method of a function of this module: copy.deepcopy and pickle copy it with the
+        # model.
         vars(model)["generate"] = MethodType(_generate, model)
     _guards[model].append(guard)
 
@@ -118,7 +121,7 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
             if not guards:
                 del _guards[model]
                 before = vars(model).pop("_generate_before_guards", None)
-                # Unless somebody has put something of his own over ours since.
+                # Unless somebody has put another one over ours since.
                 if _is_guarded(model):
                     del vars(model)["generate"]
                     if before is not None:
@@ -132,15 +135,15 @@ def _is_guarded(model: nn.Module) -> bool:
 
 
 def base_model(model: Any) -> Any:
-    """The model inside PEFT's, whose own `forward` and `generate` take anything; else the model."""
+    """Return the model inside PEFT's, whose own `forward` and `generate` take anything; else it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
-    """Build no key-value cache in training forwards of this model; returns what takes that away again.
+    """Build no key-value cache in this model's training forwards; return what undoes that.
 
-    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that ask
-    elsewhere, build the keys and values of every layer for nothing.
+    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that read
+    another setting, build the keys and values of every layer for nothing.
     """
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
@@ -152,33 +155,26 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
 
 
 def inside_training() -> bool:
-    """Whether a `Trainer.train` is running above us on this thread's stack.
+    """Return whether a `Trainer.train` is running on this thread's stack.
 
-    Costs about 2 microseconds.
-
-    The Trainer has no event for a training that raised; its frame, though, is gone then.
+    It takes about 2 microseconds. The Trainer has no event for a training that raised, but its
+    frame is gone then.
     """
-    from transformers import (
-        Trainer,
-    )  # the floors below the callbacks do not import transformers before it is needed
+    # Below the callbacks, transformers is imported only when it is needed.
+    from transformers import Trainer
 
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is Trainer.train.__code__:
-            return True
-    return False
+    return any(frame.f_code is Trainer.train.__code__ for frame in frames_above())
 
 
 def _without_cache(
-    module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
     if torch.compiler.is_compiling() or not module.training or not inside_training():
-        return None  # a compiled forward cannot look at the stack, and is not worth a graph break
+        return None  # compiled code cannot look at the stack, and is not worth a graph break
     return args, {**kwargs, "use_cache": False}
 
 
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(self: Any, *args: object, **kwargs: object) -> object:
     generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
     if not inside_training():
         return generate(*args, **kwargs)
@@ -188,5 +184,5 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs)
 
 
-# `copy` and `pickle` find a method by the name of its function.
+# `copy` and `pickle` find a method by its function's name.
 _generate.__name__ = "generate"

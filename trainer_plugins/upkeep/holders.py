@@ -1,10 +1,9 @@
-"""Holders: which tensors are alive on a device without being the model's or the optimizer's, and who holds them."""
+"""Finds tensors on a device that neither model nor optimizer owns, and what holds them."""
 
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, ModuleType
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,32 +13,32 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
 
 GROWTH_FRACTION = 0.01
-"""Share of the card by which an evaluation may leave more alive than it found, before a holder is looked for."""
+"""The fraction of the card that an evaluation may leave allocated before a holder is searched."""
 
 _MAX_LINKS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor, and the way to it from something with a name."""
+    """Describes a tensor, and the path to it from something with a name."""
 
     num_bytes: int
     shape: tuple[int, ...]
     holder: str
-    """As one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
+    """The path as one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
 
 
 def leftover(
     device: Device,
     allocated_before_bytes: int | None,
     model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: object,
 ) -> Finding | None:
-    """Judge what is alive on a card now against what was before an evaluation, and name who holds the difference.
+    """Judge whether an evaluation left more allocated than it found, and name what holds it.
 
-    Costs a reading; where more is alive than before, a garbage collection; where that does not mend
-    it, a walk through all objects. None where it is not known what was before, and on the CPU,
-    whose memory moves with everything.
+    It takes a reading; if more is allocated than before, a garbage collection; if that does not
+    help, a walk through all objects. None if the state before is unknown, and on the CPU, whose
+    memory moves with everything.
     """
     if device.name == "cpu" or allocated_before_bytes is None:
         return None
@@ -54,10 +53,11 @@ def leftover(
     return Finding(
         code="evaluation-leftover",
         severity=Severity.WARNING,
-        summary=f"an evaluation left {size(grown_bytes)} more alive on {reading.device} than it found",
+        summary=f"an evaluation left {size(grown_bytes)} more allocated on {reading.device} than it"
+        " found",
         evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held)
         or "no holder",
-        remedy="Clear what holds it at the end of the evaluation, or move it off the card with .cpu().",
+        remedy="Clear what holds it when the evaluation ends, or move it off the card with .cpu().",
         amount=float(grown_bytes),
     )
 
@@ -65,21 +65,20 @@ def leftover(
 def tensors_held(
     device_type: str,
     model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: object,
     largest: int = 3,
 ) -> list[Held]:
-    """The largest tensors on a device that no model and not the optimizer owns, with their holders.
+    """Return the largest tensors that neither a model nor the optimizer owns, with their holders.
 
-    Costs a walk through every object that Python tracks: 0.1 to 1 s. For the case that memory did
-    not come back.
+    This walks through every object that Python tracks, which takes 0.1 to 1 s. It is meant for the
+    case that memory did not come back.
     """
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
     found: dict[int, torch.Tensor] = {}
     things = gc.get_objects()
     for thing in things:
-        if issubclass(
-            type(thing), nn.Module
-        ):  # weights and buffers of other models, a teacher's or a reference's
+        # Weights and buffers of other models, a teacher's or a reference's.
+        if issubclass(type(thing), nn.Module):
             owned |= {id(tensor) for tensor in vars(thing).get("_buffers", {}).values()}
     for thing in things:
         if (
@@ -92,8 +91,8 @@ def tensors_held(
             if thing.device.type == device_type:
                 found.setdefault(thing.untyped_storage().data_ptr(), thing)
         except (RuntimeError, NotImplementedError):
-            # a wrapper without memory of its own (DTensor, torchao): what it wraps is found by
-            # itself
+            # A wrapper without memory of its own (DTensor, torchao): what it wraps is found as a
+            # tensor itself.
             continue
     del things
     ranked = sorted(
@@ -111,10 +110,10 @@ def tensors_held(
 
 
 def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
-    """The tensors at the ends of the autograd graphs that are alive on a device, with their holders.
+    """Return the tensors at the ends of live autograd graphs on a device, with their holders.
 
-    A graph keeps every activation behind it, and Python does not see them: who holds its end holds
-    them all. Costs as much as `tensors_held`.
+    A graph keeps every activation behind it alive, invisibly to Python: whatever holds its end
+    holds them all. It takes as long as `tensors_held`.
     """
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     ends = [
@@ -123,7 +122,7 @@ def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
         if tensor.grad_fn is not None and tensor.device.type == device_type
     ]
     del tensors
-    inner: set[Any] = set()
+    inner: set[torch.autograd.graph.Node] = set()
     behind = [node for tensor in ends for node, _ in tensor.grad_fn.next_functions]
     while behind:
         node = behind.pop()
@@ -139,21 +138,19 @@ def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
     ]
 
 
-def _owned(
-    model: nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> Iterable[torch.Tensor]:
+def _owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:
     if model is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
-    # An optimizer wrapped by accelerate keeps the states of the one inside.
+    # accelerate's wrapper of an optimizer has the states of the one inside.
     for state in getattr(optimizer, "state", {}).values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _holder(thing: object, ours: object) -> str:
-    """Climb from a thing to what refers to it, up to a module, a frame, or a few names."""
+    """Climb from an object to what refers to it, up to a module, a frame, or a few names."""
     text = ""
     seen = {id(ours), id(thing)}
     for _ in range(_MAX_LINKS):
@@ -169,9 +166,9 @@ def _holder(thing: object, ours: object) -> str:
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
-    """One thing that refers to another, and the name by which it does.
+    """Return an object that refers to another one, and the name by which it does.
 
-    Frames last: they name a passing moment.
+    Frames come last: they name a passing moment.
     """
     frame = None
     for referrer in gc.get_referrers(thing):
@@ -199,5 +196,5 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
     return (frame, f"a local of {frame.f_code.co_name}()") if frame is not None else (None, "")
 
 
-def _key(items: Iterable[tuple[Any, Any]], thing: object) -> Any:
+def _key(items: Iterable[tuple[object, object]], thing: object) -> object:
     return next((key for key, value in items if value is thing), None)

@@ -1,4 +1,4 @@
-"""Release: give cached memory back to the card, on every rank at the same step or on none, and only when it pays."""
+"""Releases cached memory, on every rank at the same step or on none, and only when it pays."""
 
 import logging
 from collections import deque
@@ -14,31 +14,32 @@ from trainer_plugins.watch.foreign import tolerance_bytes
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 50
-"""How far back growth outside torch counts: a neighbour's, and also NCCL's own, which comes once, after the start."""
+"""How long growth outside torch counts: a neighbour's, or NCCL's own once after the start."""
 
 _NO, _YES, _HOLD = 0, 1, 2  # what a rank votes; the highest vote counts
 
 
 def checked_fraction(min_reclaimable_fraction: float) -> float:
-    """The share of the card that makes a release worth it, if it is one.
+    """Return the fraction if it is one.
 
     Raises:
         ValueError: it is not between 0 and 1.
     """
     if not 0 <= min_reclaimable_fraction <= 1:
         raise ValueError(
-            f"min_reclaimable_fraction is a share of the card, 0 to 1, got {min_reclaimable_fraction}"
+            "min_reclaimable_fraction is a fraction of the card, 0 to 1, got"
+            f" {min_reclaimable_fraction}"
         )
     return min_reclaimable_fraction
 
 
 class AgreedRelease:
-    """Releases the cache of one device when any rank has enough to gain, and no rank has a reason to hold.
+    """Releases one device's cache when any rank has enough to gain and no rank objects.
 
-    A cache is this run's reservation of memory. While memory outside torch grows, within the last
-    50 steps, somebody else is taking what is free: then a rank holds its cache, and so do all. A
-    question costs a reading and a vote of the ranks; a release makes the driver wait for the card,
-    and the memory has to be fetched again.
+    A cache is this run's reservation of memory. If memory outside torch grew within the last 50
+    steps, somebody else is taking what is free: then a rank holds its cache, and so do all. A
+    question takes a reading and a vote of the ranks. A release makes the driver wait for the card,
+    and the memory has to be allocated again.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class AgreedRelease:
         """Set the conditions of a release.
 
         Args:
-            device: whose cache to release.
+            device: the device whose cache is released.
             timeline: where each release is recorded with its gain and its cost.
-            vote: of the ranks that ask for releases.
-            min_reclaimable_fraction: share of the card that some rank must have cached; 0 releases
-                whenever asked.
+            vote: the vote of the ranks that ask for releases.
+            min_reclaimable_fraction: the fraction of the card that some rank must have cached; 0
+                releases whenever asked.
 
         Raises:
             ValueError: the fraction is not between 0 and 1.
@@ -64,9 +65,8 @@ class AgreedRelease:
         self.timeline = timeline
         self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
         self.vote = vote
-        self._noticed: deque[tuple[int, int]] = (
-            deque()
-        )  # steps and bytes outside torch, oldest first
+        self._noticed: deque[tuple[int, int]] = deque()
+        """Steps and bytes outside torch, oldest first."""
 
     def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
         """Ask all ranks, and release if they agree.
@@ -75,8 +75,8 @@ class AgreedRelease:
 
         Args:
             step: the step that has ended.
-            reason: what the timeline says of a release.
-            is_due: whether this rank has reason to ask for one. The others may, and all have to
+            reason: what the timeline says about a release.
+            is_due: whether this rank has reason to ask for one. Other ranks may, and all have to
                 answer.
         """
         wish = _HOLD
@@ -101,7 +101,7 @@ class AgreedRelease:
         return flush
 
     def notice(self, step: int) -> MemoryReading:
-        """Look at what is outside torch between questions. Costs a reading."""
+        """Record memory outside torch between questions; takes a reading."""
         reading = self.device.read()
         while len(self._noticed) > 1 and self._noticed[0][0] < step - RECENT_STEPS:
             self._noticed.popleft()
@@ -111,7 +111,7 @@ class AgreedRelease:
     def _wish(self, step: int, is_due: bool) -> int:
         reading = self.notice(step)
         grown_bytes = reading.non_torch_bytes - min(num_bytes for _, num_bytes in self._noticed)
-        # Main memory is everybody's and no reservation of ours: there is nothing to hold.
+        # Main memory is shared with everybody, not reserved by us: there is nothing to hold.
         if self.device.name != "cpu" and grown_bytes >= tolerance_bytes(reading.total_bytes):
             logger.info(
                 "step %d: holding the cache, memory outside torch grew by %s",

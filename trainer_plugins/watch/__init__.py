@@ -1,4 +1,4 @@
-"""Judgement while a run goes on: one file a subject, each a pure function from values to findings."""
+"""Judges a running run's memory: one file a subject, each a pure function to findings."""
 
 from trainer_plugins.watch.memory_watch import MemoryWatch
 from trainer_plugins.watch.pressure import Budget

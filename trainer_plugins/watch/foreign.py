@@ -1,6 +1,6 @@
-"""Foreign memory: what other processes hold on our card.
+"""Finds foreign memory: what other processes hold on our card.
 
-Decided by bytes; names are a bonus, not a proof.
+Bytes decide; the names of processes only help the reader.
 """
 
 from collections.abc import Collection
@@ -12,12 +12,15 @@ from trainer_plugins.units import GIB, MIB, size
 
 
 def tolerance_bytes(total_bytes: int) -> int:
-    """How far non-torch memory may move before it means something: cuBLAS, NCCL and graphs grow it too."""
+    """Return how far memory outside torch may move: cuBLAS, NCCL and CUDA graphs grow it too."""
     return min(512 * MIB, total_bytes // 20)
 
 
 def context_allowance_bytes(total_bytes: int) -> int:
-    """What a process may hold outside torch from the start: CUDA context, loaded kernels, NCCL. 0.3 to 1 GiB seen."""
+    """Return what a process may hold outside torch from the start.
+
+    That is the CUDA context, loaded kernels and NCCL; 0.3 to 1 GiB were seen.
+    """
     return min(3 * GIB // 2, total_bytes // 10)
 
 
@@ -31,9 +34,9 @@ def foreign_memory(
 
     Args:
         reading: the card now.
-        ours_outside_torch_bytes: what we grant ourselves outside torch, where the driver does not
-            list us.
-        processes: what the driver lists, if it lists anything.
+        ours_outside_torch_bytes: what we may hold outside torch, used if the driver does not list
+            us.
+        processes: what the driver lists, if anything.
         own_pids: the processes of this run on this machine.
     """
     listed = processes or ()
@@ -41,8 +44,8 @@ def foreign_memory(
         process.pid: process.used_bytes for process in listed if process.used_bytes is not None
     }
     used_bytes = reading.total_bytes - reading.free_bytes
-    # Only a list that knows us can be believed about others: in a container pids may be the host's,
-    # or left out.
+    # A list tells about others only if it knows us: in a container its pids may be the host's, or
+    # processes may be missing.
     if any(pid in known_bytes for pid in own_pids):
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
         others = [process for process in listed if process.pid not in own_pids]
@@ -51,10 +54,10 @@ def foreign_memory(
             f"{'size unknown' if p.used_bytes is None else size(p.used_bytes)}"
             for p in others
         )
-        who = who or "by a process that the driver hides"
+        who = who or "by a process that the driver does not list"
     else:
         foreign_bytes = reading.non_torch_bytes - ours_outside_torch_bytes
-        who = "the driver does not name who: told by bytes alone"
+        who = "the driver does not say who: judged by bytes alone"
     if foreign_bytes < tolerance_bytes(reading.total_bytes):
         return None
     return Finding(
@@ -63,7 +66,8 @@ def foreign_memory(
         summary=f"other processes hold {size(foreign_bytes)} of {reading.device}",
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
         remedy=(
-            "Stop that process or move this run to another card. Do not empty the cache: it is this run's reservation."
+            "Stop that process or move this run to another card. Do not empty the cache: it is this"
+            " run's reservation."
         ),
         amount=float(foreign_bytes),
     )

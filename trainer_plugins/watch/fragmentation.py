@@ -1,20 +1,23 @@
-"""Fragmentation: memory that is neither used nor usable, and the retries by which the allocator shows it."""
+"""Finds fragmentation: memory neither used nor usable, and the allocator's retries that show it."""
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import percent, size
 
-# The cure named by torch's own out-of-memory message. With max_split_size_mb beside it reserved
-# memory grows without bound (pytorch issue #123548), hence "alone".
+# The cure that torch's own out-of-memory message names. It must be set "alone": together with
+# max_split_size_mb reserved memory grows without bound (pytorch issue #123548).
 _EXPANDABLE = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch."
-_REPEAT = "Pad to a few lengths (pad_to_multiple_of=64), so that blocks fit again; expandable_segments is set already."
+_REPEAT = (
+    "Pad to a few lengths (pad_to_multiple_of=64), so that blocks fit again; expandable_segments is"
+    " set already."
+)
 
 STUCK_FRACTION = 0.10
 
 
 def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
-    """Judge what a release could not give back: the free parts of segments in which a tensor lives.
+    """Judge what a release could not free: cached memory in segments that also hold live tensors.
 
     Args:
         flush: the release.
@@ -27,8 +30,10 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
     return Finding(
         code="memory-fragmentation",
         severity=Severity.WARNING,
-        summary=f"{percent(fraction)} of the device is reserved, unused, and stays so after the cache was released",
-        evidence=f"{size(flush.stuck_bytes)} stuck between live tensors at step {flush.step}, of {size(total_bytes)}",
+        summary=f"{percent(fraction)} of the device is reserved but unused, and stays so after the"
+        " cache was released",
+        evidence=f"{size(flush.stuck_bytes)} stuck between live tensors at step {flush.step}, of"
+        f" {size(total_bytes)}",
         remedy=_REPEAT if is_expandable else _EXPANDABLE,
         amount=float(flush.stuck_bytes),
     )
@@ -37,7 +42,7 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
 def allocator_retries(
     before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False
 ) -> Finding | None:
-    """Judge allocations that succeeded only after the allocator had flushed everything, since an earlier reading.
+    """Judge allocations since an earlier reading that only succeeded after a flush of the cache.
 
     Args:
         before: the earlier reading.
@@ -50,10 +55,11 @@ def allocator_retries(
     return Finding(
         code="allocator-retries",
         severity=Severity.WARNING,
-        summary=f"{now.device} is so full that the allocator flushed its whole cache to serve a request",
+        summary=f"{now.device} is so full that the allocator had to flush its whole cache",
         evidence=(
             f"{retries} retries after warm-up, each of which waits for the card; peak allocated "
-            f"{size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of {size(now.total_bytes)}"
+            f"{size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of "
+            f"{size(now.total_bytes)}"
         ),
         remedy=(
             f"The next such request may fail. {_REPEAT if is_expandable else _EXPANDABLE} "

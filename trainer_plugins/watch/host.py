@@ -1,4 +1,4 @@
-"""Host memory: what ends a run with a bare 'Killed' or 'Bus error', and therefore has to be said before."""
+"""Judges host memory: it ends a run with a bare 'Killed' or 'Bus error', so warn before that."""
 
 from trainer_plugins.devices import HostFacts
 from trainer_plugins.finding import Finding, Severity
@@ -18,12 +18,13 @@ def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
     return Finding(
         code="host-memory-pressure",
         severity=severity,
-        summary=f"main memory is {percent(used_fraction)} full; the kernel kills at 100%, without a traceback",
+        summary=f"main memory is {percent(used_fraction)} full; at 100% the kernel kills, without a"
+        " traceback",
         evidence=(
             f"this process {size(reading.allocated_bytes)}, "
             f"free {size(reading.free_bytes)} of {size(reading.total_bytes)}"
         ),
-        remedy="Lower dataloader_num_workers, keep the dataset on disk, or offload less to the CPU.",
+        remedy="Lower dataloader_num_workers, keep the dataset on disk, or reduce the offload.",
         amount=used_fraction,
     )
 
@@ -36,15 +37,18 @@ def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
     return Finding(
         code="host-oom-kill",
         severity=Severity.ERROR,
-        summary=f"the kernel has killed {num_kills} process(es) of this container for want of main memory",
-        evidence=f"oom_kill of the control group rose from {before.num_oom_kills} to {now.num_oom_kills}",
-        remedy="A dataloader worker or another rank may be gone: raise the container's memory limit, or offload less.",
+        summary=f"the kernel has killed {num_kills} process(es) of this container because main"
+        " memory ran out",
+        evidence=f"oom_kill of the control group rose from {before.num_oom_kills} to"
+        f" {now.num_oom_kills}",
+        remedy="A dataloader worker or another rank may be gone: raise the container's memory"
+        " limit, or offload less.",
         amount=float(num_kills),
     )
 
 
 def shared_memory(facts: HostFacts) -> Finding | None:
-    """Judge /dev/shm: when it is full, a dataloader worker dies of SIGBUS."""
+    """Judge /dev/shm: when it is full, a dataloader worker dies of a bus error (SIGBUS)."""
     if (
         not facts.shm_total_bytes
         or facts.shm_free_bytes >= SHM_FREE_FRACTION * facts.shm_total_bytes
@@ -53,7 +57,7 @@ def shared_memory(facts: HostFacts) -> Finding | None:
     return Finding(
         code="shared-memory-full",
         severity=Severity.WARNING,
-        summary="/dev/shm is nearly full; a dataloader worker that finds it full dies of a bus error",
+        summary="/dev/shm is nearly full; a dataloader worker dies of a bus error when it is full",
         evidence=f"{size(facts.shm_free_bytes)} free of {size(facts.shm_total_bytes)}",
         remedy="Start the container with a larger --shm-size, or lower dataloader_num_workers.",
         amount=float(facts.shm_total_bytes - facts.shm_free_bytes),

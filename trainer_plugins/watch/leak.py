@@ -1,4 +1,4 @@
-"""Leaks: memory that rises from step to step, of which kind, and how many steps are left."""
+"""Finds leaks: memory that rises from step to step, of which kind, and how many steps are left."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import size
 
 WINDOW = 32
-"""Steps that are judged together."""
+"""The number of steps that are judged together."""
 
 _BLOCK = 4
 _RISING_FRACTION = 0.001
@@ -18,7 +18,7 @@ _RISING_FRACTION = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What is held after a step, when activations are gone. Sizes in bytes."""
+    """Holds what is live after a step, when activations are gone; sizes in bytes."""
 
     step: int
     tensors: int
@@ -30,21 +30,24 @@ class Footprint:
 _KINDS = {
     "tensors": (
         "live tensors",
-        "Look for what is kept from step to step: losses or logits appended without .item() or .detach().cpu(), "
-        "outputs in a list, hooks that store activations.",
+        "Look for what is kept from step to step: losses or logits appended without .item() or "
+        ".detach().cpu(), outputs in a list, hooks that store activations.",
     ),
     "cache": (
         "reserved but unused memory",
-        "Lengths that never repeat fragment the cache: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, or "
-        "pad to a few lengths (pad_to_multiple_of=64).",
+        "Lengths that never repeat fragment the cache: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, or pad to a few lengths "
+        "(pad_to_multiple_of=64).",
     ),
     "non_torch": (
         "memory outside torch",
-        "A library takes it (NCCL communicators, CUDA graphs, a second context): look at what is made per step.",
+        "A library takes it (NCCL communicators, CUDA graphs, a second context): look for what is "
+        "created in every step.",
     ),
     "host": (
         "main memory of this process",
-        "Look at the dataset and its workers: lists that grow, caches, a copy of Python objects in each worker.",
+        "Look at the dataset and its workers: lists that grow, caches, a copy of Python objects in "
+        "each worker.",
     ),
 }
 
@@ -53,9 +56,8 @@ _CACHE_OF_EXPANDABLE = (
     "expandable_segments is set already."
 )
 
-_END = {
-    "cache": "the allocator has to flush it and ask again"
-}  # no end of the run: a retry, which waits for the card
+# A full cache does not end the run: the allocator retries, which waits for the card.
+_END = {"cache": "the allocator has to flush it and ask again"}
 
 
 def leaks(
@@ -65,16 +67,15 @@ def leaks(
     *,
     is_expandable: bool = False,
 ) -> list[Finding]:
-    """Judge footprints of consecutive steps, oldest first, taken at the same moment of each.
+    """Judge footprints of consecutive steps, oldest first, taken at the same moment of each step.
 
-    The slope is Theil and Sen's (median of the slopes between all pairs) over the minima of blocks
-    of 4 steps: a few long batches, a save or an evaluation in between do not move it. A leak rises
-    in every block but one.
+    The slope is Theil and Sen's (the median of the slopes between all pairs) over the minima of
+    blocks of 4 steps, so a few long batches, a save or an evaluation in between do not move it. A
+    leak rises in every block but one.
 
     Args:
         window: at least `WINDOW` footprints; fewer give no finding.
-        card: the last reading of the card, for what its peak left free and what is noise on a card
-            of its size.
+        card: the last reading of the card: what its peak left free, and what is noise at its size.
         host: the same for main memory.
         is_expandable: whether torch was told to use expandable segments.
     """
@@ -91,7 +92,7 @@ def leaks(
         )
         lows = [min(getattr(footprint, kind) for footprint in block) for block in blocks]
         risen_bytes = lows[-1] - lows[0]
-        # First what a healthy run fails at once: the slope costs more than all the rest.
+        # First the test that a healthy run fails at once: the slope costs more than the rest.
         if risen_bytes < _RISING_FRACTION * total_bytes:
             continue
         if sum(after > before for before, after in pairwise(lows)) < len(lows) - 2:
@@ -107,9 +108,11 @@ def leaks(
             Finding(
                 code=f"leak-{kind.replace('_', '-')}",
                 severity=Severity.ERROR if left <= WINDOW and kind != "cache" else Severity.WARNING,
-                summary=f"{what} rises step by step: {_END.get(kind, 'out of memory')} in about {left} steps",
+                summary=f"{what} rises step by step:"
+                f" {_END.get(kind, 'out of memory')} in about {left} steps",
                 evidence=(
-                    f"{size(slope)} a step, {size(risen_bytes)} from step {footprints[0].step} to {footprints[-1].step}"
+                    f"{size(slope)} a step, {size(risen_bytes)} from step {footprints[0].step} to"
+                    f" {footprints[-1].step}"
                 ),
                 remedy=_CACHE_OF_EXPANDABLE if kind == "cache" and is_expandable else remedy,
                 amount=float(risen_bytes),

@@ -1,4 +1,4 @@
-"""MemoryWatch: where a device, a budget and a timeline meet. It knows nothing of the Trainer."""
+"""MemoryWatch: watches one device with a budget and a timeline; it does not know the Trainer."""
 
 import os
 from collections import deque
@@ -20,16 +20,16 @@ from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
 from trainer_plugins.watch.pressure import Budget, pressure
 
 WARM_UP_LOOKS = 8
-"""Looks before growth means anything: the first steps bring optimizer states, cuBLAS workspaces, NCCL buffers."""
+"""Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers."""
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
 
 
 class MemoryWatch:
-    """Looks at one device, remembers what it saw, and says what is new or has become worse.
+    """Looks at one device, remembers what it saw, and reports what is new or has become worse.
 
-    It owns the device's peak counter: each look reads it and begins a new interval.
+    It owns the device's peak counter: each look reads it and starts a new interval.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MemoryWatch:
         """Set what is watched.
 
         Args:
-            device: the device.
+            device: the device to watch.
             timeline: where readings and findings go.
             budget: how full the device may become.
             flushes: the timelines in which releases of its cache may be recorded.
@@ -66,7 +66,7 @@ class MemoryWatch:
         self._num_charted: dict[Timeline, int] = {}
 
     def look(self, step: int, moment: str) -> list[Finding]:
-        """Take one reading, begin a new peak, and judge. Costs about 50 microseconds.
+        """Take one reading, start a new peak, and return the news. Takes about 50 microseconds.
 
         Args:
             step: optimizer steps completed.
@@ -76,9 +76,7 @@ class MemoryWatch:
         reading = self.device.read()
         self.device.reset_peak()
         self.timeline.add(Sample(step=step, moment=moment, reading=reading))
-        if (
-            self._charted is None
-        ):  # the first peak is that of what came before, of loading the model
+        if self._charted is None:  # the first peak belongs to what came before, loading the model
             self._begin_chart(reading)
         findings = [
             *self._judge_card(reading, moment),
@@ -92,7 +90,7 @@ class MemoryWatch:
         return news
 
     def metrics(self) -> MemoryMetrics | None:
-        """What was seen since this was last asked; None where there was no look since.
+        """Return what was seen since the last call; None if there was no look since then.
 
         It takes no reading.
         """
@@ -139,9 +137,8 @@ class MemoryWatch:
         if self._non_torch_bytes is None:
             self._non_torch_bytes = min(reading.non_torch_bytes, allowance)
         elif self._num_train_looks < WARM_UP_LOOKS and reading.non_torch_bytes <= allowance:
-            self._non_torch_bytes = max(
-                self._non_torch_bytes, reading.non_torch_bytes
-            )  # NCCL's and cuBLAS's buffers
+            # NCCL's and cuBLAS's buffers.
+            self._non_torch_bytes = max(self._non_torch_bytes, reading.non_torch_bytes)
         suspicious = reading.non_torch_bytes >= self._non_torch_bytes + tolerance_bytes(
             reading.total_bytes
         )
@@ -188,7 +185,7 @@ class MemoryWatch:
                 host=self._host.resident_bytes(),
             )
         )
-        # Judged once a quarter of the window is new: it costs 0.2 ms, and a leak does not hurry.
+        # Judge once a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
         if self._num_train_looks % (WINDOW // 4) == 0:
             yield from leaks(
                 self._footprints, reading, self._host_reading, is_expandable=self._is_expandable
@@ -196,7 +193,7 @@ class MemoryWatch:
 
 
 def _own_pids() -> set[int]:
-    """The processes of this run on this machine: ours, our children, and the other ranks that our launcher started."""
+    """Return this run's processes on this machine: ours, our children, our launcher's ranks."""
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
     if "LOCAL_RANK" in os.environ and (launcher := me.parent()) is not None:

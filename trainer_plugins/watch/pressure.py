@@ -1,4 +1,4 @@
-"""Pressure: how full a device may become, and what is said when it becomes fuller."""
+"""Judges pressure: how full a device may become."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from trainer_plugins.units import percent, size
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Two marks on a device, each a fraction of its total memory."""
+    """Holds two limits of a device, each a fraction of its total memory."""
 
     warn_fraction: float = 0.90
     act_fraction: float = 0.97
@@ -22,7 +22,7 @@ class Budget:
             )
 
     def severity(self, fraction: float) -> Severity | None:
-        """What a fraction of the device deserves; None within the budget."""
+        """Return what a fraction of the device deserves; None within the budget."""
         if fraction < self.warn_fraction:
             return None
         return Severity.ERROR if fraction >= self.act_fraction else Severity.WARNING
@@ -31,29 +31,32 @@ class Budget:
 # What to change depends on what the run was doing when it peaked.
 _REMEDIES = {
     "eval": (
-        "Set eval_accumulation_steps=1 and a preprocess_logits_for_metrics that keeps only what the metric needs, "
-        "or halve per_device_eval_batch_size."
+        "Set eval_accumulation_steps=1 and a preprocess_logits_for_metrics that keeps only what the"
+        " metric needs, or halve per_device_eval_batch_size."
     ),
-    "save": "Set save_only_model=True, or save a sharded state dict, so that no rank gathers the whole model.",
+    "save": (
+        "Set save_only_model=True, or save a sharded state dict, so that no rank gathers the whole"
+        " model."
+    ),
 }
 _TRAIN_REMEDY = (
-    "Halve per_device_train_batch_size and double gradient_accumulation_steps (the effective batch stays), or set "
-    "gradient_checkpointing=True."
+    "Halve per_device_train_batch_size and double gradient_accumulation_steps (the effective batch"
+    " stays the same), or set gradient_checkpointing=True."
 )
 
 
 def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | None:
-    """Judge the peak of a reading, together with what others hold, against a budget."""
+    """Judge the peak of a reading, with what others hold, against a budget."""
     severity = budget.severity(reading.pressure)
     if severity is None:
         return None
     return Finding(
         code="memory-pressure",
         severity=severity,
-        summary=f"{reading.device} was {percent(reading.pressure)} full at its peak during {moment}",
+        summary=f"{reading.device} was {percent(reading.pressure)} full at its peak in {moment}",
         evidence=(
-            f"peak allocated {size(reading.peak_allocated_bytes)}, non-torch {size(reading.non_torch_bytes)}, "
-            f"total {size(reading.total_bytes)}"
+            f"peak allocated {size(reading.peak_allocated_bytes)}, non-torch"
+            f" {size(reading.non_torch_bytes)}, total {size(reading.total_bytes)}"
         ),
         remedy=_REMEDIES.get(moment, _TRAIN_REMEDY),
         amount=reading.pressure,

@@ -1,7 +1,7 @@
-"""What is wrong with a launch file, before the launch: anybody's accelerate YAML or DeepSpeed JSON.
+"""Judges launch files before the launch: any accelerate YAML or DeepSpeed JSON.
 
-Neither accelerate nor DeepSpeed is imported: the tables in `keys.py` say what they read, and each
-rule names the source it follows.
+It imports neither accelerate nor DeepSpeed: the tables in `keys.py` list what they read, and each
+rule names its source.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ def check(
         training: TrainingArguments by name, as `training_arguments` reads them from a command line.
         num_params: parameters of the model, all of them trained; without it main memory is not
             judged.
-        host_bytes: main memory of the machine, or of its container.
+        host_bytes: main memory of the machine or of its container.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a mapping.
+        ConfigError: the file cannot be read, or does not hold a mapping.
     """
     return judge(
         read_document(path), training=training, num_params=num_params, host_bytes=host_bytes
@@ -51,7 +51,7 @@ def judge(
     num_params: float | None = None,
     host_bytes: int | None = None,
 ) -> tuple[Finding, ...]:
-    """Judge a file that was read; see `check`. The worst comes first."""
+    """Judge a document that was read; see `check`. The worst findings come first."""
     found = [
         *schema_findings(document),
         *accelerate_findings(document),

@@ -1,4 +1,4 @@
-"""Rules of `accelerate launch`: what it refuses, what it passes over, and what makes it run something else."""
+"""Rules of `accelerate launch`: what it refuses, what it ignores, what makes it run another way."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +40,7 @@ _FSDP1_ONLY = (
 
 
 def accelerate_findings(document: Document) -> Iterator[Finding]:
-    """Judge the accelerate part."""
+    """Judge the accelerate part of a launch file."""
     config = document.accelerate
     if config is None:
         return
@@ -61,7 +61,7 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
         yield Finding(
             code="config-wrong-value",
             severity=Severity.ERROR,
-            summary="distributed_type is false: YAML reads a bare NO as that",
+            summary="distributed_type is false: YAML reads a bare NO as false",
             evidence="accelerate knows the text 'NO'",
             remedy="Write distributed_type: 'NO'",
         )
@@ -80,8 +80,10 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
             code="config-distributed-type",
             severity=Severity.ERROR,
             summary="distributed_type: MULTI_CPU starts one process, whatever num_processes says",
-            evidence="accelerate launch takes its simple launcher for it, unless mpirun_config names a hostfile",
-            remedy="Write distributed_type: MULTI_GPU with use_cpu: true, and give --use_cpu to the script",
+            evidence="accelerate launch uses its simple launcher for it, unless mpirun_config names"
+            " a hostfile",
+            remedy="Write distributed_type: MULTI_GPU with use_cpu: true, and give --use_cpu to the"
+            " script",
         )
     precision = config.get("mixed_precision")
     if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
@@ -97,8 +99,8 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
             code="config-distributed-type",
             severity=Severity.WARNING,
             summary="FSDP with use_cpu: true runs plain DistributedDataParallel",
-            evidence="accelerate takes its FSDP branch for accelerators only (accelerate/state.py)",
-            remedy="Remove use_cpu, or write distributed_type: MULTI_GPU to say what runs",
+            evidence="accelerate uses its FSDP branch on accelerators only (accelerate/state.py)",
+            remedy="Remove use_cpu, or write distributed_type: MULTI_GPU, which says what runs",
         )
 
 
@@ -124,7 +126,10 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
             )
         elif processes % machines:
             problem = f"{processes} processes do not divide among {machines} machines"
-            remedy = "num_processes counts the processes of all machines together: write a multiple of num_machines"
+            remedy = (
+                "num_processes counts the processes of all machines together: write a multiple of"
+                " num_machines"
+            )
     elif isinstance(processes, int) and (processes == 0 or processes < -1):
         problem, remedy = f"num_processes is {processes}", "Write the number of cards"
     if problem and remedy:
@@ -139,8 +144,8 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
         yield Finding(
             code="config-process-count",
             severity=Severity.WARNING,
-            summary=f"{machines} machines, and no main_process_ip at which they meet",
-            evidence="accelerate would hand torchrun the address None",
+            summary=f"{machines} machines, but no main_process_ip at which they meet",
+            evidence="accelerate would pass the address None to torchrun",
             remedy="Write main_process_ip, or give --main_process_ip on every machine",
         )
 
@@ -151,8 +156,8 @@ def _sections(config: Mapping, kind: object) -> Iterator[Finding]:
             yield Finding(
                 code="config-ignored-key",
                 severity=Severity.WARNING,
-                summary=f"{section} does nothing under distributed_type {kind}",
-                evidence=f"accelerate launch reads it for {needed}",
+                summary=f"{section} has no effect under distributed_type {kind}",
+                evidence=f"accelerate launch only reads it for {needed}",
                 remedy=f"Write distributed_type: {needed}, or remove {section}",
             )
 
@@ -165,9 +170,9 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
         yield Finding(
             code="config-multinode-launcher",
             severity=Severity.ERROR,
-            summary=f"{machines} machines will each train alone",
-            evidence=f"deepspeed_multinode_launcher is {launcher or 'pdsh, by default'}, and no deepspeed_hostfile is "
-            "named; DeepSpeed then finds one machine, and only warns",
+            summary=f"each of the {machines} machines will train alone",
+            evidence=f"deepspeed_multinode_launcher is {launcher or 'pdsh, by default'}, and no"
+            " deepspeed_hostfile is named; DeepSpeed then finds one machine, and only warns",
             remedy="Write deepspeed_multinode_launcher: standard under deepspeed_config",
         )
     if "deepspeed_config_file" not in section:
@@ -179,17 +184,20 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
         yield Finding(
             code="config-refused-beside-json",
             severity=Severity.ERROR,
-            summary=f"accelerate stops at {key} beside deepspeed_config_file, whatever it says",
-            evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be ignored",
-            remedy=f"Remove {key} here; the DeepSpeed JSON says it",
+            summary=f"accelerate refuses {key} beside deepspeed_config_file, whatever its value",
+            evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be"
+            " ignored",
+            remedy=f"Remove {key} here; set it in the DeepSpeed JSON",
         )
     if document.json_path is not None and not Path(document.json_path).expanduser().is_absolute():
         yield Finding(
             code="config-relative-path",
             severity=Severity.WARNING,
-            summary="deepspeed_config_file is relative to where the launch starts, not to this file",
+            summary="deepspeed_config_file is relative to the folder of the launch, not to this"
+            " file",
             evidence=f"{document.json_path}, from {Path.cwd()}",
-            remedy="Write an absolute path, or the JSON itself: `deepspeed_config_file: |` and the text below it",
+            remedy="Write an absolute path, or the JSON itself: `deepspeed_config_file: |` and the"
+            " text below it",
         )
     if document.json_problem is not None:
         yield Finding(
@@ -197,7 +205,8 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
             severity=Severity.ERROR,
             summary="deepspeed_config_file cannot be read",
             evidence=document.json_problem,
-            remedy="Name a file that exists from where the launch starts, or write the JSON as text after `|`",
+            remedy="Name a file that exists in the folder of the launch, or write the JSON as text"
+            " after `|`",
         )
 
 
@@ -210,7 +219,7 @@ def _fsdp(section: Mapping) -> Iterator[Finding]:
                 yield Finding(
                     code="config-ignored-key",
                     severity=Severity.WARNING,
-                    summary=f"fsdp_{key} is of FSDP 1; version 2 does not take it",
+                    summary=f"fsdp_{key} belongs to FSDP 1; version 2 ignores it",
                     evidence="FullyShardedDataParallelPlugin.__post_init__",
                     remedy=f"Remove fsdp_{key}"
                     + (", write fsdp_reshard_after_forward" if "strategy" in key else ""),

@@ -1,4 +1,4 @@
-"""A launch file as it was written: its accelerate part, its DeepSpeed part, and keys that were written twice."""
+"""Document: a launch file as written: accelerate part, DeepSpeed part, and duplicate keys."""
 
 import base64
 import binascii
@@ -14,7 +14,7 @@ Mapping = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One file that `accelerate launch --config_file` or DeepSpeed reads.
+    """Holds one file that `accelerate launch --config_file` or DeepSpeed reads.
 
     At least one of its two parts is there.
     """
@@ -25,20 +25,20 @@ class Document:
     accelerate: Mapping | None = None
     deepspeed: Mapping | None = None
     duplicates: tuple[str, ...] = ()
-    """Keys that were written twice in one mapping; readers keep the last, and say nothing."""
+    """Keys that occur twice in one mapping; readers keep the last and do not warn."""
 
     json_path: str | None = None
-    """`deepspeed_config_file`, where it names a file."""
+    """`deepspeed_config_file`, if it names a file."""
 
     json_problem: str | None = None
-    """Why the DeepSpeed part could not be read, where one is named."""
+    """Why the DeepSpeed part could not be read, if one is named."""
 
 
 def read_document(path: Path) -> Document:
     """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a mapping.
+        ConfigError: the file cannot be read, or does not hold a mapping.
     """
     loaded, duplicates = read_mapping(path)
     accelerate = (
@@ -52,10 +52,10 @@ def read_document(path: Path) -> Document:
 
 
 def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
-    """Read a YAML or JSON file, and the keys that were written twice in it.
+    """Read a YAML or JSON file, and the keys that occur twice in it.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a mapping.
+        ConfigError: the file cannot be read, or does not hold a mapping.
     """
     parse = parse_json if path.suffix == ".json" else parse_yaml
     loaded, duplicates = parse(read_text(path, str(path)), str(path))
@@ -70,7 +70,14 @@ def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
 def document_of(
     name: str, accelerate: Mapping, duplicates: tuple[str, ...] = (), folder: Path | None = None
 ) -> Document:
-    """Put an accelerate mapping and the DeepSpeed JSON that it names together; `folder` is where the launch starts."""
+    """Join an accelerate mapping with the DeepSpeed JSON that it names.
+
+    Args:
+        name: the file's name without its suffix.
+        accelerate: the mapping.
+        duplicates: keys that occur twice in it.
+        folder: where the launch starts; None is the current folder.
+    """
     section = accelerate.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     if named is None:
@@ -89,12 +96,14 @@ def document_of(
 def _named_json(
     named: object, folder: Path
 ) -> tuple[Mapping | None, tuple[str, ...], str | None, str | None]:
-    """Read `deepspeed_config_file` as accelerate does: a path from the folder, else JSON as text, else base64 of JSON.
+    """Read `deepspeed_config_file` as accelerate does: path, else JSON text, else base64 of JSON.
+
+    A path is relative to `folder`.
 
     Source: accelerate/utils/deepspeed.py, HfDeepSpeedConfig.__init__ (1.10 to 1.15).
     """
     if not isinstance(named, str):
-        return None, (), None, f"it is a {type(named).__name__}, and accelerate reads text"
+        return None, (), None, f"it is a {type(named).__name__}, but accelerate reads text"
     json_path, source = None, "deepspeed_config_file"
     try:
         if "{" in named:
@@ -106,10 +115,10 @@ def _named_json(
             text = base64.urlsafe_b64decode(named).decode("utf-8")
         loaded, duplicates = parse_json(text, source)
     except ConfigError as error:
-        # A path may happen to be base64 too; nobody means that.
+        # A path may happen to be valid base64; nobody means that.
         return None, (), None if "{" in named else named, str(error)
     except (binascii.Error, OSError, ValueError):
-        return None, (), named, "no file of this name is here, and it is neither JSON nor base64"
+        return None, (), named, "there is no such file, and it is neither JSON nor base64"
     if not isinstance(loaded, dict):
         return None, (), json_path, f"it holds a {type(loaded).__name__}, not a mapping"
     return loaded, duplicates, json_path, None

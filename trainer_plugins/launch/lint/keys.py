@@ -8,7 +8,7 @@ precision_config.py, zenflow_config.py, leaf_module_config.py, and swap_tensor/c
 `aio`.
 
 The kind of a value is one letter: b a bool, i an integer (5e7 counts), f a number, s text, m a
-mapping, l a list, and * for anything. A key that DeepSpeed reads by two names has both.
+mapping, l a list, and * for anything. A key that DeepSpeed reads under two names is listed twice.
 """
 
 Keys = dict[str, str]
@@ -27,29 +27,23 @@ ACCELERATE: Keys = {
         "b", "use_cpu debug same_network enable_cpu_affinity tpu_use_cluster tpu_use_sudo fp16"
     ),
     **_keys("i", "num_processes machine_rank num_machines main_process_port"),
-    **_keys(
-        "m",
-        "fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config",
-    ),
+    **_keys("m", "fp8_config deepspeed_config fsdp_config parallelism_config"),
+    **_keys("m", "megatron_lm_config mpirun_config"),
     **_keys("m", "dynamo_config"),
     **_keys("l", "commands tpu_vm tpu_env"),
     **_keys("*", "gpu_ids downcast_bf16"),
 }
 ACCELERATE_DEEPSPEED: Keys = {
-    **_keys(
-        "s",
-        "deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter",
-    ),
-    **_keys(
-        "s", "deepspeed_inclusion_filter deepspeed_moe_layer_cls_names offload_optimizer_device"
-    ),
+    **_keys("s", "deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"),
+    **_keys("s", "deepspeed_exclusion_filter deepspeed_inclusion_filter"),
+    **_keys("s", "deepspeed_moe_layer_cls_names offload_optimizer_device"),
     **_keys("s", "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"),
     **_keys("i", "zero_stage gradient_accumulation_steps"),
     **_keys("f", "gradient_clipping"),
     **_keys("b", "zero3_init_flag zero3_save_16bit_model"),
 }
 # DeepSpeedPlugin._deepspeed_config_checks raises for these beside a deepspeed_config_file, whatever
-# they say.
+# their values.
 REFUSED_BESIDE_JSON = frozenset(
     [
         "gradient_accumulation_steps",
@@ -63,17 +57,12 @@ REFUSED_BESIDE_JSON = frozenset(
         "mixed_precision",
     ]
 )
-# accelerate writes `fsdp_` before a key that lacks it.
+# accelerate adds `fsdp_` to a key that lacks it.
 ACCELERATE_FSDP: Keys = {
     **_keys("i", "fsdp_version fsdp_min_num_params"),
-    **_keys(
-        "b",
-        "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading",
-    ),
-    **_keys(
-        "b",
-        "fsdp_sync_module_states fsdp_activation_checkpointing fsdp_activation_checkpointing_offload",
-    ),
+    **_keys("b", "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params"),
+    **_keys("b", "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
+    **_keys("b", "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"),
     **_keys("s", "fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_state_dict_type"),
     **_keys(
         "*", "fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_transformer_layer_cls_to_wrap"
@@ -82,78 +71,44 @@ ACCELERATE_FSDP: Keys = {
 }
 
 DEEPSPEED: Keys = {
-    **_keys(
-        "i",
-        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
-    ),
+    **_keys("i", "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
+    **_keys("i", "steps_per_print"),
     **_keys("i", "vocabulary_size sequence_parallel_size"),
     **_keys("f", "gradient_clipping gradient_predivide_factor"),
-    **_keys(
-        "b",
-        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients disable_allgather",
-    ),
-    **_keys(
-        "b",
-        "dump_state disable_python_gc wall_clock_breakdown memory_breakdown dataloader_drop_last",
-    ),
+    **_keys("b", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients"),
+    **_keys("b", "disable_allgather dump_state disable_python_gc wall_clock_breakdown"),
+    **_keys("b", "memory_breakdown dataloader_drop_last"),
     **_keys("b", "managed_gradient_accumulation use_data_before_expert_parallelism"),
-    **_keys(
-        "s",
-        "communication_data_type seq_parallel_communication_data_type gradient_allreduce_op log_level",
-    ),
-    **_keys(
-        "m",
-        "zero_optimization bf16 bfloat16 fp16 torch_autocast optimizer scheduler aio checkpoint data_types",
-    ),
-    **_keys(
-        "m",
-        "activation_checkpointing flops_profiler tensorboard wandb csv_monitor comet comms_logger autotuning",
-    ),
-    **_keys(
-        "m", "hybrid_engine pipeline data_efficiency compile timers tensor_parallel expert_parallel"
-    ),
+    **_keys("s", "communication_data_type seq_parallel_communication_data_type"),
+    **_keys("s", "gradient_allreduce_op log_level"),
+    **_keys("m", "zero_optimization bf16 bfloat16 fp16 torch_autocast optimizer scheduler aio"),
+    **_keys("m", "checkpoint data_types activation_checkpointing flops_profiler tensorboard wandb"),
+    **_keys("m", "csv_monitor comet comms_logger autotuning hybrid_engine pipeline"),
+    **_keys("m", "data_efficiency compile timers tensor_parallel expert_parallel"),
     **_keys("m", "weight_quantization datastates_ckpt datastates_config checkpoint_engine"),
 }
 ZERO: Keys = {
-    **_keys(
-        "i", "stage reduce_bucket_size allgather_bucket_size sub_group_size zero_hpz_partition_size"
-    ),
-    **_keys(
-        "b",
-        "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm",
-    ),
-    **_keys(
-        "b",
-        "compute_grad_norm load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1",
-    ),
-    **_keys(
-        "b",
-        "round_robin_gradients parameter_alignment zero_quantized_weights zero_quantized_gradients",
-    ),
-    **_keys(
-        "b",
-        "zero_quantized_nontrainable_weights memory_efficient_linear pipeline_loading_checkpoint",
-    ),
-    **_keys("b", "override_module_apply log_trace_cache_warnings enable_sanity_checks"),
-    **_keys(
-        "b",
-        "save_muon_momentum_buffer_in_memory cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
-    ),
+    **_keys("i", "stage reduce_bucket_size allgather_bucket_size sub_group_size"),
+    **_keys("i", "zero_hpz_partition_size"),
+    **_keys("b", "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce"),
+    **_keys("b", "allgather_partitions overlap_comm compute_grad_norm load_from_fp32_weights"),
+    **_keys("b", "elastic_checkpoint ignore_unused_parameters legacy_stage1"),
+    **_keys("b", "round_robin_gradients parameter_alignment zero_quantized_weights"),
+    **_keys("b", "zero_quantized_gradients zero_quantized_nontrainable_weights"),
+    **_keys("b", "memory_efficient_linear pipeline_loading_checkpoint override_module_apply"),
+    **_keys("b", "log_trace_cache_warnings enable_sanity_checks"),
+    **_keys("b", "save_muon_momentum_buffer_in_memory cpu_offload cpu_offload_param"),
+    **_keys("b", "cpu_offload_use_pin_memory"),
     **_keys("b", "stage3_gather_fp16_weights_on_model_save"),
     **_keys("m", "offload_param offload_optimizer zenflow leaf_module"),
 }
-# Keys of stage 3 alone. DeepSpeed reads them with and without the prefix; transformers and
+# Keys of stage 3 alone. DeepSpeed reads them with and without the prefix, transformers and
 # accelerate only with it.
 STAGE3: Keys = {
-    **_keys(
-        "i",
-        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters",
-    ),
-    **_keys("i", "max_reuse_distance module_granularity_threshold"),
-    **_keys(
-        "b",
-        "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential",
-    ),
+    **_keys("i", "prefetch_bucket_size param_persistence_threshold model_persistence_threshold"),
+    **_keys("i", "max_live_parameters max_reuse_distance module_granularity_threshold"),
+    **_keys("b", "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params"),
+    **_keys("b", "allgather_sequential"),
 }
 ZERO.update(STAGE3)
 ZERO.update({f"stage3_{key}": kind for key, kind in STAGE3.items()})
@@ -178,10 +133,10 @@ BLOCKS: dict[str, Keys] = {
         **_keys("*", "select_strategy select_interval update_interval"),
     },
     "zero_optimization.leaf_module": _keys("*", "classes names name_suffixes"),
-    "bf16": _keys(
-        "b",
-        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
-    ),
+    "bf16": {
+        **_keys("b", "enabled immediate_grad_update check_grad_overflow"),
+        **_keys("b", "bf16_master_weights_and_grads bf16_optimizer_states"),
+    },
     "fp16": {
         **_keys("b", "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads"),
         **_keys("f", "loss_scale"),
@@ -192,11 +147,8 @@ BLOCKS: dict[str, Keys] = {
         **_keys("b", "single_submit overlap_events use_gds"),
     },
     "activation_checkpointing": {
-        **_keys(
-            "b",
-            "partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile",
-        ),
-        **_keys("b", "cpu_checkpointing"),
+        **_keys("b", "partition_activations contiguous_memory_optimization"),
+        **_keys("b", "synchronize_checkpoint_boundary profile cpu_checkpointing"),
         **_keys("i", "number_checkpoints"),
     },
     "torch_autocast": {
@@ -208,14 +160,14 @@ BLOCKS: dict[str, Keys] = {
     "scheduler": {**_keys("s", "type"), **_keys("m", "params")},
 }
 BLOCKS["bfloat16"] = BLOCKS["bf16"]
-# In these DeepSpeed reads the keys it knows and passes over the rest; in the others it refuses what
-# it does not know.
+# In these blocks DeepSpeed reads the keys it knows and ignores the rest; in the others it refuses
+# unknown keys.
 PASSED_OVER = frozenset(
     {"", "aio", "activation_checkpointing", "torch_autocast", "optimizer", "scheduler"}
 )
 
-# _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS of deepspeed/runtime/config.py: each
-# raises.
+# _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS of deepspeed/runtime/config.py:
+# DeepSpeed raises for each.
 REMOVED = frozenset(
     [
         "nebula",
@@ -237,13 +189,17 @@ REMOVED = frozenset(
 DEPRECATED = {
     "zero_optimization.cpu_offload": 'zero_optimization.offload_optimizer: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'zero_optimization.offload_param: {"device": "cpu"}',
-    "zero_optimization.cpu_offload_use_pin_memory": "pin_memory inside offload_optimizer and offload_param",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.cpu_offload_use_pin_memory": (
+        "pin_memory inside offload_optimizer and offload_param"
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "stage3_gather_16bit_weights_on_model_save"
+    ),
     "bfloat16": "bf16, the only name that transformers and accelerate look for",
 }
 
-# What transformers (HfTrainerDeepSpeedConfig) and accelerate (DeepSpeedPlugin, _prepare_deepspeed)
-# put for "auto".
+# Keys whose "auto" transformers (HfTrainerDeepSpeedConfig) and accelerate (DeepSpeedPlugin,
+# _prepare_deepspeed) replace.
 AUTO = frozenset(
     [
         "train_batch_size",
@@ -265,7 +221,7 @@ AUTO = frozenset(
         "zero_optimization.stage3_param_persistence_threshold",
     ]
 )
-# accelerate puts its own default for these, which is seldom what "auto" was meant to be.
+# For these accelerate fills in its own default, which is seldom what "auto" was meant to be.
 AUTO_IS_OFF = {
     "zero_optimization.stage": "2",
     "zero_optimization.offload_optimizer.device": '"none"',

@@ -1,4 +1,4 @@
-"""A file does what its name says."""
+"""Judges whether a file's name matches its content."""
 
 import re
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ def _untrue(document: Document, said: str, is_so: str) -> Finding:
     return Finding(
         code="config-name",
         severity=Severity.WARNING,
-        summary=f"the name {document.name} is not true: {said}",
+        summary=f"the name {document.name} is misleading: {said}",
         evidence=is_so,
-        remedy="Rename the file, or make it true",
+        remedy="Rename the file, or make the name true",
     )
 
 
 def zero_stage(document: Document) -> int | None:
-    """Return the ZeRO stage that will run, None for no DeepSpeed."""
+    """Return the ZeRO stage that will run; None if DeepSpeed will not run."""
     if document.deepspeed is not None:
         stage = part(document.deepspeed, "zero_optimization.stage")
         return (
@@ -54,7 +54,7 @@ def zero_stage(document: Document) -> int | None:
 
 
 def offload_devices(document: Document) -> dict[str, str]:
-    """Return what is offloaded, and to where: `{"optimizer": "cpu"}`."""
+    """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
     found = {}
     for what in ("optimizer", "param"):
         if document.deepspeed is not None:

@@ -1,4 +1,4 @@
-"""Rules of form: keys nobody reads, keys written twice, values of the wrong kind."""
+"""Rules of form: unknown keys, duplicate keys, values of the wrong kind."""
 
 import re
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ def schema_findings(document: Document) -> Iterator[Finding]:
         yield Finding(
             code="config-duplicate-key",
             severity=Severity.ERROR,
-            summary=f"{key} is written twice in one mapping",
-            evidence="the reader keeps the last of them and says nothing",
-            remedy="Keep one",
+            summary=f"{key} occurs twice in one mapping",
+            evidence="the reader keeps the last one and does not warn",
+            remedy="Keep one of them",
         )
     if document.accelerate is not None:
         yield from _accelerate(document.accelerate)
@@ -39,7 +39,7 @@ def _accelerate(config: Mapping) -> Iterator[Finding]:
     for key, value in config.items():
         if key not in keys.ACCELERATE:
             yield _unknown(
-                key, "", keys.ACCELERATE, "accelerate launch stops at it (had unknown keys)"
+                key, "", keys.ACCELERATE, "accelerate launch refuses it (had unknown keys)"
             )
         elif value is not None and not (key == "num_processes" and value in ("gpu", "auto")):
             yield from _kind(key, value, keys.ACCELERATE[key])
@@ -57,10 +57,10 @@ def _accelerate(config: Mapping) -> Iterator[Finding]:
             )
             if full not in known:
                 yield _unknown(
-                    str(key), f"{section}.", known, "accelerate passes it over and says nothing"
+                    str(key), f"{section}.", known, "accelerate ignores it and does not warn"
                 )
             elif value == "auto" and full in keys.AUTO:
-                continue  # DeepSpeedPlugin takes the word, and the Trainer puts its own value there
+                continue  # DeepSpeedPlugin accepts the word, and the Trainer replaces it
             elif value is not None and full != "deepspeed_config_file":
                 yield from _kind(f"{section}.{key}", value, known[full])
 
@@ -80,26 +80,25 @@ def _block(block: Mapping, prefix: str, known: keys.Keys) -> Iterator[Finding]:
             yield Finding(
                 code="config-removed-key",
                 severity=Severity.ERROR,
-                summary=f"DeepSpeed has removed {name}, and stops at it",
-                evidence="deepspeed/runtime/config.py, _reject_removed_config_keys (0.19.8); older versions read it",
+                summary=f"DeepSpeed has removed {name}, and refuses it",
+                evidence="deepspeed/runtime/config.py, _reject_removed_config_keys (0.19.8); older"
+                " versions read it",
                 remedy=f"Remove {name}",
             )
         elif name in keys.DEPRECATED:
             yield Finding(
                 code="config-deprecated-key",
                 severity=Severity.WARNING,
-                summary=f"{name} is a name of the past",
-                evidence="transformers and accelerate look for the new name only",
+                summary=f"{name} is deprecated",
+                evidence="transformers and accelerate only look for the new name",
                 remedy=f"Write {keys.DEPRECATED[name]}",
             )
         elif key not in known:
             passed_over = prefix.removesuffix(".") in keys.PASSED_OVER
             if passed_over and "comment" in str(key):
-                continue  # JSON has no other place for one
+                continue  # JSON has no other place for a comment
             what = (
-                "DeepSpeed passes it over and says nothing"
-                if passed_over
-                else "DeepSpeed stops at it"
+                "DeepSpeed ignores it and does not warn" if passed_over else "DeepSpeed refuses it"
             )
             yield _unknown(str(key), prefix, known, what)
         elif value == "auto" and (known[key] != "s" or name in keys.AUTO_IS_OFF):
@@ -120,34 +119,35 @@ def _auto(name: str) -> Iterator[Finding]:
         yield Finding(
             code="config-unresolved-auto",
             severity=Severity.WARNING,
-            summary=f'{name} is "auto", for which accelerate puts {keys.AUTO_IS_OFF[name]}',
+            summary=f'{name} is "auto", for which accelerate fills in {keys.AUTO_IS_OFF[name]}',
             evidence="DeepSpeedPlugin.__post_init__ fills it from its own defaults",
-            remedy=f"Write the value that {name} shall have",
+            remedy=f"Write the value that {name} should have",
         )
         return
     yield Finding(
         code="config-unresolved-auto",
         severity=Severity.ERROR,
         summary=f'nobody fills in {name}: "auto"',
-        evidence="accelerate's deepspeed_config_process raises for what it has no value for; bare DeepSpeed drops it",
+        evidence="accelerate's deepspeed_config_process raises if it has no value for it; bare"
+        " DeepSpeed drops it",
         remedy=f"Write a value, or leave {name} out for DeepSpeed's default",
     )
 
 
 def _unknown(key: object, prefix: str, known: keys.Keys, what: str) -> Finding:
     near = get_close_matches(str(key), known, 1, 0.7)
-    meant = bool(near) or "stops" in what or _home(str(key)) != _NOWHERE
+    meant = bool(near) or "refuses" in what or _home(str(key)) != _NOWHERE
     return Finding(
         code="config-unknown-key",
         severity=Severity.ERROR if meant else Severity.WARNING,
-        summary=f"{prefix}{key} is no key that is read here",
+        summary=f"{prefix}{key} is not a known key",
         evidence=what,
         remedy=f"Write {prefix}{near[0]}, or remove it" if near else _home(str(key)),
     )
 
 
 def _home(key: str) -> str:
-    """Say where a key belongs that is right somewhere else."""
+    """Say where a key belongs that is valid elsewhere."""
     homes = [f"{name}.{key}" for name, known in keys.BLOCKS.items() if key in known]
     homes += [key] if key in keys.DEEPSPEED else []
     return f"Move it to {homes[0]}, or remove it" if homes else _NOWHERE
@@ -164,7 +164,7 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
         "l": isinstance(value, list),
         "*": True,
     }[kind]
-    # YAML reads a bare NO as false, and accelerate takes these words for a bool.
+    # YAML reads a bare NO as false, and accelerate accepts these words for a bool.
     if fits or (kind == "s" and name in ("distributed_type", "mixed_precision", "dynamo_backend")):
         return
     if name == "zero_optimization" and isinstance(value, bool):
@@ -175,7 +175,7 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
     yield Finding(
         code="config-wrong-type",
         severity=Severity.ERROR,
-        summary=f"{name} is {value!r}, where {_KINDS[kind]} belongs",
+        summary=f"{name} is {value!r}, but should be {_KINDS[kind]}",
         evidence=f"read as {type(value).__name__}"
         + ("; YAML 1.1 reads 5e7 as text, 5.0e+7 or 50000000 as a number" if quoted else ""),
         remedy=f"Write it without quotes, as {_KINDS[kind]}" if quoted else f"Write {_KINDS[kind]}",
@@ -183,7 +183,7 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
 
 
 def part(config: Mapping, name: str) -> object:
-    """Return the value at a dotted name, None where there is none.
+    """Return the value at a dotted name; None if there is none.
 
     >>> part({"bf16": {"enabled": True}}, "bf16.enabled")
     True

@@ -1,23 +1,22 @@
-"""Text that claims to be YAML or JSON, read in bounded time: what nobody's launch file is, is refused in one line."""
+"""Reads YAML or JSON text in bounded time; what cannot be a launch file is refused in one line."""
 
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-# No launch file comes near: the largest of accelerate, DeepSpeed, TRL and axolotl has 5 KB and 5
-# levels.
+# No launch file comes near these limits: the largest one of accelerate, DeepSpeed, TRL and axolotl
+# has 5 KB and 5 levels.
 _MOST_BYTES = 1 << 20
 _MOST_LEVELS = 50
 _MOST_VALUES = 5_000
 
 
 class ConfigError(ValueError):
-    """A launch file, its name or a wish about it that cannot be served.
+    """A launch file, its name or a change to it is wrong.
 
     The text is for the user, on one line.
     """
@@ -36,7 +35,7 @@ def read_text(path: Path, source: str) -> str:
         wanted = "Give an accelerate YAML or a DeepSpeed JSON"
         raise ConfigError(f"{source} cannot be read: {error.strerror or error}. {wanted}") from None
     if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{source} has more than 1 MiB, which no launch file has")
+        raise ConfigError(f"{source} has more than 1 MiB, so it cannot be a launch file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -48,21 +47,20 @@ def read_text(path: Path, source: str) -> str:
 
 
 def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
-    """Parse JSON; the second value names the keys that were written twice in one mapping.
+    """Parse JSON; the second value names the keys that occur twice in one mapping.
 
     Raises:
-        ConfigError: it is not JSON, nests too deep, or holds a number that is none.
+        ConfigError: it is not JSON, is nested too deep, or holds a number that is not finite.
     """
     duplicates: list[str] = []
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         duplicates.extend(_more_than_once([key for key, _ in items]))
         return dict(items)
 
     def integer(digits: str) -> int | float:
-        return (
-            int(digits) if len(digits) < 100 else math.inf
-        )  # Python refuses thousands of digits, and names no key
+        # Python refuses thousands of digits, and does not name the key.
+        return int(digits) if len(digits) < 100 else math.inf
 
     try:
         value = json.loads(text, object_pairs_hook=pairs, parse_int=integer)
@@ -75,11 +73,11 @@ def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
 
 
 def parse_yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
-    """Parse YAML, without tags that run code; the second value names the keys that were written twice in one mapping.
+    """Parse YAML without tags that run code; the second value names keys that occur twice.
 
     Raises:
-        ConfigError: it is not YAML, nests too deep, refers to itself, or holds a value that is
-            none.
+        ConfigError: it is not YAML, is nested too deep, refers to itself, or holds a value that
+            cannot be.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -105,7 +103,8 @@ def _written_twice(root: yaml.Node, loader: yaml.SafeLoader, source: str) -> tup
         elif isinstance(node, yaml.ScalarNode):
             try:
                 loader.construct_object(node)
-            except ValueError as error:  # a date in month 13, a number of 5,000 digits: PyYAML says of neither where
+            # A date in month 13, a number of 5,000 digits: PyYAML does not say where.
+            except ValueError as error:
                 place = f"{source}, line {node.start_mark.line + 1}"
                 raise ConfigError(f"{place}: {name} is {str(node.value)[:40]!r}: {error}") from None
     return tuple(dict.fromkeys(found))
@@ -113,12 +112,11 @@ def _written_twice(root: yaml.Node, loader: yaml.SafeLoader, source: str) -> tup
 
 def _refuse_numbers_that_are_none(loaded: object, source: str) -> None:
     for value, name in _walk(loaded, _within_value, source):
-        if (
-            isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64
-        ):  # NaN is in no order
+        # Written so that NaN, which compares with nothing, is refused too.
+        if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:
             shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
             raise ConfigError(
-                f"{source}: {name} is {shown}, and no number that can be meant: write another"
+                f"{source}: {name} is {shown}, which cannot be meant: write another number"
             )
 
 
@@ -137,7 +135,10 @@ def _within_value(value: object) -> list[tuple[str, object]]:
 def _walk(
     root: object, within: Callable[[object], list[tuple[str, object]]], source: str
 ) -> Iterator[tuple[object, str]]:
-    """Each value with its dotted name, as often as anchors refer to it: what comes to an end here does so elsewhere."""
+    """Yield each value with its dotted name, as often as anchors refer to it.
+
+    If this comes to an end, so do other readers.
+    """
     waiting = [(root, "", 1)]
     num_seen = 0
     while waiting:
@@ -161,4 +162,4 @@ def _more_than_once(names: list[str]) -> list[str]:
 
 
 def _too_deep(source: str) -> str:
-    return f"{source} has more than {_MOST_LEVELS} levels, one inside another, or an anchor that holds itself"
+    return f"{source} has more than {_MOST_LEVELS} nested levels, or an anchor that holds itself"

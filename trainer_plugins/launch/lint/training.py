@@ -1,8 +1,7 @@
-"""A launch file against the TrainingArguments it will meet.
+"""Judges a launch file against the TrainingArguments that it will meet.
 
 Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_finalize of transformers
-    5.23, which raise
-for each value that is neither "auto" nor equal.
+5.23, which raise for each value that is neither "auto" nor equal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +29,13 @@ _ON_THE_CARD = ("bf16.enabled", "fp16.enabled")
 
 
 def training_arguments(words: Sequence[str]) -> dict[str, object]:
-    """Read TrainingArguments as a command line has them, or as `key=value`.
+    """Read TrainingArguments from a command line, or from `key=value` words.
 
     >>> training_arguments(["--bf16", "--max-grad-norm", "0.3", "learning_rate=2e-5"])
     {'bf16': True, 'max_grad_norm': 0.3, 'learning_rate': 2e-05}
 
     Raises:
-        ConfigError: a value stands without a name.
+        ConfigError: a value has no name.
     """
     found: dict[str, object] = {}
     waiting: str | None = None
@@ -66,7 +65,10 @@ def _value(text: str) -> object:
 def training_findings(
     document: Document, training: Mapping[str, object] | None
 ) -> Iterator[Finding]:
-    """Judge a file against TrainingArguments; where none are given, only what clashes with nearly all of them."""
+    """Judge a file against TrainingArguments.
+
+    If none are given, judge only what clashes with nearly all of them.
+    """
     config = document.deepspeed
     if config is None and document.accelerate is not None:
         section = part(document.accelerate, "deepspeed_config")
@@ -83,8 +85,8 @@ def training_findings(
         if value is None or value == "auto" or isinstance(value, dict):
             continue
         written = part(document.deepspeed or config or {}, key) is not None
-        source = "written" if written else "put in by accelerate where it is missing"
-        says = "the file says" if written else "accelerate puts"
+        source = "written" if written else "filled in by accelerate because it is missing"
+        says = "the file says" if written else "accelerate fills in"
         if training is None:
             if key.startswith("gradient_") or key in (
                 "train_micro_batch_size_per_gpu",
@@ -103,9 +105,10 @@ def training_findings(
                 code="config-training-mismatch",
                 severity=Severity.ERROR,
                 summary=f"{key}: {says} {value}, the training arguments say {asked}",
-                evidence=f"{key} is {source}, {name} is {'given' if name in training else 'the default'}; "
+                evidence=f"{key} is {source}, {name} is"
+                f" {'given' if name in training else 'the default'}; "
                 "transformers stops the training: values that mismatch TrainingArguments",
-                remedy=f'Write "{key}": "auto", and say it once, in TrainingArguments',
+                remedy=f'Write "{key}": "auto", and set it in TrainingArguments only',
             )
     if training is None and isinstance(part(config or {}, "train_batch_size"), int):
         yield _fixed(
@@ -121,8 +124,9 @@ def _fixed(key: str, value: object, name: str, source: str) -> Finding:
     return Finding(
         code="config-not-auto",
         severity=Severity.WARNING,
-        summary=f"{key} is fixed at {value}: training stops where {name} differs",
-        evidence=f"the value is {source}; transformers raises for each that mismatches TrainingArguments",
+        summary=f"{key} is fixed at {value}: training stops if {name} differs",
+        evidence=f"the value is {source}; transformers raises for each value that mismatches"
+        " TrainingArguments",
         remedy=f'Write "{key}": "auto" (in a YAML without JSON: leave it out)',
     )
 
@@ -137,12 +141,12 @@ def _saves(document: Document, training: Mapping[str, object]) -> Iterator[Findi
         yield Finding(
             code="config-training-mismatch",
             severity=Severity.ERROR,
-            summary="save_only_model does not go with SHARDED_STATE_DICT",
-            evidence="the Trainer raises at its start"
+            summary="save_only_model cannot be combined with SHARDED_STATE_DICT",
+            evidence="the Trainer raises when it starts"
             + (
                 ""
                 if kind
-                else "; it is the default where fsdp_state_dict_type is missing under version 2"
+                else "; it is the default if fsdp_state_dict_type is missing under version 2"
             ),
             remedy="Write fsdp_state_dict_type: FULL_STATE_DICT",
         )

@@ -1,4 +1,4 @@
-"""Rules of DeepSpeed: combinations it rejects, and those that do something else than they seem to."""
+"""Rules of DeepSpeed: combinations that it refuses, and those that do not do what they seem to."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,8 @@ def zero_findings(document: Document) -> Iterator[Finding]:
             code="config-no-zero",
             severity=Severity.ERROR,
             summary="there is no zero_optimization block",
-            evidence="accelerate stops: Please specify the ZeRO optimization config in the DeepSpeed config",
+            evidence="accelerate stops: Please specify the ZeRO optimization config in the"
+            " DeepSpeed config",
             remedy='Write "zero_optimization": {"stage": 2} or another stage',
         )
     yield from _precision(config, stage)
@@ -35,65 +36,9 @@ def zero_findings(document: Document) -> Iterator[Finding]:
 
 def _offload(document: Document, stage: int) -> Iterator[Finding]:
     config = document.deepspeed if document.deepspeed is not None else {}
-    section = part(document.accelerate or {}, "deepspeed_config")
-    section = section if isinstance(section, dict) else {}
-    offloads = offload_devices(document)
     for what in ("optimizer", "param"):
-        device = part(config, f"zero_optimization.offload_{what}.device") or section.get(
-            f"offload_{what}_device"
-        )
-        if isinstance(device, str) and device not in ("cpu", "nvme", "none", "auto"):
-            yield _wrong(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
-        block = part(config, f"zero_optimization.offload_{what}")
-        if isinstance(block, dict) and "device" not in block:
-            yield Finding(
-                code="config-offload-stage",
-                severity=Severity.WARNING,
-                summary=f"offload_{what} names no device, so nothing is offloaded",
-                evidence="its default is none (deepspeed/runtime/zero/offload_config.py)",
-                remedy='Write "device": "cpu", or remove the block',
-            )
-        if offloads.get(what) == "nvme":
-            path = part(config, f"zero_optimization.offload_{what}.nvme_path")
-            path = section.get(f"offload_{what}_nvme_path") if document.deepspeed is None else path
-            if not isinstance(path, str) or path in ("", "none", "None"):
-                problem = f"offload_{what} goes to nvme, and nvme_path is missing"
-            elif not Path(path).is_absolute():
-                problem = f"nvme_path {path} is relative to where each rank runs"
-            else:
-                continue
-            yield Finding(
-                code="config-nvme-path",
-                severity=Severity.ERROR,
-                summary=problem,
-                evidence="DeepSpeed reads the file without it, and fails when it first writes",
-                remedy="Write the absolute path of a folder on a local drive",
-            )
-    if "param" in offloads and stage < 3:
-        yield Finding(
-            code="config-offload-stage",
-            severity=Severity.ERROR,
-            summary=f"parameters are not offloaded at stage {stage}",
-            evidence="offload_param is valid only with stage 3 (deepspeed/runtime/zero/config.py); below, it is read "
-            "and nothing comes of it",
-            remedy="Write stage 3, or remove offload_param",
-        )
-    if "optimizer" in offloads and stage < 1:
-        yield Finding(
-            code="config-offload-stage",
-            severity=Severity.ERROR,
-            summary="the optimizer is not offloaded at stage 0",
-            evidence="offload_optimizer is valid with stages 1, 2 and 3 (deepspeed/runtime/zero/config.py)",
-            remedy="Write stage 2 or 3",
-        )
-    if offloads.get("param") == "nvme" and "optimizer" not in offloads:
-        yield Finding(
-            code="config-offload-stage",
-            severity=Severity.WARNING,
-            summary="parameters go to a drive while the optimizer, six times their size, stays on the card",
-            evidence="12 B a parameter for AdamW's master weights and states, 2 B for 16-bit weights",
-            remedy="Offload the optimizer first",
-        )
+        yield from _offload_target(document, what)
+    yield from _offload_at_stage(offload_devices(document), stage)
     ratio = part(config, "zero_optimization.offload_optimizer.ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and stage < 3:
         yield Finding(
@@ -102,6 +47,76 @@ def _offload(document: Document, stage: int) -> Iterator[Finding]:
             summary=f"offload_optimizer.ratio {ratio} at stage {stage}",
             evidence="DeepSpeed stops: Partial offloading only supported for ZeRO Stage 3",
             remedy="Write stage 3, or remove ratio",
+        )
+
+
+def _offload_target(document: Document, what: str) -> Iterator[Finding]:
+    """Judge where `what` (optimizer, param) is offloaded to."""
+    config = document.deepspeed if document.deepspeed is not None else {}
+    section = part(document.accelerate or {}, "deepspeed_config")
+    section = section if isinstance(section, dict) else {}
+    device = part(config, f"zero_optimization.offload_{what}.device") or section.get(
+        f"offload_{what}_device"
+    )
+    if isinstance(device, str) and device not in ("cpu", "nvme", "none", "auto"):
+        yield _wrong(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
+    block = part(config, f"zero_optimization.offload_{what}")
+    if isinstance(block, dict) and "device" not in block:
+        yield Finding(
+            code="config-offload-stage",
+            severity=Severity.WARNING,
+            summary=f"offload_{what} names no device, so nothing is offloaded",
+            evidence="its default is none (deepspeed/runtime/zero/offload_config.py)",
+            remedy='Write "device": "cpu", or remove the block',
+        )
+    if offload_devices(document).get(what) != "nvme":
+        return
+    path = part(config, f"zero_optimization.offload_{what}.nvme_path")
+    path = section.get(f"offload_{what}_nvme_path") if document.deepspeed is None else path
+    if not isinstance(path, str) or path in ("", "none", "None"):
+        problem = f"offload_{what} goes to nvme, but nvme_path is missing"
+    elif not Path(path).is_absolute():
+        problem = f"nvme_path {path} is relative to the folder where each rank runs"
+    else:
+        return
+    yield Finding(
+        code="config-nvme-path",
+        severity=Severity.ERROR,
+        summary=problem,
+        evidence="DeepSpeed accepts the file without it, and fails when it first writes",
+        remedy="Write the absolute path of a folder on a local drive",
+    )
+
+
+def _offload_at_stage(offloads: dict[str, str], stage: int) -> Iterator[Finding]:
+    """Judge whether this stage offloads what the file says."""
+    if "param" in offloads and stage < 3:
+        yield Finding(
+            code="config-offload-stage",
+            severity=Severity.ERROR,
+            summary=f"parameters are not offloaded at stage {stage}",
+            evidence="offload_param is valid only with stage 3 (deepspeed/runtime/zero/config.py);"
+            " below, it is read and has no effect",
+            remedy="Write stage 3, or remove offload_param",
+        )
+    if "optimizer" in offloads and stage < 1:
+        yield Finding(
+            code="config-offload-stage",
+            severity=Severity.ERROR,
+            summary="the optimizer is not offloaded at stage 0",
+            evidence="offload_optimizer is valid with stages 1, 2 and 3"
+            " (deepspeed/runtime/zero/config.py)",
+            remedy="Write stage 2 or 3",
+        )
+    if offloads.get("param") == "nvme" and "optimizer" not in offloads:
+        yield Finding(
+            code="config-offload-stage",
+            severity=Severity.WARNING,
+            summary="parameters are offloaded to a drive, but the optimizer, six times their size,"
+            " stays on the card",
+            evidence="12 B a parameter for AdamW's master weights and states, 2 B for 16-bit"
+            " weights",
+            remedy="Offload the optimizer first",
         )
 
 
@@ -119,12 +134,13 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
         yield Finding(
             code="config-bucket-memory",
             severity=Severity.WARNING,
-            summary=f"{key} holds {value * 2 / 2**30:.2f} GiB of the card in bf16, twice that in fp32",
+            summary=f"{key} takes {value * 2 / 2**30:.2f} GiB of the card in bf16, twice that in"
+            " fp32",
             evidence=f"{value:.0e} elements"
-            + ("" if key in zero else ", DeepSpeed's default where none is written"),
+            + ("" if key in zero else ", DeepSpeed's default if none is written"),
             remedy=f'Write "{key}": 50000000'
             + (
-                ", in a DeepSpeed JSON: the YAML alone cannot say it"
+                ", in a DeepSpeed JSON: the YAML alone has no such key"
                 if document.deepspeed is None
                 else ""
             ),
@@ -146,7 +162,7 @@ def _precision(config: Mapping, stage: int) -> Iterator[Finding]:
         if not master:
             yield _rejected(
                 "bf16_optimizer_states without bf16_master_weights_and_grads",
-                "It requires the latter",
+                "It needs the latter",
             )
         elif (
             "cpu" in str(part(config, "zero_optimization.offload_optimizer.device"))
@@ -154,11 +170,12 @@ def _precision(config: Mapping, stage: int) -> Iterator[Finding]:
         ):
             yield _rejected(
                 "bf16_optimizer_states with offload and no optimizer block",
-                "The Trainer would make a DeepSpeedCPUAdam with fp32 states, which DeepSpeed refuses: "
+                "The Trainer would create a DeepSpeedCPUAdam with fp32 states, which DeepSpeed"
+                " refuses: "
                 'write "optimizer": {"type": "AdamW", "params": {"lr": "auto", ...}}',
             )
     if master and stage == 0:
-        yield _rejected("bf16_master_weights_and_grads at stage 0", "It is for stages 1, 2 and 3")
+        yield _rejected("bf16_master_weights_and_grads at stage 0", "It needs stage 1, 2 or 3")
 
 
 def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
@@ -173,13 +190,13 @@ def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
             yield _idle(
                 ", ".join(idle),
                 f"at stage {stage}",
-                "they are of stage 3",
+                "they belong to stage 3",
                 "Remove them, or write stage 3",
             )
     else:
         if zero.get("round_robin_gradients") is True:
             yield _idle(
-                "round_robin_gradients", "at stage 3", "it is of stages 1 and 2", "Remove it"
+                "round_robin_gradients", "at stage 3", "it belongs to stages 1 and 2", "Remove it"
             )
         names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
         if not any(
@@ -190,7 +207,8 @@ def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
                 code="config-gather-on-save",
                 severity=Severity.WARNING,
                 summary="a save writes no model.safetensors",
-                evidence="stage3_gather_16bit_weights_on_model_save is not true, so only ZeRO's shards are saved",
+                evidence="stage3_gather_16bit_weights_on_model_save is not true, so only ZeRO's"
+                " shards are saved",
                 remedy="Write it as true, or run zero_to_fp32.py on the checkpoint afterwards",
             )
         bare = sorted(key for key in zero if key in keys.STAGE3)
@@ -199,11 +217,12 @@ def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
                 code="config-deprecated-key",
                 severity=Severity.WARNING,
                 summary=f"{', '.join(bare)}: without the prefix stage3_ only DeepSpeed sees it",
-                evidence="transformers and accelerate look up the name with stage3_ (HfTrainerDeepSpeedConfig)",
+                evidence="transformers and accelerate look up the name with stage3_"
+                " (HfTrainerDeepSpeedConfig)",
                 remedy=f"Write stage3_{bare[0]}",
             )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):
-        yield _rejected(f"compute_grad_norm false at stage {stage}", "It is for stages 1 and 2")
+        yield _rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")
     if config.get("gradient_allreduce_op") == "sum" and stage == 3:
         yield _rejected("gradient_allreduce_op sum at stage 3", "Remove it")
     if "activation_checkpointing" in config:
@@ -222,12 +241,12 @@ def _hand_over(config: Mapping) -> Iterator[Finding]:
             yield _idle(
                 "optimizer.params.max_grad_norm",
                 "in DeepSpeed",
-                "it warns",
+                "it only warns",
                 'Write "gradient_clipping": "auto"',
             )
         kind = part(config, "optimizer.type")
         if kind is None:
-            yield _wrong("optimizer.type", None, "a block without a type is no optimizer")
+            yield _wrong("optimizer.type", None, "a block without a type is not an optimizer")
         if str(kind).lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
             yield _wrong(
                 "optimizer.type", kind, "1-bit optimizers do not work with ZeRO stages 2 and 3"
@@ -237,14 +256,15 @@ def _hand_over(config: Mapping) -> Iterator[Finding]:
         yield _wrong(
             "scheduler.params.warmup_num_steps",
             warmup,
-            "DeepSpeed 0.19.6 and later stop at less than 1",
+            "DeepSpeed 0.19.6 and later refuse less than 1",
         )
     if "scheduler" in config and "optimizer" not in config:
         yield Finding(
             code="config-scheduler",
             severity=Severity.WARNING,
             summary="the DeepSpeed scheduler replaces lr_scheduler_type of TrainingArguments",
-            evidence="deepspeed_optim_sched (transformers/integrations/deepspeed.py) makes a DummyScheduler",
+            evidence="deepspeed_optim_sched (transformers/integrations/deepspeed.py) creates a"
+            " DummyScheduler",
             remedy="Remove the scheduler block, unless you mean it",
         )
 
@@ -263,7 +283,7 @@ def _rejected(what: str, remedy: str) -> Finding:
     return Finding(
         code="config-rejected",
         severity=Severity.ERROR,
-        summary=f"DeepSpeed stops at {what}",
+        summary=f"DeepSpeed refuses {what}",
         evidence="deepspeed/runtime/config.py and zero/config.py check it at start (0.19.8)",
         remedy=remedy,
     )
@@ -273,7 +293,7 @@ def _idle(key: str, where: str, why: str, remedy: str) -> Finding:
     return Finding(
         code="config-ignored-key",
         severity=Severity.WARNING,
-        summary=f"{key} does nothing {where}",
+        summary=f"{key} has no effect {where}",
         evidence=why,
         remedy=remedy,
     )

@@ -13,17 +13,20 @@ subprocess.
 """
 
 import ctypes
-import hashlib
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer_plugins.compiled import (
+    cache_folder,
+    compiled_once,
+    cpp_compiler,
+    fingerprint,
+    torch_library_command,
+)
 
 _SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 _TIMEOUT_SECONDS = 120
@@ -46,7 +49,6 @@ def install() -> str:
             break
         except (
             OSError,
-            subprocess.SubprocessError,
             AttributeError,
             RuntimeError,
             ValueError,
@@ -80,39 +82,12 @@ def _compiled() -> None:
 
 
 def _built() -> Path:
-    compiler = (
-        os.environ.get("CXX")
-        or shutil.which("g++")
-        or shutil.which("clang++")
-        or shutil.which("c++")
-    )
+    compiler = cpp_compiler()
     if compiler is None or platform.system() != "Linux":
         raise OSError("no C++ compiler")
-    cache = Path(
-        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
-    )
-    digest = hashlib.sha256(
-        f"{torch.__version__} {platform.machine()}\n".encode() + _SOURCE.read_bytes()
-    ).hexdigest()
-    library = cache / f"fake_cuda-torch{torch.__version__}-{digest[:16]}.so"
-    if library.exists():
-        return library
-    cache.mkdir(parents=True, exist_ok=True)
-    root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=cache) as directory:
-        draft = Path(directory) / library.name
-        command = [
-            *compiler.split(),
-            *("-std=c++20", "-O1", "-fPIC", "-shared", "-w"),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"),
-            *(str(_SOURCE), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(draft)),
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
-        draft.replace(
-            library
-        )  # whole or not at all; two that build at the same time build the same
-    return library
+    digest = fingerprint(torch.__version__, _SOURCE.read_bytes())
+    library = cache_folder() / f"fake_cuda-torch{torch.__version__}-{digest}.so"
+    return compiled_once(library, torch_library_command(compiler, _SOURCE), _TIMEOUT_SECONDS)
 
 
 # Numbers of virtual functions in the headers of torch 2.9 to 2.13, after the two of the destructor.

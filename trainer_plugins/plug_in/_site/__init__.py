@@ -1,4 +1,4 @@
 """A folder that `trainer-plugins exec` puts first on PYTHONPATH.
 
-Read at each start of Python under it.
+Every Python that starts under it reads this folder.
 """

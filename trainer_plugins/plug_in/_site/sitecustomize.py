@@ -1,8 +1,8 @@
-"""Read by Python itself at its start, under `trainer-plugins exec`: attaches when `transformers.trainer` is imported.
+"""Attaches callbacks when `transformers.trainer` is imported, under `trainer-plugins exec`.
 
-Imports nothing that Python has not imported already. Whatever goes wrong is one line on stderr: the
-program goes on. Any Python may be started there, so this is written for all from 2.7 on: no
-annotations, no f-strings.
+Python itself reads this file when it starts. It imports nothing that Python has not imported
+already. Whatever goes wrong is one line on stderr, and the program goes on. Any Python may be
+started there, so this file works from 2.7 on: no annotations, no f-strings.
 """
 
 import os
@@ -15,7 +15,7 @@ def _attach():  # type: () -> None
 
         from trainer_plugins.plug_in.attachment import attach, is_attached, say_at_exit
 
-        if not is_attached():  # what the program has attached itself is nearer to its user
+        if not is_attached():  # what the program attached itself has precedence
             attach(**json.loads(os.environ["TRAINER_PLUGINS_ATTACH"]))
         say_at_exit(with_children=True)
     except Exception as error:  # noqa: BLE001 # the program is not ours to break
@@ -31,7 +31,7 @@ def _say(error):  # type: (Exception) -> None
 def _go_on_to_the_users_own():  # type: () -> None
     """Import the sitecustomize that this one hides, if there is one.
 
-    What it raises, Python reports as it would.
+    Python reports what it raises as usual.
     """
     here = os.path.dirname(os.path.abspath(__file__))
     ours, place = sys.modules.pop("sitecustomize"), sys.path.index(here) if here in sys.path else 0
@@ -39,9 +39,8 @@ def _go_on_to_the_users_own():  # type: () -> None
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
-        missing = (
-            getattr(error, "name", None) or str(error).split()[-1]
-        )  # Python 2 has the name in its words alone
+        # In Python 2 the name is only in the message.
+        missing = getattr(error, "name", None) or str(error).split()[-1]
         if missing != "sitecustomize":
             raise
     finally:
@@ -49,7 +48,7 @@ def _go_on_to_the_users_own():  # type: () -> None
         sys.path.insert(place, here)
 
 
-# No transformers with a Trainer runs on an older Python.
+# No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:
         from trainer_plugins_on_import import when_imported  # type: ignore[import-not-found]

@@ -1,11 +1,11 @@
-"""Do something once a module has been imported.
+"""Calls a function once a module has been imported.
 
-The name is long since `exec` makes it a top-level module.
+The name is long because `exec` makes it a top-level module.
 """
 
 import sys
 
-TYPE_CHECKING = False  # typing itself would cost more than all of this
+TYPE_CHECKING = False  # importing typing would take longer than everything else here
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeVar
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 def when_imported(name: str, then: "Callable[[], None]") -> None:
-    """Call `then()` directly after the module of this name was imported for the first time."""
+    """Call `then()` directly after the module of this name is imported for the first time."""
     sys.meta_path.insert(0, _Finder(name, then))
 
 
 def passed_over_by_warnings(wrapper: "Function") -> "Function":
-    """Have `warnings` pass over the frame of a wrapper, so that a `stacklevel` leads to the line that it led to before.
+    """Have `warnings` skip a wrapper's frame, so that a `stacklevel` finds the same line as before.
 
-    It does so for the machinery of imports, which it knows by the name of its file:
+    `warnings` skips the machinery of imports, which it recognises by its file name:
     `_is_internal_frame` in Lib/warnings.py, of Python 3.6 to 3.14.
     """
     code = wrapper.__code__
-    if hasattr(code, "replace"):  # of Python 3.8
+    if hasattr(code, "replace"):  # since Python 3.8
         wrapper.__code__ = code.replace(co_filename=code.co_filename + " (as importlib._bootstrap)")
     return wrapper
 
 
 class _Finder:
-    """Finds one module as all others would, and has its loader call back."""
+    """Finds one module as the other finders would, and has its loader call back."""
 
     def __init__(self, name: str, then: "Callable[[], None]") -> None:
         self.name, self.then = name, then
@@ -51,12 +51,10 @@ class _Finder:
 
         def exec_module(module: "Any") -> None:
             execute(module)
-            if (
-                self in sys.meta_path
-            ):  # until here: the module may be looked for, or fail, without being imported
+            # Only now: a module may be searched for, or fail, without being imported.
+            if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self.then()
 
-        loader.exec_module = passed_over_by_warnings(
-            exec_module
-        )  # of this one loader, which keeps its class and all it can do
+        # Of this one loader, which keeps its class and all its abilities.
+        loader.exec_module = passed_over_by_warnings(exec_module)

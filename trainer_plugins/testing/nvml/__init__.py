@@ -1,27 +1,30 @@
-"""ScriptedNvml: the NVIDIA driver library, following a script, for tests on machines without a card.
+"""ScriptedNvml: an NVIDIA driver library that follows a script, for tests without a card.
 
-A `libnvidia-ml.so.1` in C (`nvml.c`), compiled when first needed, that the real pynvml, nvitop,
-gpustat and torch load:
+It is a `libnvidia-ml.so.1` in C (`nvml.c`), compiled when first needed, which the real pynvml,
+nvitop, gpustat and torch load:
 
     nvml = ScriptedNvml(tmp_path).card("GPU-1…").process(4242, 3 * GIB, name="infer").write()
     subprocess.run([...], env=nvml.env())                                # a child sees that card
-    nvml.fault("nvmlDeviceGetMemoryInfo_v2", pynvml.NVML_ERROR_GPU_IS_LOST).write()  # and now it
-    falls off the bus
+    # And now the card falls off the bus.
+    nvml.fault("nvmlDeviceGetMemoryInfo_v2", pynvml.NVML_ERROR_GPU_IS_LOST).write()
 """
 
 import ctypes
-import hashlib
 import os
-import platform
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainer_plugins.compiled import (
+    CompileError,
+    c_compiler,
+    cache_folder,
+    compiled_once,
+    fingerprint,
+)
 from trainer_plugins.units import GIB, MIB
 
 __all__ = ["ScriptedNvml", "unavailable_reason"]
@@ -36,32 +39,33 @@ COMPILER_FLAGS = (
     f"-Wl,-soname,{LIBRARY}",
     "-Wl,-z,nodelete",
 )
+_TIMEOUT_SECONDS = 600
 INIT_FUNCTIONS = ("nvmlInitWithFlags", "nvmlInit_v2", "nvmlInit")
 
 
 def unavailable_reason() -> str | None:
-    """Why the scripted library cannot be had on this machine, as a sentence without a full stop; None if it can."""
+    """Say why the scripted library does not work on this machine; None if it does."""
     if sys.platform != "linux":
         return (
             f"the scripted NVML needs Linux, where programs load {LIBRARY}; this is {sys.platform}"
         )
-    if _compiler() is None:
+    if c_compiler() is None:
         return "the scripted NVML needs a C compiler (cc, gcc or clang) on the PATH"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedNvml:
-    """A script for the library, one record after another. Each method returns a new, longer script.
+    """Holds a script for the library, record by record; each method returns a new, longer script.
 
     Nothing happens until `write`: from then on every program that was given the library with this
-    folder, by `env` or `preload`, answers accordingly, also if it has long been running. What a
-    script counts (`skip`, `times`, growth) is counted in each program for itself, from the moment
+    folder, by `env` or `preload`, gets these answers, even if it has long been running. What a
+    script counts (`skip`, `times`, growth) is counted in each program separately, from the moment
     it reads the script.
     """
 
     folder: Path
-    """Where the script file lies. One folder, one driver; a pytest `tmp_path` will do."""
+    """The folder of the script file, one for each driver; a pytest `tmp_path` will do."""
 
     records: tuple[str, ...] = ()
 
@@ -72,7 +76,10 @@ class ScriptedNvml:
         cuda_version: int = 13000,
         process_record_bytes: int = 24,
     ) -> "ScriptedNvml":
-        """Set what the driver says of itself; drivers 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161)."""
+        """Set what the driver says about itself.
+
+        Drivers 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161).
+        """
         return self._with(
             "driver", version=version, cuda=cuda_version, record_bytes=process_record_bytes
         )
@@ -92,7 +99,7 @@ class ScriptedNvml:
             total_bytes: all its memory.
             reserved_bytes: the part of it that the driver keeps for itself. Memory info version 1
                 counts it as used, version 2 does not.
-            name: of the product.
+            name: the product's name.
         """
         index = self._num("card")
         uuid = uuid or f"GPU-{index:08x}-1111-2222-3333-444444444444"
@@ -104,10 +111,10 @@ class ScriptedNvml:
     def card_from_file(
         self, path: Path, *, reserved_bytes: int = 600 * MIB, name: str = "Simulated card"
     ) -> "ScriptedNvml":
-        """Add the card that a simulated accelerator shares: its uuid, capacity and processes come from its card file.
+        """Add a simulated accelerator's card: its file has the uuid, capacity and processes.
 
-        The total is that capacity and `reserved_bytes`. While there is no such file, the GPU is
-        lost; once there is, it stays the one that is read until the next script.
+        Its total is that capacity plus `reserved_bytes`. While there is no such file, the GPU is
+        lost; once there is, that file is read until the next script.
         """
         bus = f"00000000:{0x17 + self._num('card'):02X}:00.0"
         return self._with(
@@ -117,9 +124,9 @@ class ScriptedNvml:
     def mig_slice(
         self, uuid: str, *, total_bytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG"
     ) -> "ScriptedNvml":
-        """Cut a MIG slice from the last card, with memory and processes of its own.
+        """Add a MIG slice of the last card, with memory and processes of its own.
 
-        The card is then in MIG mode.
+        This puts the card in MIG mode.
         """
         self._last_card()
         return self._with("slice", uuid=uuid, name=name, total=total_bytes)
@@ -138,18 +145,18 @@ class ScriptedNvml:
         """Let a process hold memory on the last card or slice.
 
         Args:
-            pid: its number; no such process need exist.
-            used_bytes: what it holds when the device's memory is first asked for.
-            name: what the driver calls it. Empty: the driver does not know it.
+            pid: its process id; no such process need exist.
+            used_bytes: what it holds when the device's memory is first queried.
+            name: the driver's name for it; empty if the driver does not know it.
             grow_bytes: how much more it holds at every later query of the device's memory.
-            live: it holds memory only while a process of that number exists.
-            says_bytes: False to list it with N/A for bytes, as on WSL; the card's used memory
-                counts them all the same.
-            graphics: list it with the graphics processes instead of the compute processes.
+            live: whether it holds memory only while a process with that id exists.
+            says_bytes: False lists it with N/A for bytes, as on WSL; the card's used memory still
+                counts them.
+            graphics: whether it is listed with the graphics processes, not the compute processes.
         """
         if "\tfile=" in self._last_card():
             raise ValueError(
-                "the processes of a card from a file are in that file, or the two would not agree"
+                "the processes of a card from a file are in that file, else the two would disagree"
             )
         flags = "l" * live + "u" * (not says_bytes) + "g" * graphics
         return self._with(
@@ -157,7 +164,10 @@ class ScriptedNvml:
         )
 
     def hide(self, pid: int) -> "ScriptedNvml":
-        """Leave a process out of every list, as drivers do with those outside of the container; its bytes count."""
+        """Leave a process out of every list, as drivers do with those outside the container.
+
+        Its bytes still count.
+        """
         return self._with("hide", pid=pid)
 
     def fault(
@@ -169,12 +179,12 @@ class ScriptedNvml:
         skip: int = 0,
         times: int | None = None,
     ) -> "ScriptedNvml":
-        """Let a function of the library fail.
+        """Make a function of the library fail.
 
         Args:
             function: its C name with its version, as in `nvmlDeviceGetMemoryInfo_v2`.
             code: the return code, one of pynvml's `NVML_ERROR_*`.
-            uuid: fail on this device only; None for all of them, and for functions that take none.
+            uuid: the device on which it fails; None for all, and for functions without a device.
             skip: how many calls to let pass first.
             times: how many calls to fail after that; None for all.
 
@@ -183,7 +193,7 @@ class ScriptedNvml:
         """
         if not re.search(rf"\b{re.escape(function)}\b", SOURCE.read_text()):
             raise ValueError(
-                f"the scripted NVML has no function {function!r}; see {SOURCE.name} for those it has"
+                f"the scripted NVML has no function {function!r}; {SOURCE.name} lists those it has"
             )
         limits = {} if times is None else {"times": times}
         return self._with(
@@ -191,7 +201,7 @@ class ScriptedNvml:
         )
 
     def hang(self, function: str, *, skip: int = 0) -> "ScriptedNvml":
-        """Let a function of the library never answer.
+        """Make a function of the library hang.
 
         Args:
             function: its C name with its version, as in `nvmlDeviceGetMemoryInfo_v2`.
@@ -204,23 +214,23 @@ class ScriptedNvml:
         return replace(script, records=(*self.records, f"{script.records[-1]}\thangs=1"))
 
     def cannot_start(self, code: int) -> "ScriptedNvml":
-        """Let the library fail to start: `NVML_ERROR_DRIVER_NOT_LOADED`, `…_LIB_RM_VERSION_MISMATCH` and their like."""
+        """Make the library fail to start, with `NVML_ERROR_DRIVER_NOT_LOADED` or the like."""
         script = self
         for function in INIT_FUNCTIONS:
             script = script.fault(function, code)
         return script
 
     def write(self) -> "ScriptedNvml":
-        """Put the script in force in one piece: a reader sees the whole old one or the whole new one."""
+        """Put the script in force; a reader sees either the whole old or the whole new script."""
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(descriptor, "w") as file:
             file.write(
                 "\n".join((*ScriptedNvml(self.folder).driver().records, *self.records)) + "\n"
             )
-        # The library tells by inode, size and time that there is a new script. Kernels stamp files
-        # by a clock of milliseconds and reuse inodes, so of two quick rewrites the second could go
-        # unseen: stamp it in nanoseconds.
+        # The library recognises a new script by inode, size and time. Kernels stamp files by a
+        # clock of milliseconds and reuse inodes, so the second of two quick rewrites could be
+        # missed: stamp it in nanoseconds.
         now = time.time_ns()
         os.utime(temporary, ns=(now, now))
         os.replace(temporary, self.path)
@@ -228,11 +238,11 @@ class ScriptedNvml:
 
     @property
     def path(self) -> Path:
-        """The script file."""
+        """Return the path of the script file."""
         return self.folder / "nvml.script"
 
     def env(self, **more: str) -> dict[str, str]:
-        """Return the environment in which a child process finds this library first, with `more` variables added."""
+        """Return the environment for a child to find this library first, plus `more` variables."""
         search_path = [str(build().parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         ours = {
             "LD_LIBRARY_PATH": os.pathsep.join(search_path),
@@ -241,20 +251,20 @@ class ScriptedNvml:
         return {**os.environ, **ours, **more}
 
     def preload(self) -> None:
-        """Serve the running process, from now on and until it ends: an NVML client that loads its library finds ours.
+        """Serve this process until it ends: an NVML client that loads its library gets this one.
 
-        The loader of glibc knows a loaded library again by its SONAME, so no environment variable
-        is needed. pynvml and torch keep the library they have found: for another driver write
-        another script, in this folder or not.
+        glibc's loader recognises a loaded library by its SONAME, so no environment variable is
+        needed. pynvml and torch keep the library they have found: for another driver write another
+        script, in any folder.
 
         Raises:
-            RuntimeError: the process has loaded NVIDIA's own library already, so clients will go on
-                finding that.
+            RuntimeError: the process has loaded NVIDIA's own library already, which clients keep.
         """
         ours = ctypes.CDLL(str(build()))
         if not hasattr(ctypes.CDLL(LIBRARY), "scriptedNvmlFollow"):
             raise RuntimeError(
-                f"this process has loaded NVIDIA's {LIBRARY} already; preload before anything asks for it"
+                f"this process has loaded NVIDIA's {LIBRARY} already; preload before anything asks"
+                " for it"
             )
         ours.scriptedNvmlFollow(os.fsencode(self.path.absolute()))
 
@@ -262,7 +272,8 @@ class ScriptedNvml:
         record = "\t".join([kind, *(f"{key}={value}" for key, value in fields.items())])
         if "\n" in record or record.count("\t") != len(fields):
             raise ValueError(
-                f"a script has one record a line and tabs between fields, so no text in it may: {record!r}"
+                "a script has one record a line and tabs between fields, so no text in it may"
+                f" contain either: {record!r}"
             )
         return replace(self, records=(*self.records, record))
 
@@ -272,43 +283,29 @@ class ScriptedNvml:
     def _last_card(self) -> str:
         cards = [record for record in self.records if record.startswith("card\t")]
         if not cards:
-            raise ValueError("add a card first: a process or a slice is on the last one")
+            raise ValueError("add a card first: a process or a slice belongs to the last one")
         return cards[-1]
 
 
 def build() -> Path:
-    """Compile the library unless that has been done, and return its path.
+    """Compile the library unless that was done before, and return its path.
 
     It lies in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`, in a folder of its own for
-    each source, kind of machine and set of flags. Any number of processes may build at once: each
-    renames a whole file into place.
+    each source, kind of machine and set of flags. Any number of processes may build at once.
 
     Raises:
-        RuntimeError: there is no compiler (`unavailable_reason`), or it fails; the message has its
-            words.
+        RuntimeError: there is no compiler (`unavailable_reason`), or it fails; the message contains
+            what it printed.
     """
-    what = f"{SOURCE.read_text()}{COMPILER_FLAGS}{platform.machine()}"
-    cache = Path(
-        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
-    )
-    library = cache.absolute() / f"nvml-{hashlib.sha256(what.encode()).hexdigest()[:16]}" / LIBRARY
-    if library.exists():
-        return library
-    compiler = _compiler()
-    if compiler is None:
+    name = fingerprint(SOURCE.read_bytes(), *COMPILER_FLAGS)
+    library = cache_folder().absolute() / f"nvml-{name}" / LIBRARY
+    compiler = c_compiler()
+    if compiler is None and not library.exists():
         raise RuntimeError(unavailable_reason())
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        finished = Path(folder) / LIBRARY
-        command = [compiler, *COMPILER_FLAGS, "-o", str(finished), str(SOURCE)]
-        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        if outcome.returncode:
-            raise RuntimeError(
-                f"could not compile the scripted NVML: {' '.join(command)}\n{outcome.stderr}"
-            )
-        os.replace(finished, library)
-    return library
-
-
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    command = [str(compiler), *COMPILER_FLAGS, str(SOURCE)]
+    try:
+        return compiled_once(library, command, _TIMEOUT_SECONDS)
+    except CompileError as error:
+        raise RuntimeError(
+            f"could not compile the scripted NVML: {error}\n{error.output}"
+        ) from error

@@ -1,34 +1,34 @@
-"""simgpu: an accelerator of any size in host memory, on which an unmodified Trainer really runs out of memory.
+"""simgpu: an accelerator in main memory, on which an unmodified Trainer really runs out of memory.
 
     from trainer_plugins.testing import simgpu
     simgpu.enable(capacity_bytes=2 << 30)      # before the Trainer, or:
     $ python -m trainer_plugins.testing.simgpu --capacity 2GiB train.py --any-arguments
 
-Tensors of the device `simgpu` lie in host memory behind a caching allocator with CUDA's rules;
+Tensors of the device `simgpu` live in main memory behind a caching allocator with CUDA's rules.
 `torch.accelerator` reports on it, and when the card is full torch raises its own `OutOfMemoryError`
-in CUDA's words. Operations run on the CPU's kernels: results are the CPU's up to rounding, and so
-is the time they take. Random numbers come from the CPU's generator.
+in CUDA's words. Operations run on the CPU's kernels, so their results (up to rounding) and their
+speed are the CPU's. Random numbers come from the CPU's generator.
 
 Other processes on the card, scripted or real, are in the card file (`SimCard`); with
 `SIMGPU_CARD=path` several processes share one. Under torchrun and `accelerate launch` each rank has
-a card of its own, `simgpu:0`, and the collectives are gloo's.
+a card of its own, `simgpu:0`, and gloo does the collectives.
 
-Where it differs from a CUDA card:
+It differs from a CUDA card in this:
 
 * What an operation needs while it runs (a convolution's workspace, say) is not counted; its results
   are.
-* Attention stores no scores, as with CUDA's flash kernel, except with dropout in it, where CUDA's
-  still does not.
+* Attention stores no scores, like CUDA's flash kernel, except with dropout, where CUDA's still does
+  not.
 * Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
 * There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no
   sparse tensor, no graph and no second stream.
-* A card with no memory outside PyTorch: no context of a few hundred MiB. `SimCard.hold(os.getpid(),
-  ...)` adds one.
+* The card has no memory outside PyTorch: no context of a few hundred MiB.
+  `SimCard.hold(os.getpid(), ...)` adds one.
 
-Importing this module does nothing. Enabling is for the whole process and cannot be undone; it sets
+Importing this module does nothing. Enabling affects the whole process and cannot be undone; it sets
 `ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it
-changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; kept in
-`$TRAINER_PLUGINS_CACHE`, else `~/.cache/trainer_plugins`).
+changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; the result
+is kept in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`).
 """
 
 import atexit
@@ -63,16 +63,14 @@ _card: SimCard | None = None
 
 
 def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> None:
-    """Make simgpu the accelerator of this process.
+    """Make simgpu the accelerator of this process, before the Trainer's arguments are built.
 
-    Call it before the Trainer's arguments are built.
-
-    A second call sets the capacity and nothing else.
+    A second call only sets the capacity.
 
     Args:
-        capacity_bytes: the memory of the card. None: what the given card has.
-        card: the card to be on, which is given that capacity. None: the one that `SIMGPU_CARD`
-            names, else a private one, removed when the process ends.
+        capacity_bytes: the memory of the card; None leaves the given card's as it is.
+        card: the card to use, which gets that capacity; None is the one that `SIMGPU_CARD` names,
+            or else a private one, removed when the process ends.
 
     Raises:
         ValueError: the capacity is below 2 MiB or unknown, or a second call names another card.
@@ -84,7 +82,7 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
     if _library is not None:
         if card is not None and card.path != _require_card().path:
             raise ValueError(
-                f"simgpu is on the card {_require_card().path} already, and stays there"
+                f"simgpu uses the card {_require_card().path} already, and cannot change it"
             )
         if capacity_bytes is not None:
             set_capacity(capacity_bytes)
@@ -101,15 +99,15 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
 
 
 def is_enabled() -> bool:
-    """Whether `enable` has been called in this process."""
+    """Return whether `enable` has been called in this process."""
     return _library is not None
 
 
 def set_capacity(capacity_bytes: int) -> None:
-    """Give the card another capacity, in bytes. What is reserved stays so, also above it.
+    """Change the capacity of the card, in bytes. What is reserved stays so, even above it.
 
     Raises:
-        ValueError: below 2 MiB.
+        ValueError: it is below 2 MiB.
         RuntimeError: simgpu is not enabled.
     """
     _check_capacity(capacity_bytes)
@@ -117,7 +115,7 @@ def set_capacity(capacity_bytes: int) -> None:
 
 
 def card() -> SimCard:
-    """Return the card this process is on, to see who holds what and to script other processes.
+    """Return the card of this process, to see who holds what and to script other processes.
 
     Raises:
         RuntimeError: simgpu is not enabled.
@@ -126,10 +124,10 @@ def card() -> SimCard:
 
 
 def fail_at(n: int) -> None:
-    """Let the n-th allocation from now raise `torch.OutOfMemoryError`, once, whatever is free.
+    """Make the n-th allocation from now raise `torch.OutOfMemoryError`, once, whatever is free.
 
-    As in a real failure the cache has been released by then, and a retry counted; its message says
-    that nothing is free.
+    As in a real failure, the cache was released and a retry counted before; the message says that
+    nothing is free.
 
     Raises:
         ValueError: n is below 1.
@@ -141,7 +139,7 @@ def fail_at(n: int) -> None:
 
 
 def allocations() -> int:
-    """Count the allocations since simgpu was enabled: what a sweep of `fail_at` runs over.
+    """Return the number of allocations since simgpu was enabled, the range of a `fail_at` sweep.
 
     Raises:
         RuntimeError: simgpu is not enabled.
@@ -159,7 +157,8 @@ def _register(library: ctypes.CDLL) -> None:
     num_indices = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend_registration.rename_privateuse1_backend("simgpu")
     _check(library, library.simgpu_register(num_indices))
-    torch._register_device_module("simgpu", make_module(_require_card, num_indices))  # type: ignore[no-untyped-call]
+    module = make_module(_require_card, num_indices)
+    torch._register_device_module("simgpu", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu:0"
     teach_libraries()
@@ -167,13 +166,13 @@ def _register(library: ctypes.CDLL) -> None:
 
 
 def _finish_backward(owner_pid: int) -> None:
-    """Wait for autograd's device thread before the interpreter goes.
+    """Wait for autograd's device thread before the interpreter ends.
 
-    After a backward, and more so after one that raised, the main thread goes on while the device
-    thread still drops the graph. That frees Python objects, for which it asks for the interpreter's
-    lock, and a thread that does so during finalisation is ended inside a C++ destructor: "terminate
-    called without an active exception", exit code 134. CUDA has the same race. A forked child has
-    no device thread to wait for.
+    After a backward pass, and more so after one that raised, the main thread continues while the
+    device thread still drops the graph. That frees Python objects, which needs the interpreter's
+    lock, and a thread that asks for it during finalisation is ended inside a C++ destructor:
+    "terminate called without an active exception", exit code 134. CUDA has the same race. A forked
+    child has no device thread to wait for.
     """
     if os.getpid() == owner_pid:
         _require_library().simgpu_finish_backward()

@@ -1,11 +1,11 @@
 """Run any script on a simulated accelerator, unedited.
 
-    python -m trainer_plugins.testing.simgpu --capacity 2GiB train.py --its --arguments
-    python -m trainer_plugins.testing.simgpu --capacity 2GiB -m package.module --its --arguments
+    python -m trainer_plugins.testing.simgpu --capacity 2GiB train.py --lr 1e-5
+    python -m trainer_plugins.testing.simgpu --capacity 2GiB -m package.module --lr 1e-5
     torchrun --nproc-per-node 2 -m trainer_plugins.testing.simgpu --capacity 2GiB train.py
 
-The script sees `sys.argv`, `sys.path` and `__main__` as under python itself, and its exit code is
-ours.
+The script sees the same `sys.argv`, `sys.path` and `__main__` as under plain python, and its exit
+code is passed on.
 """
 
 import argparse
@@ -20,14 +20,14 @@ _EXIT_USAGE = 2
 
 
 def main(arguments: list[str]) -> None:
-    """Enable simgpu and run what the command line names."""
+    """Enable simgpu, then run the program that the command line names."""
     options = _parse(arguments)
     from trainer_plugins.testing import simgpu
 
     try:
         card = simgpu.SimCard(options.card) if options.card and options.card.exists() else None
         if options.card and card is None:
-            os.environ["SIMGPU_CARD"] = str(options.card)  # made by the first process that needs it
+            os.environ["SIMGPU_CARD"] = str(options.card)  # the first process to need it creates it
         simgpu.enable(options.capacity, card)
     except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
         _refuse(str(error))
@@ -47,7 +47,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
-        help="the memory of the card, as in 2GiB; may be left to the card",
+        help="the memory of the card, such as 2GiB; not needed for a card that exists",
     )
     parser.add_argument(
         "--card", metavar="PATH", type=Path, help="a card file to share with other processes"

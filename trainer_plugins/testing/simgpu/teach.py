@@ -1,17 +1,17 @@
-"""What libraries outside torch are taught while simgpu is enabled, because they list the accelerators by name.
+"""Teaches other libraries about simgpu while it is enabled, because they list devices by name.
 
-Three functions, each of which calls the original where simgpu is not concerned:
+Three functions are replaced; each calls the original if simgpu is not concerned:
 
 * `transformers.utils.import_utils.is_torch_bf16_gpu_available` asks CUDA, XPU, NPU and so on in
-  turn; without an answer `TrainingArguments(bf16=True)` is refused.
+  turn; without an answer for simgpu `TrainingArguments(bf16=True)` is refused.
 * `accelerate.state.PartialState._prepare_backend` chooses the collectives by the accelerators it
   knows; without an answer every rank trains alone. It is told gloo, whose collectives simgpu serves
-  in host memory. Also, `use_cpu=True` is heeded there: `ACCELERATE_TORCH_DEVICE` alone would put
-  the batches on simgpu and leave the model on the CPU.
+  in main memory. `use_cpu=True` is obeyed there too: `ACCELERATE_TORCH_DEVICE` alone would put the
+  batches on simgpu and leave the model on the CPU.
 * `accelerate.utils.memory.clear_device_cache` empties the caches of the accelerators it knows; it
-  is told to empty simgpu's too, as it does CUDA's.
+  empties simgpu's too, as it does CUDA's.
 
-A module that is not imported yet is taught right after its import, so enabling costs no import of
+A module that is not imported yet is taught right after its import, so enabling does not import
 transformers.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 
 def teach_libraries() -> None:
-    """Teach what is imported already, and the rest when it is imported."""
+    """Teach modules that are imported already, and the others when they are imported."""
     for name, teach in _LESSONS.items():
         if name in sys.modules:
             teach(sys.modules[name])
@@ -42,7 +42,7 @@ def _teach_clear_device_cache(module: types.ModuleType) -> None:
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def clear_device_cache(*args: Any, **kwargs: Any) -> None:
+        def clear_device_cache(*args: object, **kwargs: object) -> None:
             original(*args, **kwargs)
             torch.accelerator.empty_cache()
 
@@ -59,7 +59,7 @@ def _teach_distributed(module: types.ModuleType) -> None:
         self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, Any]:
         if cpu and self.device is not None and self.device.type == "simgpu":
-            self.device = None  # to be chosen as without ACCELERATE_TORCH_DEVICE
+            self.device = None  # to be chosen as if ACCELERATE_TORCH_DEVICE were not set
         if not cpu and int(os.environ.get("LOCAL_RANK", "-1")) != -1:
             return backend or "gloo", module.DistributedType.MULTI_GPU
         result: tuple[str | None, Any] = original(self, cpu, sagemaker_dp, backend)
@@ -75,7 +75,11 @@ _LESSONS: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
-def _replace(module: types.ModuleType, name: str, wrap: Callable[[Any], Any]) -> None:
+def _replace(
+    module: types.ModuleType,
+    name: str,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
     """Replace a function in its module and wherever it has been imported from there by name."""
     original = getattr(module, name)
     taught = wrap(original)
@@ -85,7 +89,7 @@ def _replace(module: types.ModuleType, name: str, wrap: Callable[[Any], Any]) ->
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules with a lesson as Python would, and teaches each after its code has run."""
+    """Finds the modules to teach as Python would, and teaches each after its code has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

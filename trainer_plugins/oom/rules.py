@@ -1,0 +1,281 @@
+"""The table of words that mean out of memory: where each was seen, and what survives it."""
+
+from typing import Literal, NamedTuple
+
+Source = Literal[
+    "allocator", "masked", "driver", "library", "nccl", "deepspeed", "pinned", "shared", "host"
+]
+"""Names who could not get memory.
+
+- `allocator`: torch's caching allocator, on a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
+- `masked`: the same, hidden by a failure to report it
+- `driver`: a call of the CUDA, HIP or Level Zero driver outside the allocator
+- `library`: cuBLAS, cuDNN, cuSOLVER, cuFFT
+- `nccl`: a collective
+- `deepspeed`: the workspace of its inference kernels
+- `pinned`: page-locked main memory
+- `shared`: `/dev/shm`
+- `host`: main memory, and whatever kills a process for it
+"""
+
+
+class Rule(NamedTuple):
+    """Says which words mean out of memory, and what follows from them."""
+
+    source: Source
+    pattern: str
+    seen: str
+    """Where such words come from: an issue, or the file that writes them."""
+
+    fatal: str = ""
+    """Why the process cannot go on afterwards; empty if it can."""
+
+    is_certain: bool = True
+    follows_anything: bool = False
+    """Whether the words are enough, whatever precedes them in their line."""
+
+
+LOST_CONTEXT = "a device error came with it, after which the CUDA context is lost"
+_LOST_ALLOCATOR = (
+    "expandable segments are left half mapped, and later allocations fail (pytorch#188008)"
+)
+_LOST_COLLECTIVE = "the communicator is lost, and the other ranks wait in the collective"
+_LOST_XPU = "the Level Zero context may be lost (intel/torch-xpu-ops#1324, #5432)"
+_LOST_PINNED = "page-locked main memory ran out, and freeing device memory does not give any back"
+_LOST_WORKER = (
+    "it is usually a dataloader worker that did not get it, and a smaller batch on the device does"
+    " not help"
+)
+_ENDED = "the process was ended"
+
+# Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
+PINS = r"pin[ _]memory|to\(['\"]cpu['\"], non_blocking"
+
+# More specific rules come first. A pattern starts where the words start and ends in the same line.
+# Each repetition is bounded and none is nested, so the time to read a log is linear in its length.
+RULES = (
+    # A collective, before the driver's words inside it.
+    Rule(
+        "nccl",
+        r"\bWARN Cuda failure (?:\d{1,9} )?'out of memory'",
+        "NVIDIA/nccl#1235",
+        _LOST_COLLECTIVE,
+        follows_anything=True,
+    ),
+    Rule(
+        "nccl",
+        r"Cuda failure (?:\d{1,9} )?'out of memory'",
+        "frame of NVIDIA/nccl#1410",
+        _LOST_COLLECTIVE,
+    ),
+    Rule(
+        "nccl",
+        r"\bFailed to CUDA [cm]alloc.{0,40} \d{1,20} bytes",
+        "deepspeedai/DeepSpeed#3827",
+        _LOST_COLLECTIVE,
+        is_certain=False,
+        follows_anything=True,
+    ),
+    # Page-locked main memory: torch reports it in the driver's words, so the call that asked for it
+    # must be near.
+    Rule(
+        "pinned",
+        rf"(?:{PINS})(?:.{{0,500}}\n){{1,4}}?.{{0,100}}Error: CUDA error: out of memory",
+        "torch, utils/data/_utils/pin_memory.py; unslothai/unsloth#1797",
+        _LOST_PINNED,
+        follows_anything=True,
+    ),
+    Rule(
+        "pinned",
+        r"failed to alloc \d{1,20} bytes on host: CUDA_ERROR_OUT_OF_MEMORY",
+        "gaycodegal/craiyon-low-vram-easy#1",
+        _LOST_PINNED,
+    ),
+    # The caching allocator.
+    Rule(
+        "allocator",
+        r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory(?:[.:]| \(|$)",
+        "torch, CUDACachingAllocator.cpp",
+    ),
+    Rule(
+        "allocator",
+        r"Allocation on device \d{1,9} would exceed allowed memory",
+        "AIFSH/ComfyUI-ChatTTS#9",
+    ),
+    Rule(
+        "allocator",
+        r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",
+        "huggingface/optimum-habana#1469",
+    ),
+    Rule(
+        "allocator",
+        r"FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size",
+        "HabanaAI/Model-References#10",
+    ),
+    # This is asserted only while an OOM message is written: a failed malloc calls
+    # reportProcessMemoryInfo.
+    Rule(
+        "masked",
+        r"NVML_SUCCESS == .{0,300}?INTERNAL ASSERT FAILED at \"[^\"\n]{0,300}CUDACachingAllocator",
+        "huggingface/accelerate#3803",
+    ),
+    Rule(
+        "masked",
+        r"!handles_\.at\(i\) INTERNAL ASSERT FAILED",
+        "pytorch/pytorch#188008",
+        _LOST_ALLOCATOR,
+    ),
+    Rule(
+        "masked",
+        r"run_\w{0,40}func_\(.{0,500}?\) API call failed at \S{0,300}model_container_runner",
+        "deepmd-kit#5418",
+        is_certain=False,
+    ),
+    # The driver, outside the allocator. cudaErrorMemoryAllocation is not sticky: the context stays
+    # usable.
+    Rule(
+        "driver",
+        r"CUDA driver error: out of memory",
+        "deepmodeling/deepmd-kit#4493",
+        _LOST_ALLOCATOR,
+    ),
+    Rule("driver", r"(?:CUDA|HIP) [Ee]rror: out of memory", "deepbeepmeep/Wan2GP#1083"),
+    Rule("driver", r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
+    Rule("driver", r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
+    Rule(
+        "driver",
+        r"(?:\[2\] )?Call to cu\w{1,40} results in CUDA_ERROR_OUT_OF_MEMORY",
+        "rapidsai/dask-cuda#225",
+    ),
+    Rule(
+        "driver",
+        r"Error out of memory at line \d{1,9} in file .{0,300}bitsandbytes",
+        "InternLM/xtuner#319",
+        _ENDED,
+    ),
+    Rule(
+        "driver",
+        r"level_zero backend failed .{0,100}OUT_OF_DEVICE_MEMORY",
+        "intel/torch-xpu-ops#5432",
+        _LOST_XPU,
+    ),
+    Rule(
+        "driver",
+        r"level_zero backend failed .{0,100}OUT_OF_RESOURCES",
+        "pytorch/pytorch#190972",
+        _LOST_XPU,
+        False,
+    ),
+    # Libraries: a handle, a workspace or a kernel that did not fit. Nothing is left half done.
+    Rule(
+        "library",
+        r"(?:CUDA|cuDNN|cusolver|cusparse) error: CU\w{1,20}_STATUS_ALLOC_FAILED",
+        "QwenLM/Qwen3#873",
+    ),
+    Rule("library", r"cuFFT error: CUFFT_ALLOC_FAILED", "pytorch/pytorch#6511"),
+    Rule(
+        "library",
+        r"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED",
+        "lm-evaluation-harness#1689",
+        is_certain=False,
+    ),
+    Rule(
+        "library",
+        r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+        "pytorch/pytorch#4107",
+        is_certain=False,
+    ),
+    Rule(
+        "library",
+        r"cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "pytorch/pytorch#81620",
+        is_certain=False,
+    ),
+    Rule(
+        "library", r"Unable to find a valid cuDNN algorithm", "marqo-ai/marqo#101", is_certain=False
+    ),
+    Rule(
+        "library",
+        r"cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR",
+        "deepmd-kit#3836",
+        is_certain=False,
+    ),
+    Rule(
+        "library",
+        r"cusolver error: 7, when calling `cusolver\w{1,40}Create",
+        "jzhangbs/Vis-MVSNet#38",
+        is_certain=False,
+    ),
+    Rule(
+        "library", r"cuFFT error: CUFFT_INTERNAL_ERROR", "pytorch/pytorch#119420", is_certain=False
+    ),
+    Rule("deepspeed", r"Workspace can't be allocated, no", "DeepSpeed, inference_context.h"),
+    # Shared memory: torch names its files /torch_PID_..., or not at all. The same words with a
+    # user's file mean main memory (host).
+    Rule(
+        "shared",
+        r"unable to (?:mmap|write|allocate|open|resize)[^<\n]{0,100}"
+        r"</?(?:torch_|filename not)[^>\n]{0,200}>: "
+        r".{0,200}\((?:11|12|28)\)",
+        "pytorch/pytorch#87861, idiap/ESLAM#20",
+        _LOST_WORKER,
+    ),
+    # Main memory.
+    Rule(
+        "host",
+        r"(?:\[enforce fail at .{0,300})?DefaultCPUAllocator: (?:can't allocate|not enough) memory",
+        "alloc_cpu.cpp",
+    ),
+    Rule(
+        "host",
+        r"\[enforce fail at CPUAllocator\.cpp:\d{1,9}\] posix_memalign",
+        "pytorch/pytorch#20618",
+    ),
+    Rule(
+        "host",
+        r"unable to mmap \d{1,20} bytes from file .{0,300}\(12\)",
+        "safetensors/safetensors#528",
+    ),
+    Rule("host", r"(?:OSError: )?\[Errno 12\] Cannot allocate memory", "microsoft/Graphormer#7"),
+    Rule("host", r"ray\.exceptions\.OutOfMemoryError: ", "real-stanford/flingbot#11", _ENDED),
+    Rule(
+        "host",
+        r"\b(?:[\w.]{1,100}\.)?(?:_Array|Arrow)?MemoryError(?:: |$)",
+        "numpy, pyarrow, Python",
+    ),
+    Rule(
+        "host",
+        r"\bOut of memory: Killed process \d",
+        "equinor/ert#7797",
+        _ENDED,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"slurmstepd: error: Detected \d{1,9} oom[-_]kill event",
+        "ArjunaCluster/ArjunaUsers#52",
+        _ENDED,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"srun: error: .{0,200}?: Out Of Memory",
+        "brain-score/vision#950",
+        _ENDED,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"terminate called after throwing an instance of 'std::bad_alloc'",
+        "Parskatt/RoMa#134",
+        _ENDED,
+    ),
+    Rule(
+        "host",
+        r"memory allocation of \d{1,20} bytes failed",
+        "deepspeedai/DeepSpeedExamples#321",
+        _ENDED,
+    ),
+    # torch's own class, whatever it says: ComfyUI#4880 cuts the message to "Allocation on device".
+    Rule("allocator", r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),
+)
