@@ -1,4 +1,4 @@
-"""SurviveOOM: `survive_oom` as a callback, for the preset `survive` and `callbacks=[...]`."""
+"""SurviveOOM: attach `survive_oom` as a callback, by the preset `survive` or `callbacks=[...]`."""
 
 import logging
 from collections.abc import Sequence

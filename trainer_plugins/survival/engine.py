@@ -1,4 +1,4 @@
-"""The engine: replaces methods of a Trainer, and finishes the micro-batches that did not fit.
+"""Engine: replace methods of a Trainer, and finish the micro-batches that did not fit.
 
 It replaces `trainer.compute_loss` and `trainer.accelerator.backward`. It leaves `training_step`
 alone: TRL's trainers generate, slice and count in theirs, which must be entered once a micro-batch.

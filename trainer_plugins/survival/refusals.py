@@ -1,4 +1,4 @@
-"""Refusals: which Trainers cannot be helped, and why.
+"""Refusals: say which Trainers cannot be helped, and why.
 
 They are looked for at attach, and again when the optimizer exists.
 """

@@ -31,7 +31,7 @@ from trainer_plugins.survival.words import not_attached
 
 
 class Backward(Protocol):
-    """`Accelerator.backward`: takes a loss, and options that depend on the kind of run."""
+    """Describes `Accelerator.backward`: a loss, and options that depend on the kind of run."""
 
     def __call__(self, loss: torch.Tensor, **options: object) -> None: ...
 
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def memo(self) -> SurvivalMemo:
-        """The memo of this run, which transformers may have exchanged at resume."""
+        """Return the memo of this run, which transformers may have exchanged at resume."""
         return memo_of(self.attached.trainer)
 
     def refuse_what_moves(self) -> bool:

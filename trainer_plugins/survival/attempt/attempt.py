@@ -26,7 +26,7 @@ class DidNotFit:
         self.is_certain = found.is_certain
         """Whether it says that memory ran out: on a full card cuBLAS, for one, says otherwise."""
         self.where = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
-        """The last frames, in words."""
+        """The last frames of the traceback, as text."""
         self.seconds = seconds
 
     @property

@@ -1,4 +1,4 @@
-"""Baseline: whether the memory of a failed attempt came back, and if not, who holds it."""
+"""Baseline: tell whether the memory of a failed attempt came back, and if not, who holds it."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Card:
-    """A device that never ends a training: after its first error it is not read any more."""
+    """Wraps a device so that it never ends a training: after its first error it is left alone."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._has_failed = device, False

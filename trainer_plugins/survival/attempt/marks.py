@@ -1,4 +1,4 @@
-"""Marks: which gradients a backward pass that was cut short has finished.
+"""Marks: tell which gradients a backward pass that was cut short has finished.
 
 A retry after half a backward rests on an invariant: autograd adds to a leaf's `.grad` once in a
 backward pass, when everything that flows into that leaf has been summed. So at any moment a `.grad`

@@ -1,4 +1,4 @@
-"""Snapshot: what an attempt changes besides gradients, to be restored before the next one."""
+"""Snapshot: keep what an attempt changes besides gradients, and restore it before the next one."""
 
 import random
 from collections.abc import Iterator
@@ -73,9 +73,9 @@ class Placed(NamedTuple):
 
     owner: nn.Module
     path: str
-    """The owner's name in the model."""
+    """Name of the owner in the model."""
     name: str
-    """The buffer's name in its owner."""
+    """Name of the buffer in its owner."""
     buffer: torch.Tensor
 
 

@@ -1,4 +1,4 @@
-"""Certificate: by which weights the pieces of a run add up, measured on rows of the run.
+"""Certificate: measure on rows of a run by which weights its pieces add up.
 
 A piece of the size that pieces will have is compared with its halves, in the mode in which the
 model trains, with the drawing of random numbers held (`held.py`). The gradient is measured the
@@ -204,7 +204,7 @@ class Certificate:
         return told, remaining
 
     def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
-        """Collect what samples of a micro-batch show; nothing if none fits, or shows anything."""
+        """Collect what samples of a micro-batch show; empty if none fits or tells."""
         layout, inputs = asked.layout, asked.inputs
         is_gradient = self._is_trained and (
             self._ranks.measures_together or asked.kind not in self._kinds
@@ -229,7 +229,7 @@ def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:
 
 
 class _NotAdditiveError(IndivisibleError):
-    """A micro-batch was measured, and its parts do not add up."""
+    """Raised when the parts of a micro-batch were measured, and do not add up."""
 
 
 def batch_kind(layout: Layout, inputs: Inputs) -> Kind:

@@ -1,4 +1,4 @@
-"""Held: passes in training mode that draw no number, so the same rows give the same result."""
+"""Held: let passes in training mode draw no number, so that the same rows give the same result."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class Drawers:
 
     @property
     def in_eval(self) -> list[nn.Module]:
-        """The modules that were found, and were training."""
+        """Return the modules that were found, and were training."""
         return [module for module, training in self._found.items() if training]
 
     def to_eval(self) -> bool:

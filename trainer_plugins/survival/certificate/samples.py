@@ -1,4 +1,4 @@
-"""Samples: rows of a micro-batch and two parts of them, which should add up to the whole."""
+"""Samples: choose rows of a micro-batch, and two parts of them that should add up to the whole."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +18,7 @@ class Sample:
     parts: tuple[Inputs, Inputs]
     nums: tuple[int, int]
     words: str
-    """The sample in words, as in "4 of its rows against 2 + 2"."""
+    """Description of the sample, as in "4 of its rows against 2 + 2"."""
 
     def factors(self, weight: Weight) -> list[float]:
         total = weight.of(self.whole, sum(self.nums))

@@ -1,4 +1,4 @@
-"""Finality: whether this model's gradients are added to a leaf once in a pass.
+"""Finality: check that this model's gradients are added to a leaf once in a pass.
 
 A retry after half a pass rests on it; `marks.py` says why. Two things break it: a module that runs
 backward passes inside its own, as tiled layers do, and a weight that is used twice under reentrant

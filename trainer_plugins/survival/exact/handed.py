@@ -1,4 +1,4 @@
-"""Handed: what `training_step` made of the loss between `compute_loss` and `backward`.
+"""Handed: find out what `training_step` made of the loss before it called `backward`.
 
 Pieces are right only if `training_step` multiplies the loss by the Trainer's own factor. Values do
 not tell: `loss**2 / loss.detach()` has the value of the loss and twice its gradient, and flooding

@@ -1,4 +1,4 @@
-"""Layouts: how the examples lie in a micro-batch, and how to take some of them out."""
+"""Layouts: find out how examples lie in a micro-batch, and take some of them out."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ class IndivisibleError(ValueError):
 
 
 class Layout(Protocol):
-    """One way for examples to lie in a micro-batch."""
+    """Knows one way in which examples lie in a micro-batch."""
 
     name: str
     unit: str
@@ -68,7 +68,7 @@ class Layout(Protocol):
 
 
 class Rows:
-    """The layout in which every tensor has one row an example."""
+    """Knows the layout in which every tensor has one row an example."""
 
     name, unit = "rows", "rows"
     per_example = 1
@@ -153,7 +153,7 @@ class Rows:
 
 
 class Pairs(Rows):
-    """TRL's layout of pairs: all chosen rows, then all rejected ones.
+    """Knows TRL's layout of pairs: all chosen rows, then all rejected ones.
 
     A tensor with one row a pair has half as many rows.
     """
@@ -177,7 +177,7 @@ class Pairs(Rows):
 
 
 class Completions(Rows):
-    """TRL's layout of generated rows: a prompt, padded on its left, and its completion."""
+    """Knows TRL's layout of generated rows: a prompt, padded on its left, and its completion."""
 
     name, unit = "completions", "completions"
 
@@ -200,7 +200,7 @@ class Completions(Rows):
 
 
 class Packed:
-    """The layout of several sequences in one row; each begins where `position_ids` is 0."""
+    """Knows the layout of several sequences in one row; each begins where `position_ids` is 0."""
 
     name, unit = "packed", "sequences"
 

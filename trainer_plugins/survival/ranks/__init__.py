@@ -1,4 +1,4 @@
-"""How the ranks of a run share a micro-batch, and what a failure on one of them asks of the others.
+"""These files know how ranks share a micro-batch, and what a failure on one asks of the others.
 
 `protocol.py` says what a kind of ranks can do, each kind is one file with its refusals, its proof
 on this torch and its passes, and `kinds.py` lists them.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Alone:
-    """A rank that divides, measures and rehearses without asking another; see `Ranks`."""
+    """Handles one process: it divides, measures and rehearses by itself; see `Ranks`."""
 
     recovery: HowToRecover = "alone"
     forward_is_shared = False
@@ -46,7 +46,7 @@ class Alone:
 
     @property
     def bare(self) -> nn.Module:
-        """The model without its wrapper: computing on it reaches no other rank."""
+        """Return the model without its wrapper: computing on it reaches no other rank."""
         return self.model
 
     def prepare(self, tiny: Callable[[], object]) -> None:

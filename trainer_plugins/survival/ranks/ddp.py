@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Progress(IntEnum):
-    """How far an attempt came in `DistributedDataParallel.forward`."""
+    """Counts how far an attempt came in `DistributedDataParallel.forward`."""
 
     OUTSIDE = 0
     PREPARING = 1
@@ -50,7 +50,7 @@ class _Progress(IntEnum):
 
 
 class DDP(Alone):
-    """Ranks that each divide by themselves, and reduce each gradient once; see `Ranks`."""
+    """Handles ranks that divide by themselves, and reduce each gradient once; see `Ranks`."""
 
     model: DistributedDataParallel
 
@@ -105,7 +105,7 @@ class DDP(Alone):
 
     @property
     def bare(self) -> nn.Module:
-        """The model without its wrapper: computing on it reaches no other rank."""
+        """Return the model without its wrapper: computing on it reaches no other rank."""
         module: nn.Module = self.model.module
         return module
 

@@ -87,7 +87,7 @@ class Ledger:
 
 
 class _Collective(Protocol):
-    """What is used of an all-gather or reduce-scatter of FSDP."""
+    """Describes what is used of an all-gather or reduce-scatter of FSDP."""
 
     def allocate(self, *args: object, **kwargs: object) -> torch.Tensor: ...
 
@@ -117,7 +117,7 @@ class _Counted:
 
 
 class FSDP2(Together):
-    """Ranks that hold a part of each weight; see `Ranks`."""
+    """Handles ranks that hold a part of each weight; see `Ranks`."""
 
     recovery: HowToRecover = "again"
     model: Any

@@ -1,4 +1,4 @@
-"""Gathers: what a trainer's code exchanges between ranks inside `compute_loss`, for its metrics.
+"""Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
 
 The other ranks take part in each exchange once a micro-batch, with the value of a whole one. So if
 a micro-batch is computed in pieces, what each piece brings is noted, and the last piece sends all
@@ -29,11 +29,11 @@ class Gathers:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._answers: list[torch.Tensor] = []
-        """What the exchanges of this micro-batch returned, in the order of the code."""
+        """Results of the exchanges of this micro-batch, in the order of the code."""
         self._pieces: list[tuple[float, list[torch.Tensor]]] = []
         """The share of each piece that is done, and what it brought."""
         self._brought: list[torch.Tensor] | None = None
-        """What the piece that is being computed has brought; None if it exchanges."""
+        """Values that the current piece has brought; None if it exchanges."""
         self._share = 1.0
         self._merges: list[Merge] = []
         self._index = 0
@@ -41,7 +41,7 @@ class Gathers:
 
     @property
     def _accelerator(self) -> Accelerator:
-        """The current accelerator: a search makes a new one for each trial."""
+        """Return the current accelerator: a search makes a new one for each trial."""
         return self._trainer.accelerator
 
     def begin(self) -> None:

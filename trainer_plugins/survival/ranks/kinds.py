@@ -1,4 +1,4 @@
-"""The kinds of ranks, and which of them a run is."""
+"""Kinds: list the kinds of ranks, and tell which of them a run is."""
 
 from torch import nn
 from transformers import Trainer
@@ -10,7 +10,7 @@ from trainer_plugins.survival.ranks.protocol import Ranks
 from trainer_plugins.survival.ranks.zero import Zero
 
 KINDS: tuple[type[Ranks], ...] = (Zero, DDP, FSDP2, Alone)
-"""Asked in order; the last one takes every run, and refuses those it does not know."""
+"""All kinds, in the order of asking; the last takes every run, and refuses unknown ones."""
 
 
 def kind_of(trainer: Trainer, model: nn.Module | None = None) -> type[Ranks]:

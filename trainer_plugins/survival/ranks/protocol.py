@@ -1,4 +1,4 @@
-"""Ranks: what survival asks of the processes that train together, whatever kind of run it is."""
+"""Protocol: what survival asks of the processes that train together, whatever kind of run it is."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -33,7 +33,7 @@ class Window:
 
 
 class Ranks(Protocol):
-    """One kind of run: one process, or several that share a micro-batch in one way.
+    """Handles one kind of run: one process, or several that share a micro-batch in one way.
 
     Args:
         trainer: the Trainer of the run.
@@ -49,13 +49,13 @@ class Ranks(Protocol):
     """Whether ranks measure and judge together how pieces add up; they measure gradients then."""
 
     options: Mapping[str, object]
-    """What the Trainer passes to `accelerator.backward` besides the loss."""
+    """Options that the Trainer passes to `accelerator.backward` besides the loss."""
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None: ...
 
     @classmethod
     def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
-        """Whether a Trainer's ranks are of this kind.
+        """Tell whether a Trainer's ranks are of this kind.
 
         Args:
             trainer: the Trainer.
@@ -68,11 +68,11 @@ class Ranks(Protocol):
 
     @property
     def window(self) -> Window | None:
-        """What is computed again after a failure; None unless `recovery` is "again"."""
+        """Return what is computed again after a failure; None unless `recovery` is "again"."""
 
     @property
     def bare(self) -> nn.Module:
-        """The model without its wrapper, if it can be computed without."""
+        """Return the model without its wrapper, if it can be computed without."""
 
     def prepare(self, tiny: Callable[[], object]) -> None:
         """Learn of the next micro-batch, before it is rehearsed or begun.

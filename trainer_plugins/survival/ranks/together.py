@@ -1,4 +1,4 @@
-"""Together: what ranks share that compute equally many pieces, since each piece has collectives."""
+"""Together: ranks that compute equally many pieces, because each piece has collectives."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,11 @@ from trainer_plugins.upkeep.agreement import Agreement
 T = TypeVar("T")
 
 _NO_LIMIT = 1 << 60
-"""What a rank without a limit votes."""
+"""Vote of a rank without a limit."""
 
 
 class Together:
-    """Ranks that vote before they divide, measure or rehearse; see `Ranks`."""
+    """Handles ranks that vote before they divide, measure or rehearse; see `Ranks`."""
 
     forward_is_shared = True
     measures_together = True

@@ -43,9 +43,9 @@ _ENGINE = (
     "set_gradient_accumulation_boundary",
     "_running_engine_step",
 )
-"""What is used of the engine."""
+"""Attributes that are used of the engine."""
 _STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
-"""What is used of the optimizers of ZeRO-1 and ZeRO-2."""
+"""Attributes that are used of the optimizers of ZeRO-1 and ZeRO-2."""
 
 _ZERO_PLUS_PLUS = (
     "zero_quantized_weights",
@@ -55,11 +55,11 @@ _ZERO_PLUS_PLUS = (
 
 
 class Zero(Together):
-    """Ranks that hold a part of states, gradients or weights, by DeepSpeed; see `Ranks`."""
+    """Handles ranks that hold a part of states, gradients or weights; see `Ranks`."""
 
     recovery: HowToRecover = "planned"
     options: Mapping[str, object] = MappingProxyType({"scale_wrt_gas": False})
-    """What `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed."""
+    """Options that `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed."""
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
@@ -99,7 +99,7 @@ class Zero(Together):
 
     @property
     def bare(self) -> nn.Module:
-        """The model without the engine; in stage 3 the engine, which gathers the weights."""
+        """Return the model without the engine; in stage 3 the engine, which gathers the weights."""
         module: nn.Module = self._engine if self._stage == 3 else self._engine.module
         return module
 

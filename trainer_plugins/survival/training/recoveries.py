@@ -1,4 +1,4 @@
-"""Which recovery each kind of ranks needs."""
+"""Recoveries: list the recovery for each kind of ranks."""
 
 from trainer_plugins.survival.ranks.protocol import HowToRecover
 from trainer_plugins.survival.training.planned import Planned

@@ -2,10 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -15,19 +14,18 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import leftover
 from trainer_plugins.survival.attempt.marks import frozen
 from trainer_plugins.survival.attempt.snapshot import Snapshot
-from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
 from trainer_plugins.survival.exact.finality import what_is_never_final
-from trainer_plugins.survival.exact.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
-from trainer_plugins.survival.exact.shares import Weight
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.limit.ladder import is_checkpointing
-from trainer_plugins.survival.limit.limit import lower, num_that_fit, sizes
+from trainer_plugins.survival.limit.limit import lower, sizes
 from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
-from trainer_plugins.survival.words import Story, in_doubt, what_else
+from trainer_plugins.survival.training.measured import Measured
+from trainer_plugins.survival.words import what_else
 
 
-class Recovery:
+class Recovery(Measured):
     """Finishes one micro-batch on a rank that divides by itself.
 
     Args:
@@ -37,23 +35,15 @@ class Recovery:
     """
 
     def __init__(self, run: Run, micro: MicroBatch, **options: object) -> None:
-        self._run, self._attached, self._micro, self._options = run, run.attached, micro, options
-        self._story = Story()
-        self._phase = ""
-        self._layout: Layout | None = None
-        self._why_whole = ""
+        super().__init__(run, micro)
+        self._options, self._phase = options, ""
         self._added: list[tuple[Piece, Snapshot, set[nn.Parameter] | None]] = []
-        """Which parts have added to gradients, from which moment, and to which parameters.
+        """Parts that have added to gradients, from which moment, and to which parameters.
 
         None stands for all parameters that were not final.
         """
         self._tried: list[int] = []
-        """How many examples each failed attempt had."""
-        try:
-            self._layout = run.layout_of(micro.whole.inputs)
-        except IndivisibleError as error:
-            self._why_whole = str(error)
-        micro.whole.num = self._layout.count(micro.whole.inputs) if self._layout else 1
+        """Numbers of examples of the failed attempts."""
 
     @classmethod
     def begin_run(cls, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
@@ -308,69 +298,6 @@ class Recovery:
             self._give_up(why)
         run.is_final = True
 
-    def _weight(self, layout: Layout, num_fit: int) -> Weight:
-        """Return the weight by which pieces add up, measured if that is unknown or due again."""
-        certificate = self._run.certificate
-        try:
-            if certificate.wants(self._kind):
-                self._measure(layout, num_fit)
-        except IndivisibleError as error:  # a buffer that moved is the reason
-            raise IndivisibleError(self._run.what_moved or str(error)) from error
-        if self._run.what_moved:
-            raise IndivisibleError(self._run.what_moved)
-        return certificate.weight(layout, self._kind)
-
-    def _measure(self, layout: Layout, num_fit: int) -> None:
-        certificate, loss = self._run.certificate, partial(self._loss, model=self._run.model)
-        with self._measuring(shows_metrics=not certificate.knows(layout)) as put_back:
-            try:
-                certificate.measure(layout, self._micro.whole.inputs, num_fit, loss, put_back)
-            except IndivisibleError as error:
-                if certificate.why_broken and certificate.unchecked_since is not None:
-                    self._run.say(
-                        in_doubt(
-                            certificate.unchecked_since, self._run.state.global_step, str(error)
-                        )
-                    )
-                raise
-        self._story.measured = certificate.known
-
-    @cached_property
-    def _kind(self) -> Kind:
-        assert self._layout is not None
-        return batch_kind(self._layout, self._micro.whole.inputs)
-
-    def _num_fit(self, limit: float = math.inf) -> int:
-        """Return the most examples computed at once, within this limit and the run's."""
-        whole, limit = self._micro.whole, min(limit, self._run.memo.limit)
-        return max(sizes(whole.num, whole.num_cells, limit, self._attached.min_micro_batch))
-
-    def _count_computed(self, piece: Piece) -> None:
-        if piece is not self._micro.whole:
-            self._run.certificate.computed(piece.num_cells, self._run.state.global_step + 1)
-
-    @contextmanager
-    def _measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
-        """Undo what a measurement draws and counts; it reaches no other rank.
-
-        Gives a function that undoes it in between.
-        """
-        before, gathers = self._run.start().snapshot, self._run.gathers
-        try:
-            with gathers.measuring() if shows_metrics else gathers.apart():
-                yield before.restore
-        finally:
-            before.restore()
-            self._run.ranks.forget()
-
-    def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
-        """Compute the loss in the context that the Trainer puts around its own call.
-
-        In the backward pass of a micro-batch the Trainer has left that context already.
-        """
-        with self._attached.trainer.compute_loss_context_manager():
-            return self._run.compute_loss(model, inputs, self._micro.num_items)
-
     def _look_for_leftover(self, start: Start) -> None:
         if self._run.card is None or self._run.leftover_is_said:
             return
@@ -382,23 +309,6 @@ class Recovery:
             if finding is not None:
                 self._run.leftover_is_said = True
                 self._run.say(finding)
-
-    def _count(self, num: int) -> str:
-        unit = self._layout.unit if self._layout else "examples"
-        return f"{num} {unit}" if num != 1 else f"1 {unit[:-1]}"
-
-    def _what(self, piece: Piece) -> str:
-        has_tokens = any(name.endswith(TOKEN_IDS) for name in piece.inputs)
-        return self._count(piece.num) + (
-            f" ({piece.num_cells} tokens, padding included)" if has_tokens else ""
-        )
-
-    def _limit(self) -> str:
-        whole, limit = self._micro.whole, self._run.memo.limit
-        if math.isinf(limit):
-            return "open again"
-        num_fit = num_that_fit(whole.num, whole.num_cells, limit)
-        return f"{self._count(num_fit)} of this length at once"
 
 
 def part_raised(error: Exception) -> str:

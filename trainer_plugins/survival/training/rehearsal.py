@@ -73,7 +73,7 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
 
 
 class _Rehearsal:
-    """The longest batch of a run, and how it is tried."""
+    """Tries the longest batch of a run."""
 
     def __init__(self, run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
