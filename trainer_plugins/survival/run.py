@@ -47,7 +47,7 @@ class Attached:
     plan_first: bool
     strict: bool
     vouched: bool
-    """Whether the user vouches for a loss of which it is not known whether it can be divided."""
+    """Whether the user vouches for a loss if it is not known whether it can be divided."""
 
     compute_loss: Callable[..., Any]
     backward: Backward
