@@ -77,8 +77,8 @@ class WatchedBuffers:
             if before is not None and not _is_same(before, buffer.detach().cpu()):
                 return (
                     f"`{path}{'.' if path else ''}{name}`, a buffer of {type(owner).__name__}, is "
-                    "moved by each forward pass in training: pieces are more of them, and see "
-                    f"`{name}` as the piece before left it"
+                    "moved by each forward pass in training: pieces need several passes, and each "
+                    f"would see `{name}` as the one before left it"
                 )
         return ""
 

@@ -225,10 +225,7 @@ def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
             "piece"
         )
     if wrapped._join_config.enable:
-        yield (
-            "DDP.join (join_uneven_inputs) counts forward passes, and pieces are more of them than "
-            "the whole"
-        )
+        yield ("DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them")
 
 
 class Shadows:
