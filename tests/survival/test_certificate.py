@@ -152,7 +152,7 @@ def test_class_weights_that_show_late_are_found_and_earlier_steps_are_in_doubt(t
         in told.finding.evidence
     )
     assert (
-        f"those of steps 1 to {told.step - 1} that were divided have gradients in doubt"
+        f"the gradients of those that were divided in steps 1 to {told.step - 1} are in doubt"
         in told.finding.summary
     )
 

@@ -49,5 +49,5 @@ def test_a_reading_that_fails_does_not_end_training(
     assert trainer.state.global_step == 3
     assert memo_of(trainer).limit < 64 * 64, "found by halving, or by a rehearsal before it broke"
     assert len(
-        [r for r in caplog.records if "reads the memory of simgpu:0 no more" in r.message]
+        [r for r in caplog.records if "no longer reads the memory of simgpu:0" in r.message]
     ) == (moment != "on_train_begin")

@@ -231,7 +231,7 @@ CASES: dict[str, tuple] = {
         r"dynamic RoPE \(`model.rotary_emb`, LlamaRotaryEmbedding\) keeps the longest",
     ),
     "contrastive": ({"model": clip}, "the loss of CLIPModel compares each example with the others"),
-    "router": ({"model": mixtral}, "router's auxiliary loss is no sum over rows"),
+    "router": ({"model": mixtral}, "router's auxiliary loss is not a sum over rows"),
     "torch.compile": (
         {"torch_compile": True, "torch_compile_backend": "eager"},
         "torch.compile compiles anew",

@@ -1,4 +1,4 @@
-"""Survival: a step that runs out of memory is finished in pieces, with exactly the gradient it would have had."""
+"""Survival: a step that runs out of memory is finished in pieces, with exactly its gradient."""
 
 from trainer_plugins.survival.attach import Survival, survive_oom
 from trainer_plugins.survival.callback import SurviveOOM

@@ -1,4 +1,4 @@
-"""survive_oom: attach to a Trainer, and let go of it again."""
+"""survive_oom: attach to a Trainer, and detach again."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from trainer_plugins.survival.words import not_attached
 
 
 class Survival:
-    """What `survive_oom` returns. As a context manager it detaches at the end."""
+    """Lets a Trainer survive until `detach` is called, or until its `with` block ends."""
 
     def __init__(self, trainer: Trainer, engine: Engine | None) -> None:
         self._trainer, self._engine = trainer, engine
@@ -24,9 +24,9 @@ class Survival:
             memo_of(trainer)
 
     def detach(self) -> None:
-        """Put back the methods, the callback, and what was switched on, as they were.
+        """Restore the methods, remove the callback, and switch off what was switched on.
 
-        Again it does nothing.
+        A second call does nothing.
         """
         if self._engine is None:
             return
@@ -52,27 +52,30 @@ def survive_oom(
     on_refusal: str = "error",
     vouch_for_loss: bool = False,
 ) -> Survival:
-    """Let a Trainer finish the step when a micro-batch does not fit, with the gradient it would have had.
+    """Let a Trainer finish its step with the exact gradient when a micro-batch does not fit.
 
     The micro-batch is divided and computed piece by piece; what a backward pass had finished when
     it failed is kept. Optimizer steps, effective batch and learning rates stay as they are, nothing
-    is repeated or left out, and how much fits is remembered, also in checkpoints. Where everything
+    is repeated or left out, and how much fits is remembered, even in checkpoints. If everything
     fits it costs nothing. Call it before `trainer.train()`.
 
     Args:
         trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in
             one process, under DDP, and the first two under FSDP2 and DeepSpeed ZeRO.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
-        ladder: what to switch on, in order, when the smallest piece does not fit either:
+        ladder: what to switch on, in order, when even the smallest piece does not fit:
             "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2
             and ZeRO-3).
         plan_first: compute the longest rows before step 1, to know beforehand how many fit at once.
-            Leaves no trace.
-        on_refusal: where the result would not be exact, or is not known to be: "error" raises,
-            "warn" says so once and leaves training as it is.
-        vouch_for_loss: a loss of your own (`compute_loss`, `compute_loss_func`, a `forward`, a
-            hook) is a sum or a mean over examples. Which, is measured before the first division;
-            where it is neither, nothing is divided.
+            It leaves no trace.
+        on_refusal: what to do if the result would not be exact, or is not known to be: "error"
+            raises, "warn" says so once and leaves training as it is.
+        vouch_for_loss: you say that a loss of your own (`compute_loss`, `compute_loss_func`, a
+            `forward`, a hook) is a sum or a mean over examples. Which of them is measured before
+            the first division; if it is neither, nothing is divided.
+
+    Returns:
+        What detaches again, as a context manager too.
 
     Raises:
         ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing
@@ -82,19 +85,15 @@ def survive_oom(
     reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
         reasons.append(
-            "this version of torch does not finish gradients one by one, tried just now: please report it"
+            "this version of torch does not finish gradients one by one, as a trial just now has "
+            "shown: please report it"
         )
     if not isinstance(family, Family):
         reasons.append(family + VOUCH * isinstance(family, Unknown))
     if isinstance(family, Family) and not reasons:
         originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
-        options = (
-            min_micro_batch,
-            tuple(ladder),
-            plan_first,
-            on_refusal == "error",
-            vouch_for_loss,
-        )
+        is_strict = on_refusal == "error"
+        options = (min_micro_batch, tuple(ladder), plan_first, is_strict, vouch_for_loss)
         return Survival(trainer, Engine(Attached(trainer, family, *options, *originals)))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
@@ -103,7 +102,7 @@ def survive_oom(
 
 
 def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) -> None:
-    """Look at what the user chose.
+    """Check the options of `survive_oom`.
 
     Raises:
         ValueError: a bad argument.

@@ -1,8 +1,8 @@
-"""SurviveOOM: `survive_oom` as a callback, for the preset `survive`, command lines and `callbacks=[...]`."""
+"""SurviveOOM: attach `survive_oom` as a callback, by the preset `survive` or `callbacks=[...]`."""
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class SurviveOOM(RunCallback):
     """Attaches `survive_oom` when training begins, unless that was done by hand.
 
-    Cost: that of `survive_oom`, microseconds a micro-batch where everything fits.
+    It costs what `survive_oom` costs: microseconds a micro-batch if everything fits.
 
     Args:
         min_micro_batch: as for `survive_oom`.
@@ -41,16 +41,21 @@ class SurviveOOM(RunCallback):
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal)
-        self._options: dict[str, Any] = {
-            "min_micro_batch": min_micro_batch,
-            "ladder": tuple(ladder),
-            "plan_first": plan_first,
-            "on_refusal": on_refusal,
-            "vouch_for_loss": vouch_for_loss,
-        }
+        self._attach = partial(
+            survive_oom,
+            min_micro_batch=min_micro_batch,
+            ladder=tuple(ladder),
+            plan_first=plan_first,
+            on_refusal=on_refusal,
+            vouch_for_loss=vouch_for_loss,
+        )
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if self.is_second(state):
             return
@@ -60,4 +65,4 @@ class SurviveOOM(RunCallback):
                 "SurviveOOM does nothing in this run: it was not called by a transformers.Trainer"
             )
         elif not any(isinstance(one, SurvivalMemo) for one in trainer.callback_handler.callbacks):
-            survive_oom(trainer, **self._options)
+            self._attach(trainer)

@@ -1,4 +1,4 @@
-"""A micro-batch on its way from `compute_loss` to the end of `backward`, and the pieces it is divided into."""
+"""Micro-batch: one on its way from `compute_loss` to the end of `backward`, and its pieces."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from trainer_plugins.survival.limit.limit import cells
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The moment before an attempt: generators and metrics, gradients, and what is alive on the card."""
+    """Holds the moment before an attempt: generators, metrics, gradients and allocated memory."""
 
     snapshot: Snapshot
     mark: GradientMark
@@ -24,17 +24,17 @@ class Start:
 
 @dataclass(slots=True)
 class Piece:
-    """Some examples of a micro-batch, or all."""
+    """Holds some examples of a micro-batch, or all."""
 
     inputs: Inputs
     num: int
-    """How many; 1 where they cannot be told apart."""
+    """How many examples it has; 1 if they cannot be told apart."""
 
     factor: float = 1.0
-    """Of its loss in that of the micro-batch."""
+    """What its loss is multiplied by in the loss of the micro-batch."""
 
     share: float = 1.0
-    """Of the micro-batch, for the metrics."""
+    """How much of the micro-batch it is, for the metrics."""
 
     final: set[nn.Parameter] = field(default_factory=set)
     """The parameters that have received these examples' gradient."""
@@ -46,7 +46,10 @@ class Piece:
     def parts(
         self, layout: Layout, sizes: list[int], weight: Weight, share: Weight
     ) -> list["Piece"]:
-        """Divide it. What weighs nothing is left out where its mean is not a number."""
+        """Divide it into parts of these sizes.
+
+        A part that weighs nothing is left out if its mean is not a number.
+        """
         whole, whole_share = weight.of(self.inputs, self.num), share.of(self.inputs, self.num)
         parts, start = [], 0
         for num in sizes:
@@ -61,12 +64,12 @@ class Piece:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One call of `compute_loss` in training, and the `backward` that follows it."""
+    """Holds one call of `compute_loss` in training, and the `backward` that follows it."""
 
     whole: Piece
     num_items: torch.Tensor | int | None
     scale: float
-    """By which the Trainer multiplies the loss between the two."""
+    """What the Trainer multiplies the loss by between the two."""
 
     start: Start
     handed: Handed | None = None

@@ -1,30 +1,29 @@
-"""Replaced: attributes of instances that others stand in for meanwhile, put back as they were."""
+"""Replaced: attributes of instances that are replaced for a while, and restored."""
 
 import logging
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
 class Replaced:
-    """On the instance: the class, and every other instance, stay as they are."""
+    """Replaces attributes on an instance; its class and every other instance stay as they are."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[tuple[object, str, object, object]] = []
 
-    def put(self, owner: Any, name: str, ours: Any) -> None:
-        """Let ours stand there."""
+    def put(self, owner: object, name: str, ours: object) -> None:
+        """Replace an attribute of the owner."""
         self._replaced.append((owner, name, vars(owner).get(name), ours))
         setattr(owner, name, ours)
 
-    def put_back(self, of: Any = None) -> None:
-        """What stood there before; of one owner, or of all."""
+    def put_back(self, of: object = None) -> None:
+        """Restore what was there before, on one owner or on all."""
         for owner, name, before, ours in reversed(self._replaced):
             if of is not None and owner is not of:
                 continue
             if vars(owner).get(name) is not ours:
                 logger.warning(
-                    "%s was replaced once more since: that is left in place, and ours does nothing",
+                    "%s was replaced once more since: that stays in place, and ours does nothing",
                     name,
                 )
             elif before is None:

@@ -1,8 +1,8 @@
-"""Run: what holds for one call of `trainer.train()`, shared by the engine and its recoveries."""
+"""Run: the state of one call of `trainer.train()`, shared by the engine and its recoveries."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,14 +25,20 @@ from trainer_plugins.survival.exact.modules import WatchedBuffers
 from trainer_plugins.survival.exact.own_loss import is_foreign
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
-from trainer_plugins.survival.ranks import kind_of
+from trainer_plugins.survival.ranks import Ranks, kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.words import not_attached
 
 
+class Backward(Protocol):
+    """Describes `Accelerator.backward`: a loss, and options that depend on the kind of run."""
+
+    def __call__(self, loss: torch.Tensor, **options: object) -> None: ...
+
+
 @dataclass(slots=True)
 class Attached:
-    """A Trainer, what was found out about it, what the user wants, and the methods as they were."""
+    """Holds a Trainer, what was found out about it, the user's options and the original methods."""
 
     trainer: Trainer
     family: Family
@@ -41,21 +47,18 @@ class Attached:
     plan_first: bool
     strict: bool
     vouched: bool
-    """Whether the user vouches for a loss of which it is not known whether it can be divided."""
+    """Whether the user vouches for a loss if it is not known whether it can be divided."""
 
     compute_loss: Callable[..., Any]
-    backward: Callable[..., Any]
+    backward: Backward
     prediction_step: Callable[..., Any]
 
 
 def memo_of(trainer: Trainer) -> SurvivalMemo:
-    """The memo of a Trainer, which gets one where it has none, or none any more."""
+    """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
     callbacks = trainer.callback_handler.callbacks
-    if (
-        memo := next(
-            (callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None
-        )
-    ) is None:
+    memo = next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)
+    if memo is None:
         memo = SurvivalMemo()
         trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
         # The Trainer fills this in when it begins, and does not save a callback's state without it.
@@ -64,45 +67,48 @@ def memo_of(trainer: Trainer) -> SurvivalMemo:
 
 
 class Run:
-    """One training."""
+    """Holds the state of one training.
+
+    Args:
+        attached: the Trainer, and what is known of it.
+        model: the model as the Trainer calls it, in its wrapper.
+    """
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
-        self.attached, self.ranks = attached, kind_of(attached.trainer, model)
+        self.attached = attached
+        self.ranks: Ranks = kind_of(attached.trainer, model)(attached.trainer, model)
         self.gathers = Gathers(attached.trainer)
         self.model = self.ranks.bare
         self.state = attached.trainer.state
-        self.memo.card = self.memo.card or card_of(
-            attached.trainer.args.device
-        )  # none before a run has begun
+        # The memo has none before a run has begun.
+        self.memo.card = self.memo.card or card_of(attached.trainer.args.device)
         self.card = self.memo.card
         self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
         self.is_refused = self.leftover_is_said = False
         self.is_division_said = False
         self.is_step_own = is_foreign(attached.trainer.training_step)
-        """Whether `training_step` is a user's."""
+        """Whether `training_step` is the user's own."""
         self.is_scale_seen = False
         """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
         self.is_final = False
-        """Whether it was seen that gradients which a failed pass has changed are final (`finality.py`)."""
+        """Whether gradients that a failed pass has changed were found final (`finality.py`)."""
         self.what_moved: str | None = None
-        """Which buffer the first forward pass has moved: empty where none, None before it."""
-        # Listed once: it takes milliseconds for a large model with adapters. Recovery sees when it
-        # has become wrong.
+        """Why buffers forbid a division: empty if none has moved, None before the first pass."""
+        # Listed once: it takes milliseconds for a large model with adapters. Recovery notices when
+        # the list has become wrong.
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
-        """The moment before an attempt."""
+        """Take down the moment before an attempt."""
         reading = self.card.read() if self.card else None
-        # Where a failure throws every gradient away, none has to be told from the others.
-        watched = self._parameters if self.ranks.window is None else ()
         return Start(
             Snapshot(self.attached.trainer),
-            GradientMark(watched),
+            GradientMark(self.ranks.kept(self._parameters)),
             reading.allocated_bytes if reading else 0,
         )
 
     def layout_of(self, inputs: Inputs) -> Layout:
-        """How the examples lie.
+        """Find out how the examples lie in a micro-batch.
 
         Raises:
             IndivisibleError: in no known way, or in one that this run cannot divide.
@@ -112,16 +118,17 @@ class Run:
             self.attached.trainer, "neftune_noise_alpha", None
         ):
             raise IndivisibleError(
-                "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces would get more of it"
+                "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces "
+                "would get more of it"
             )
         return layout
 
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
     ) -> torch.Tensor:
-        """The Trainer's own, but for what it exchanges with other ranks.
+        """Call the Trainer's own `compute_loss`, with its exchanges between ranks held.
 
-        Inputs are copied: trainers change theirs.
+        Inputs are copied, because trainers change theirs.
         """
         buffers = WatchedBuffers(self.model) if self.what_moved is None and model.training else None
         with self.gathers.held():
@@ -132,20 +139,33 @@ class Run:
             self.what_moved = buffers.what_moved()
         return loss
 
+    def tiny_pass(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+        """Run forward and backward over the first tokens of one example.
+
+        Raises:
+            IndivisibleError: one example cannot be taken out.
+        """
+        tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
+        with self.attached.trainer.compute_loss_context_manager():
+            loss = self.attached.compute_loss(self.model, tiny, num_items_in_batch=num_items)
+        self.attached.backward(loss)
+
     def has_exchanged_parameters(self) -> bool:
-        """Whether the model has other parameters than when the run began."""
+        """Tell whether the model has other parameters than when the run began."""
         return [id(p) for p in self._parameters] != [id(p) for p in self.model.parameters()]
 
     @property
     def memo(self) -> SurvivalMemo:
-        """The run's own, which transformers may have exchanged at resume."""
+        """Return the memo of this run, which transformers may have exchanged at resume."""
         return memo_of(self.attached.trainer)
 
     def refuse_what_moves(self) -> bool:
-        """Whether the first pass has moved a buffer, which is said then, and nothing is divided from now on.
+        """Refuse a run whose first forward pass has moved a buffer, and tell whether it has.
+
+        It is said once, and nothing is divided from then on.
 
         Raises:
-            ValueError: where that was asked for.
+            ValueError: the first pass has moved one, and the user wants an error then.
         """
         if self.what_moved and not self.is_refused:
             self.is_refused = True
@@ -153,15 +173,15 @@ class Run:
         return bool(self.what_moved)
 
     def refuse(self, reasons: list[str]) -> None:
-        """Say what speaks against this run, before anything of it is computed.
+        """Say why this run cannot be helped, before anything of it is computed.
 
         Raises:
-            ValueError: where that was asked for.
+            ValueError: the user wants an error then.
         """
         if self.attached.strict:
             raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
         self.say(not_attached(reasons))
 
     def say(self, finding: Finding) -> None:
-        """Log it and write it down, at the step that is being computed."""
+        """Log a finding and write it into the timeline, at the step that is being computed."""
         self.memo.remark(self.attached.trainer.args, self.state.global_step + 1, finding)

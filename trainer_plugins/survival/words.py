@@ -1,45 +1,55 @@
-"""What the user reads: one finding for a micro-batch that was finished after all, one for that which could not be."""
+"""Words: the findings that a user reads about micro-batches that did not fit."""
 
 from dataclasses import dataclass, field
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 
+UNCHANGED = "Nothing has to be done: gradient, effective batch and schedule are those of the whole."
+"""What to do about a micro-batch that was finished in pieces."""
+
 
 @dataclass(slots=True)
 class Story:
-    """What happened to one micro-batch."""
+    """Holds what happened to one micro-batch."""
 
     failures: list[DidNotFit] = field(default_factory=list)
     tried: str = ""
-    """What the first of them tried, and where it failed, as in "8 rows did not fit in the forward pass"."""
+    """The first failure, as in "8 rows did not fit in the forward pass"."""
 
     pieces: list[int] = field(default_factory=list)
-    """The sizes of those that were computed, in order."""
+    """Sizes of the pieces that were computed, in order."""
 
     switched_on: list[str] = field(default_factory=list)
 
     measured: str = ""
-    """On what it was measured that pieces add up, where that was done now."""
+    """The measurement that pieces add up, if it was made for this micro-batch."""
 
     loss: str = ""
-    """What the user vouched for, and was measured, as in "a mean over rows"."""
+    """The kind of a loss that the user vouched for, as measured: "a mean over rows"."""
 
     def divided(self, what: str, largest: str, limit: str) -> Finding:
-        """It was divided before anything failed, the first time in a run."""
+        """Report the first micro-batch of a run that is divided before anything failed."""
         return Finding(
             code="micro-batches-divided",
             severity=Severity.WARNING,
-            summary=f"micro-batches larger than what fits are divided: this one of {what} into {len(self.pieces)} "
-            f"pieces of at most {largest}",
-            evidence=f"the limit is {limit}, as a rehearsal or an earlier failure has shown{self._vouched()}",
-            remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole, and a step "
-            "takes as long as with the smaller micro-batch. memory/divided_micro_batches in the logs counts them.",
+            summary="micro-batches larger than what fits are divided: this one of "
+            f"{what} into {len(self.pieces)} pieces of at most {largest}",
+            evidence=f"the limit is {limit}, as a rehearsal or an earlier failure has shown"
+            + self._vouched(),
+            remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. "
+            "memory/divided_micro_batches in the logs counts them.",
             amount=float(len(self.pieces)),
         )
 
     def survived(self, what: str, largest: str, limit: str) -> Finding:
-        """It was finished, in pieces of which the largest is named."""
+        """Report a micro-batch that failed and was finished.
+
+        Args:
+            what: the micro-batch, as in "8 rows (4096 tokens, padding included)".
+            largest: its largest piece.
+            limit: the limit from now on.
+        """
         seconds = sum(failure.seconds for failure in self.failures)
         how = (
             "in one piece"
@@ -55,9 +65,9 @@ class Story:
             f"{self.failures[0].first_line}"
             + (f"; {self.measured}" if self.measured else "")
             + self._vouched(),
-            remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole."
-            + " A smaller per_device_train_batch_size with more gradient_accumulation_steps spares the attempts."
-            * (sum(self.pieces) > 1),
+            remedy=UNCHANGED
+            + " A smaller per_device_train_batch_size with more gradient_accumulation_steps avoids "
+            "the failed attempts." * (sum(self.pieces) > 1),
             amount=float(len(self.failures)),
         )
 
@@ -69,7 +79,7 @@ class Story:
         )
 
     def refused(self, what: str, why: str, remedy: str) -> Finding:
-        """It could not be."""
+        """Report a micro-batch that failed and cannot be finished."""
         return Finding(
             code="out-of-memory-refused",
             severity=Severity.ERROR,
@@ -80,7 +90,7 @@ class Story:
 
 
 def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
-    """What to do about an example, or a micro-batch that cannot be divided, that does not fit."""
+    """Say what is left to do when an example, or an indivisible micro-batch, does not fit."""
     ways = [
         "shorter sequences",
         "fewer trainable parameters",
@@ -96,35 +106,43 @@ def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
 
 
 def num_failed(failures: list[DidNotFit]) -> str:
-    """How many, in words."""
+    """Count failed attempts in words."""
     return "1 failed attempt" if len(failures) == 1 else f"{len(failures)} failed attempts"
 
 
 def not_attached(reasons: list[str]) -> Finding:
-    """A Trainer that cannot be helped, known before training."""
+    """Report a Trainer that cannot be helped, before training."""
     return Finding(
         code="out-of-memory-refused",
         severity=Severity.WARNING,
         summary=f"survive_oom does nothing in this run: {'; '.join(reasons)}",
         evidence="seen in the Trainer, its model and its arguments, before anything was computed",
-        remedy="Change what is named, or take survive_oom out. docs/survival.md lists what is supported.",
+        remedy="Change what is named, or remove survive_oom. docs/survival.md lists what is "
+        "supported.",
     )
 
 
 def thrashing(limit: float) -> Finding:
-    """The allocator has emptied its cache in two steps in a row; micro-batches are divided from now on."""
+    """Report an allocator that emptied its cache in two steps in a row.
+
+    Args:
+        limit: micro-batches of more tokens are divided from now on.
+    """
     return Finding(
         code="allocator-thrashing",
         severity=Severity.WARNING,
-        summary=f"micro-batches of more than {limit:.0f} tokens (rows x padded length) are divided from now on",
-        evidence="the allocator emptied its cache and tried again in two steps in a row, and waited for the card",
-        remedy="Nothing has to be done. A smaller per_device_train_batch_size with more gradient_accumulation_steps, "
-        "or expandable segments (trainer-plugins env), leave the allocator more room.",
+        summary=f"micro-batches of more than {limit:.0f} tokens (rows x padded length) are divided "
+        "from now on",
+        evidence="the allocator emptied its cache and tried again in two steps in a row, and "
+        "waited for the card",
+        remedy="Nothing has to be done. A smaller per_device_train_batch_size with more "
+        "gradient_accumulation_steps, or expandable segments (trainer-plugins env), leave the "
+        "allocator more room.",
     )
 
 
 def in_doubt(first: int, last: int, why: str) -> Finding:
-    """A later measurement failed: micro-batches that were divided since the last good one may be wrong.
+    """Report a later measurement that failed: what was divided since the last one may be wrong.
 
     Args:
         first: the first step with such a micro-batch.
@@ -135,8 +153,10 @@ def in_doubt(first: int, last: int, why: str) -> Finding:
     return Finding(
         code="gradients-in-doubt",
         severity=Severity.ERROR,
-        summary=f"micro-batches are divided no more, and those of {steps} that were divided have gradients in doubt",
+        summary="micro-batches are no longer divided, and the gradients of those that were divided "
+        f"in {steps} are in doubt",
         evidence=why,
-        remedy=f"Go on from a checkpoint before step {first}, with a smaller per_device_train_batch_size and without "
-        "survive_oom: the loss of this run cannot be divided.",
+        remedy=f"Go on from a checkpoint before step {first}, with a smaller "
+        "per_device_train_batch_size and without survive_oom: the loss of this run cannot be "
+        "divided.",
     )

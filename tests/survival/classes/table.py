@@ -17,11 +17,12 @@ from tests.survival.classes.judge import TOLERANCE, Outcome, class_names, outcom
 PAGE = Path(__file__).parents[3] / "docs" / "survival_classes.md"
 _HEAD = """# Every class of transformers that takes a loss
 
-The real Trainer trained a tiny model of each class, once as it is, once with an out-of-memory error in a backward and
-in a forward pass: in float64, on padded rows with their attention mask, whose labels at padding were ignored in one
-micro-batch and not in the other; vision-language models on text alone. Gradients were compared. What is exact there is
-off by less than {tolerance:.0e} of a parameter's gradient. Of transformers {version}. CI holds every line against the
-outcome, and `python -m tests.survival.classes.table` writes this page.
+The real Trainer trained a tiny model of each class twice: once as it is, once with an out-of-memory
+error in a backward and in a forward pass. It did so in float64, on padded rows with their attention
+mask, whose labels at padding were ignored in one micro-batch and not in the other; vision-language
+models on text alone. Gradients were compared: a class is exact if they are off by less than
+{tolerance:.0e} of a parameter's gradient. The classes are those of transformers {version}. CI
+compares every line with the outcome, and `python -m tests.survival.classes.table` writes this page.
 
 {counts}
 """
@@ -50,7 +51,7 @@ def read_table() -> dict[str, Outcome]:
 
 def table_version() -> str:
     """The version of transformers that the page is of."""
-    (found,) = re.findall(r"Of transformers (\S+)\. CI", PAGE.read_text())
+    (found,) = re.findall(r"those of transformers (\S+)\. CI", PAGE.read_text())
     return str(found)
 
 

@@ -362,9 +362,9 @@ def refused(name: str) -> str:
 
 REFUSED = {
     "static_graph": "DDP with static_graph learns the first backward pass by heart",
-    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view: one counter for all gradients of a bucket",
-    "comm_hook": "a communication hook of DDP may itself not fit",
-    "comm_hook, late": "a communication hook of DDP may itself not fit",
+    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view has one version counter for all gradients",
+    "comm_hook": "a communication hook of DDP may not fit itself",
+    "comm_hook, late": "a communication hook of DDP may not fit itself",
 }
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""These files try a computation, and take back what it left when it fails."""
+"""These files try a computation, and undo what it left when it failed."""

@@ -1,4 +1,4 @@
-"""Attempt: run work that may not fit, and come back with words instead of an exception that holds the memory."""
+"""Attempt: run work that may not fit, and keep words, not an exception that holds the memory."""
 
 import gc
 import logging
@@ -19,17 +19,14 @@ _NUM_FRAMES = 8
 
 
 class DidNotFit:
-    """An attempt that ran out of memory: what the error said, and how long the attempt took.
-
-    Holds no tensor.
-    """
+    """Holds what the error of an attempt said, and how long the attempt took; but no tensor."""
 
     def __init__(self, error: BaseException, found: OutOfMemory, seconds: float) -> None:
         self.words = str(error)
         self.is_certain = found.is_certain
-        """Whether it says that it is an out-of-memory error: a full card has cuBLAS, for one, say something else."""
+        """Whether it says that memory ran out: on a full card cuBLAS, for one, says otherwise."""
         self.where = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
-        """The last frames, in words."""
+        """The last frames of the traceback, as text."""
         self.seconds = seconds
 
     @property
@@ -37,23 +34,20 @@ class DidNotFit:
         return self.words.strip().partition("\n")[0][:300]
 
     def as_error(self, why_not: str) -> Exception:
-        """The error once more, with what stood in the way of surviving it."""
+        """Return the error once more, with the reason why it cannot be survived."""
         kind = torch.OutOfMemoryError if self.is_certain else RuntimeError
         return kind(
-            f"{self.words}\nsurvive_oom could not help: {why_not}\nIt failed first in:\n{self.where}"
+            f"{self.words}\nsurvive_oom could not help: {why_not}\n"
+            f"It failed first in:\n{self.where}"
         )
 
 
 class DidNotFitElsewhere(DidNotFit):
-    """This rank's own attempt fitted; that of another did not."""
+    """Stands for an attempt that fitted on this rank, and did not on another."""
 
     def __init__(self) -> None:
-        self.words, self.is_certain, self.where, self.seconds = (
-            "another rank ran out of memory",
-            True,
-            "",
-            0.0,
-        )
+        self.words, self.is_certain = "another rank ran out of memory", True
+        self.where, self.seconds = "", 0.0
 
 
 def attempt(
@@ -61,7 +55,7 @@ def attempt(
     release: Callable[[], object] | None = None,
     device: torch.device | None = None,
 ) -> T | DidNotFit:
-    """Run work. Where it does not fit, everything that its frames held is free when this returns.
+    """Run work; if it does not fit, all that its frames held is free when this returns.
 
     An exception keeps its traceback, that keeps the frames, and those keep the activations. So the
     words are kept, the frames are cleared, and nothing is retried before the `except` block is
@@ -70,7 +64,7 @@ def attempt(
     Args:
         work: what is tried.
         release: called after a failure, to let go of what frames above this one hold.
-        device: where its backward pass runs, if it has one.
+        device: the device of its backward pass, if it has one.
     """
     started = perf_counter()
     try:
@@ -91,19 +85,18 @@ def attempt(
         release()
     # a graph that holds a cycle (checkpointing's does) is not freed by counting references
     gc.collect()
-    if (
-        device is not None and device.type != "cpu"
-    ):  # whose backward passes run in the thread that calls
+    # On the CPU a backward pass runs in the thread that calls.
+    if device is not None and device.type != "cpu":
         _wait_for_backward_thread(device)
     return failure
 
 
 def _wait_for_backward_thread(device: torch.device) -> None:
-    """See to it that autograd's thread of this device has dropped the graph of a pass that failed.
+    """Wait until autograd's thread of this device has dropped the graph of a pass that failed.
 
-    The error reaches us first, and in two of three failures the thread still held the last layer's
-    activations. A device has one such thread, which drops what it had before it takes the next: so
-    give it one, over no numbers.
+    The error reaches us first: in two of three failures the thread still held the last layer's
+    activations. A device has one such thread, which drops its graph before it takes the next one.
+    So it gets one over no numbers.
     """
     leaf = torch.empty(0, device=device, requires_grad=True)
     torch.autograd.backward(leaf.neg(), leaf.detach(), inputs=leaf)

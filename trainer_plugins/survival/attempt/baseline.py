@@ -1,4 +1,4 @@
-"""Baseline: whether the memory of a failed attempt came back, and if not, who holds it."""
+"""Baseline: tell whether the memory of a failed attempt came back, and if not, who holds it."""
 
 import logging
 from collections.abc import Callable
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Card:
-    """A card that never ends a training: what it fails to answer is said, and nothing more is asked of it."""
+    """Wraps a device so that it never ends a training: after its first error it is left alone."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._has_failed = device, False
 
     def read(self) -> MemoryReading | None:
-        """Look once; None from the first time on that it failed, whatever with."""
+        """Read the memory; None after a question that failed."""
         return self._ask(self._device.read)
 
     def reset_peak(self) -> None:
@@ -44,22 +44,23 @@ class Card:
         except Exception as error:  # noqa: BLE001 - a monitor's error is none of training's
             self._has_failed = True
             logger.warning(
-                "survive_oom reads the memory of %s no more: %s: %s. Training goes on, and nothing more is rehearsed",
+                "survive_oom no longer reads the memory of %s: %s: %s. Training goes on, and "
+                "nothing more is rehearsed",
                 *(self._device.name, type(error).__name__, error),
             )
             return None
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card of a run.
+    """Open the card of a run.
 
-    None for main memory, which moves with everything, and where torch counts nothing.
+    It is None for main memory, which other processes use too, and if torch counts no memory there.
     """
     if device.type == "cpu":
         return None
     try:
         return Card(open_device(device))
-    # a ValueError where torch counts nothing, and whatever a driver says
+    # a ValueError if torch counts nothing, and whatever a driver raises
     except Exception:  # noqa: BLE001
         return None
 
@@ -67,9 +68,15 @@ def card_of(device: torch.device) -> Card | None:
 def leftover(
     card: Card, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Finding | None:
-    """What an attempt that failed left alive, beyond what may be (`expected_bytes`), with its holders.
+    """Report memory that a failed attempt left alive, with its holders; None if there is none.
 
-    Costs a reading, and a walk through all objects where something is left.
+    It costs a reading, and a walk through all objects if something is left.
+
+    Args:
+        card: the card of the run.
+        expected_bytes: what may be allocated.
+        model: holds tensors of its own.
+        optimizer: holds tensors of its own.
     """
     reading = card.read()
     if reading is None:
@@ -87,8 +94,10 @@ def leftover(
     return Finding(
         code="out-of-memory-leftover",
         severity=Severity.WARNING,
-        summary=f"{size(left_bytes)} of an attempt that did not fit are still alive on {reading.device}",
+        summary=f"{size(left_bytes)} of an attempt that did not fit are still alive on "
+        f"{reading.device}",
         evidence="; ".join(held) or "no holder",
-        remedy="Keep numbers there, not tensors: .item(), or .detach().cpu(). What is held is missing for the retry.",
+        remedy="Keep numbers there, not tensors: .item(), or .detach().cpu(). The retry lacks the "
+        "memory that is held.",
         amount=float(left_bytes),
     )

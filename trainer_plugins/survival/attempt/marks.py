@@ -1,10 +1,10 @@
-"""Marks: which gradients a backward pass that was cut short has finished.
+"""Marks: tell which gradients a backward pass that was cut short has finished.
 
-The invariant on which a retry after half a backward rests: autograd adds to a leaf's `.grad` once
-in a backward pass, when everything that flows into that leaf has been summed. So at any moment a
-`.grad` holds all of this pass or none of it. What breaks it is refused elsewhere: hooks that
-consume gradients (`refusals.py`) and weights used twice under reentrant checkpointing
-(`finality.py`). `holds_here` tries it on this torch.
+A retry after half a backward rests on an invariant: autograd adds to a leaf's `.grad` once in a
+backward pass, when everything that flows into that leaf has been summed. So at any moment a `.grad`
+holds all of this pass or none of it. What breaks it is refused elsewhere: hooks that consume
+gradients (`refusals.py`) and weights used twice under reentrant checkpointing (`finality.py`).
+`holds_here` tries it on this torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,9 +15,10 @@ from torch import nn
 
 
 class GradientMark:
-    """A moment before a backward pass. No hooks, no copies: about 0.2 microseconds a parameter.
+    """Marks a moment before a backward pass, to tell later which gradients it has changed.
 
-    It keeps the gradients of its moment alive, so it must not outlive the backward pass.
+    It needs no hooks and no copies: about 0.2 microseconds a parameter. It keeps the gradients of
+    its moment alive, so it must not outlive the backward pass.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -26,7 +27,7 @@ class GradientMark:
         ]
 
     def changed(self) -> set[nn.Parameter]:
-        """The parameters that received their gradient since."""
+        """Return the parameters that received their gradient since."""
         return {
             p
             for p, g, version in self._before
@@ -34,15 +35,15 @@ class GradientMark:
         }
 
     def new_bytes(self) -> int:
-        """What gradients that did not exist at the mark take now."""
+        """Return the size of all gradients that did not exist at the mark."""
         return sum(p.grad.nbytes for p, g, _ in self._before if g is None and p.grad is not None)
 
 
 @contextmanager
 def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """No gradient for these.
+    """Compute no gradient for these parameters inside.
 
-    Around forward *and* backward: checkpointing runs the forward again in the backward.
+    Put it around forward *and* backward: checkpointing runs the forward again in the backward.
     """
     changed = [p for p in parameters if p.requires_grad]
     for p in changed:
@@ -55,15 +56,17 @@ def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def holds_here() -> bool:
-    """Try the invariant, and the counters it is read from, on this torch: a backward pass that fails half way."""
+    """Try the invariant, and the counters it is read from, on this torch.
+
+    A backward pass fails half way, and is finished.
+    """
 
     def fail(_: object) -> None:
         raise RuntimeError("half way")
 
     early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    torch.autograd.backward(
-        (early * late).sum()
-    )  # both have a gradient now: the versions have to tell
+    # Both have a gradient after this: the versions have to tell.
+    torch.autograd.backward((early * late).sum())
     mark = GradientMark((early, late))
     hidden = early * 2
     torch.autograd.graph.register_multi_grad_hook((hidden,), fail)

@@ -1,1 +1,1 @@
-"""A run's own rows are measured in pieces here, before a micro-batch of it is divided."""
+"""These files measure on a run's own rows that pieces add up, before a micro-batch is divided."""

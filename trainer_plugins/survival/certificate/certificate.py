@@ -1,73 +1,90 @@
-"""Certificate: by which weights the pieces of a run add up, measured on rows of the run, and again as it goes on.
+"""Certificate: measure on rows of a run by which weights its pieces add up.
 
-A piece of the size that pieces will have is held against its halves, in the mode in which the model
-trains, with the drawing of random numbers held (`held.py`). The first time, and for each new kind
-of batch, it is the gradient; later the loss alone, and the gradient where that does not tell.
-Necessary, and no proof: that is the list in `losses.py`.
+A piece of the size that pieces will have is compared with its halves, in the mode in which the
+model trains, with the drawing of random numbers held (`held.py`). The gradient is measured the
+first time, and for each new kind of batch. Later measurements take the loss alone, and the gradient
+only if the loss does not decide. A measurement is necessary, but proves nothing: the list in
+`losses.py` says what adds up.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt.marks import frozen
-from trainer_plugins.survival.certificate.comparison import Comparison, Loss, Told, steady
+from trainer_plugins.survival.certificate.comparison import (
+    Comparison,
+    Loss,
+    Told,
+    steady,
+)
 from trainer_plugins.survival.certificate.samples import idle, real, short
 from trainer_plugins.survival.exact.finality import Watch, gradients_aside, small_parameters
 from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells
-from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 _SPARING = 300
-"""So many times what a check costs is computed in pieces before the next: a third of a percent."""
+"""How many times the cost of a check is computed in pieces before the next: it costs 0.3 %."""
 
-Kind = tuple[Any, ...]
+Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
+"""A kind of batch: the name of its layout, and of each tensor name, type, dimensions and gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Holds what one measurement is made on."""
+
+    layout: Layout
+    inputs: Inputs
+    kind: Kind
+    num_fit: int
+    known: list[Weight]
+    """The weights that have fitted so far."""
 
 
 class Certificate:
-    """Of one run, or of its evaluations.
+    """Measures by which weights pieces add up, in one run or in its evaluations.
 
     Args:
-        trainer: whose run it is.
-        ranks: those that have to measure together.
+        trainer: the Trainer of the run.
+        ranks: the ranks that have to measure together.
         family: the weights that come into question.
         is_trained: whether gradients are summed, and not losses alone.
     """
 
     def __init__(
-        self, trainer: Trainer, ranks: Alone, family: Family, *, is_trained: bool = True
+        self, trainer: Trainer, ranks: Ranks, family: Family, *, is_trained: bool = True
     ) -> None:
-        self._trainer, self._ranks, self._family, self._is_trained = (
-            trainer,
-            ranks,
-            family,
-            is_trained,
-        )
+        self._trainer, self._ranks, self._family = trainer, ranks, family
+        self._is_trained = is_trained
         self._weights: dict[str, list[Weight]] = {}
-        """Those that have fitted every sample so far, by the name of the layout."""
+        """The weights that have fitted every sample so far, by the name of the layout."""
         self._kinds: set[Kind] = set()
         self._refused: dict[Kind, str] = {}
-        """Why not, where it was measured."""
+        """Why batches of a kind do not add up, as measured."""
         self._computed = self._next = 0.0
         self.why_broken = ""
-        """Why nothing is divided any more: a measurement failed after something was."""
+        """Why nothing is divided any more: a measurement failed after something was divided."""
         self.known = ""
         """What the last measurement was made on, and what it found."""
         self.unchecked_since: int | None = None
         """The first step that was divided since the last measurement."""
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
-        """By which pieces of a micro-batch of this kind add up.
+        """Return the weight by which pieces of a micro-batch of this kind add up.
 
         Raises:
-            IndivisibleError: they do not, or it was not measured.
+            IndivisibleError: they do not add up, or it was not measured.
         """
         why = self.why_broken or self._refused.get(kind, "")
         if why or not self.knows(layout):
@@ -75,21 +92,21 @@ class Certificate:
         return self._weights[layout.name][0]
 
     def knows(self, layout: Layout) -> bool:
-        """Whether anything was measured of examples that lie so."""
+        """Tell whether anything was measured of examples that lie so."""
         return layout.name in self._weights
 
     def wants(self, kind: Kind) -> bool:
-        """Whether a micro-batch of this kind is to be measured before it is divided: it is new, or it is time."""
+        """Tell whether to measure such a micro-batch before it is divided: it is new, or due."""
         return self.is_new(kind) or (
             not self.why_broken and kind in self._kinds and self._computed >= self._next
         )
 
     def is_new(self, kind: Kind) -> bool:
-        """Whether no micro-batch of this kind was measured yet."""
+        """Tell whether no micro-batch of this kind was measured yet."""
         return not self.why_broken and kind not in self._kinds and kind not in self._refused
 
     def computed(self, num_cells: int, step: int) -> None:
-        """So much of a divided micro-batch was computed."""
+        """Count the cells of a divided micro-batch that were computed."""
         self._computed += num_cells
         if self.unchecked_since is None:
             self.unchecked_since = step
@@ -102,93 +119,102 @@ class Certificate:
         loss: Loss,
         put_back: Callable[[], object],
     ) -> None:
-        """Find out by which weights pieces add up.
+        """Find out by which weights pieces add up, on every rank that measures with this one.
 
-        Every rank that computes in step comes here at once.
-
-        A rank without two examples lends itself to the others. Where these measure gradients there
-        must be none yet.
+        A rank without two examples lends itself to the others. There must be no gradient yet if
+        ranks measure together.
 
         Args:
-            layout: of the inputs.
+            layout: how the examples lie in `inputs`.
             inputs: a micro-batch of the run.
             num_fit: how many of its examples are computed at once, at most.
-            loss: of some of its examples.
-            put_back: takes random numbers and metrics back to where they were.
+            loss: computes the loss of some of its examples.
+            put_back: restores random numbers and metrics.
 
         Raises:
             IndivisibleError: no weight fits, a part cannot be computed, or there was no room to
                 measure.
         """
-        kind, family = kind_of(layout, inputs), self._family.for_inputs(inputs)
-        known = [
-            one for one in self._weights.get(layout.name) or family.weights if one in family.weights
-        ]
-        model = self._ranks.bare
-        parameters = small_parameters(model) if self._is_trained else list(model.parameters())
-        unwatched = set(model.parameters()) - set(parameters)
+        kind, family = batch_kind(layout, inputs), self._family.for_inputs(inputs)
+        known = self._weights.get(layout.name) or family.weights
+        asked = _Asked(
+            layout, inputs, kind, num_fit, [one for one in known if one in family.weights]
+        )
         try:
-            with (
-                gradients_aside(model),
-                frozen(unwatched),
-                Watch(model) as watch,
-                steady(model, put_back) as passes,
-            ):
-                comparison = Comparison(
-                    self._trainer, self._ranks, family, loss, parameters, watch, passes
-                )
-                told = self._told(comparison, layout, kind, inputs, num_fit, known)
-                if not told and not self._ranks.highest(int(kind not in self._kinds)):
-                    self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
-                    return  # nothing new: what is known holds
-                if not told:
-                    raise IndivisibleError(comparison.why_untold)
-                for one in told:
-                    if self._ranks.highest(int(not _fitting(known, [one]))):
-                        raise _NotAdditiveError(comparison.said(one))
-                remaining = _fitting(known, told)
-                if self._ranks.highest(int(not remaining)):
-                    raise _NotAdditiveError(comparison.said(told[-1]))
+            with self._comparing(family, loss, put_back) as comparison:
+                told, remaining = self._judged(comparison, asked)
         except _NotAdditiveError as error:
             if self.unchecked_since is not None:
                 self.why_broken = str(error)
-            elif (
-                not self._ranks.in_step
-            ):  # where they decide together, they measure together once more
+            elif not self._ranks.measures_together:  # together they measure once more
                 self._refused[kind] = str(error)
             raise
-        # The gradient of a new kind is measured once. What comes again, the loss alone, costs a
-        # third of it.
-        cost = (
-            comparison.cost / 3
-            if kind not in self._kinds and not self._ranks.in_step
-            else comparison.cost
-        )
+        if not told:  # nothing new: what is known holds
+            self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
+            return
+        # One rank measures the gradient of a new kind once. What comes again, the loss alone, costs
+        # a third of it.
+        is_once = kind not in self._kinds and not self._ranks.measures_together
+        cost = comparison.cost / 3 if is_once else comparison.cost
         self._next, self.unchecked_since = self._computed + _SPARING * cost, None
         if layout.count(inputs) < 2:
-            return  # it was lent, and shows nothing of its own
+            return  # the rank was lent, and shows nothing of its own
         self._weights[layout.name] = remaining
         self._kinds.add(kind)
         self.known = f"it adds up, measured on {', and on '.join(one.words for one in told)}"
         logger.info("%s", self.known)
 
-    def _told(
-        self,
-        comparison: Comparison,
-        layout: Layout,
-        kind: Kind,
-        inputs: Inputs,
-        num_fit: int,
-        known: list[Weight],
-    ) -> list[Told]:
-        """What samples of a micro-batch show; nothing where none fits, or has something to show."""
-        is_gradient = self._is_trained and (self._ranks.in_step or kind not in self._kinds)
+    @contextmanager
+    def _comparing(
+        self, family: Family, loss: Loss, put_back: Callable[[], object]
+    ) -> Iterator[Comparison]:
+        """Surround passes that can be compared; the gradients of training are put away."""
+        model = self._ranks.bare
+        parameters = small_parameters(model) if self._is_trained else list(model.parameters())
+        unwatched: set[nn.Parameter] = set(model.parameters()) - set(parameters)
+        with (
+            gradients_aside(model),
+            frozen(unwatched),
+            Watch(model) as watch,
+            steady(model, put_back) as passes,
+        ):
+            yield Comparison(self._trainer, self._ranks, family, loss, parameters, watch, passes)
+
+    def _judged(self, comparison: Comparison, asked: _Asked) -> tuple[list[Told], list[Weight]]:
+        """Judge by samples which of the known weights fit, as all ranks do.
+
+        Returns:
+            What samples have shown, and the weights that fit. Both are empty if samples show
+            nothing, and batches of this kind were measured before.
+
+        Raises:
+            IndivisibleError: no weight fits, or there was nothing to measure a new kind with.
+        """
+        told = self._told(comparison, asked)
+        if not told:
+            if self._ranks.highest(int(asked.kind not in self._kinds)):
+                raise IndivisibleError(comparison.why_untold)
+            return [], []
+        for one in told:
+            if self._ranks.highest(int(not _fitting(asked.known, [one]))):
+                raise _NotAdditiveError(comparison.said(one))
+        remaining = _fitting(asked.known, told)
+        if self._ranks.highest(int(not remaining)):
+            raise _NotAdditiveError(comparison.said(told[-1]))
+        return told, remaining
+
+    def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
+        """Collect what samples of a micro-batch show; empty if none fits or tells."""
+        layout, inputs = asked.layout, asked.inputs
+        is_gradient = self._is_trained and (
+            self._ranks.measures_together or asked.kind not in self._kinds
+        )
         is_first = self._ranks.highest(int(not self.knows(layout)))
-        samples = real(layout, inputs, num_fit, known)
+        samples = real(layout, inputs, asked.num_fit, asked.known)
         lent = idle(layout, inputs)
         told = comparison.first_that_tells(samples, lent, is_gradient=is_gradient)
-        if self._is_trained and not is_gradient and not (told and _fitting(known, [told])):
-            is_gradient = True  # which decides: a loss may have a term without a gradient
+        if self._is_trained and not is_gradient and not (told and _fitting(asked.known, [told])):
+            is_gradient = True  # it decides: a loss may have a term without a gradient
             told = comparison.first_that_tells(samples, lent, is_gradient=True)
         if told is not None and not is_first:
             return [told]
@@ -198,23 +224,24 @@ class Certificate:
 
 
 def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:
-    """Those of the weights known so far that fit all samples."""
+    """Return those of the weights known so far that fit all samples."""
     return [weight for weight in known if all(one.errors[weight] <= one.tolerance for one in told)]
 
 
 class _NotAdditiveError(IndivisibleError):
-    """It was measured, and does not add up."""
+    """Raised when the parts of a micro-batch were measured, and do not add up."""
 
 
-def kind_of(layout: Layout, inputs: Inputs) -> Kind:
-    """What makes a batch another kind of batch: names, types, dimensions; and whether all is attended, and labelled.
+def batch_kind(layout: Layout, inputs: Inputs) -> Kind:
+    """Describe a batch: what differs in this makes another kind of batch.
 
-    Reads a device: for micro-batches that are divided.
+    That is the names, types and dimensions of its tensors, and whether all is attended and
+    labelled. It reads the device, so it is for micro-batches that are divided.
     """
-    kind: list[Any] = [layout.name]
+    tensors: list[tuple[str, torch.dtype, int, bool]] = []
     for name, value in sorted(inputs.items()):
         if torch.is_tensor(value):
             has_gaps = name.endswith("mask") and bool((value == 0).any())
             has_gaps |= name.endswith("labels") and bool((value == IGNORED).any())
-            kind.append((name, value.dtype, value.dim(), has_gaps))
-    return tuple(kind)
+            tensors.append((name, value.dtype, value.dim(), has_gaps))
+    return layout.name, tuple(tensors)

@@ -1,4 +1,4 @@
-"""Comparison: a sample against its parts, in passes that can be compared."""
+"""Comparison: compute a sample and its parts, and say how far apart they are."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,27 +18,23 @@ from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells
-from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.ranks import Ranks
 
-# What rounding makes of a right weight, and less than what a wrong one does. A loss is often taken
+# More than rounding makes of a right weight, and less than a wrong one does. A loss is often taken
 # in float32, whatever the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in
 # bfloat16, at 16 and 28 layers.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
-# Of a parameter that gets a hundredth of what the one with the most gets, rounding is all there may
-# be.
 _LEAST_FRACTION = 1e-2
+"""Part of the largest gradient below which a parameter's gradient may be nothing but rounding."""
 
 _SMALLEST_LOSS = 1e-2
-"""Of a smaller loss rounding may be all there is: terms cancel, as GRPO's do.
-
-Then the gradient is measured.
-"""
+"""A smaller loss may be nothing but rounding: terms cancel, as GRPO's do. The gradient decides."""
 
 _FORWARD, _BOTH = 2 / 3, 2.0
-"""What a check costs, in passes forward and backward over its sample: a backward pass takes twice as long."""
+"""Cost of a check in forward and backward passes over its sample: a backward takes two thirds."""
 
 Loss = Callable[[Inputs], torch.Tensor]
 _Measured = list[torch.Tensor]
@@ -46,13 +42,13 @@ _Measured = list[torch.Tensor]
 
 
 class Steady:
-    """Passes that can be compared."""
+    """Lets each pass begin from the same state, so that passes can be compared."""
 
     def __init__(self, model: nn.Module, drawers: Drawers, put_back: Callable[[], object]) -> None:
         self._buffers, self.drawers, self._put_back = Buffers(model), drawers, put_back
 
     def begin(self, *, is_whole: bool) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         The second of two parts has the buffers that the first has left, as in training.
         """
@@ -67,7 +63,7 @@ class Steady:
 
 @contextmanager
 def steady(model: nn.Module, put_back: Callable[[], object]) -> Iterator[Steady]:
-    """Around passes that can be compared."""
+    """Surround passes that can be compared."""
     with without_reentry(model), held(model) as drawers:
         steady = Steady(model, drawers, put_back)
         try:
@@ -78,22 +74,22 @@ def steady(model: nn.Module, put_back: Callable[[], object]) -> Iterator[Steady]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a sample has shown."""
+    """Holds what a sample has shown."""
 
     sample: Sample
     errors: dict[Weight, float]
-    """By each weight, how far the parts are from the whole; of all ranks the one that is farthest."""
+    """How far the parts are from the whole by each weight, on the rank where they are farthest."""
     tolerance: float
     words: str
 
 
 class Comparison:
-    """Of samples with their parts."""
+    """Compares samples with their parts, together with the ranks that measure with this one."""
 
     def __init__(
         self,
         trainer: Trainer,
-        ranks: Alone,
+        ranks: Ranks,
         family: Family,
         loss: Loss,
         parameters: list[nn.Parameter],
@@ -104,15 +100,16 @@ class Comparison:
         self._parameters, self._watch, self._steady = parameters, watch, steady
         self.why_untold = "it takes two examples to measure that they add up"
         self.cost = 0.0
-        """In cells, computed forward and backward."""
+        """Cells that were computed forward and backward."""
         self._is_gradient = True
 
     def first_that_tells(
         self, samples: list[Sample], idle: Sample, *, is_gradient: bool
     ) -> Told | None:
-        """The largest sample that fits and has something to measure.
+        """Measure the largest sample that fits and has something to measure.
 
-        None where there is none, on every rank.
+        Returns:
+            What it has shown; None, on every rank, if there is no such sample.
         """
         self._is_gradient = is_gradient
         for place in range(self._ranks.highest(len(samples))):
@@ -122,7 +119,7 @@ class Comparison:
         return None
 
     def said(self, told: Told) -> str:
-        """That nothing fits, with the numbers; or that the same rows give something else each time."""
+        """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
         again = [self._passed(told.sample, (told.sample.whole,)) for _ in range(2)]
         if all(isinstance(one, list) for one in again):
             first, second = again
@@ -130,13 +127,17 @@ class Comparison:
             noise = self._ranks.highest(_whole(noise)) / 1e9
             if noise > told.tolerance:
                 return (
-                    f"two passes over the same {sum(told.sample.nums)} examples disagree by {noise:.1e}, with the "
-                    "drawing of random numbers held, so it cannot be measured whether its parts add up"
+                    f"two passes over the same {sum(told.sample.nums)} examples disagree by "
+                    f"{noise:.1e}, with the drawing of random numbers held, so it cannot be "
+                    "measured whether its parts add up"
                 )
         tried = ", ".join(
             f"{error:.1e} if it is {weight.name}" for weight, error in told.errors.items()
         )
-        return f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off by {tried}"
+        return (
+            f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off "
+            f"by {tried}"
+        )
 
     @property
     def _what(self) -> str:
@@ -156,8 +157,8 @@ class Comparison:
         tells = not is_idle and self._tells(measured)
         if not self._ranks.highest(int(tells)):
             self.why_untold = (
-                f"its {self._what} is 0, or not a number, on {sum(sample.nums)} examples, so it cannot be measured "
-                "whether it is the sum of its parts'"
+                f"its {self._what} is 0, or not a number, on {sum(sample.nums)} examples, so it "
+                "cannot be measured whether it is the sum of its parts'"
             )
             return None
         weights = self._family.weights
@@ -211,11 +212,10 @@ class Comparison:
             if self._is_gradient:
                 return self._ranks.gradient(lambda: self._loss(some), self._parameters)
             return attempt(lambda: self._value(some))
-        except (
-            Exception
-        ) as error:  # the model's own, about a size or a mode that it does not meet in training
-            if isinstance(error, torch.OutOfMemoryError) or self._ranks.window is not None:
-                raise  # the other ranks wait: training ends here
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the model's own, about a size that it never meets in training
+            self._ranks.part_failed(error)
             raise IndivisibleError(
                 f"a part of it cannot be computed: {type(error).__name__}: {error}"
             ) from error
@@ -236,14 +236,15 @@ class Comparison:
 
 
 def _whole(error: float) -> int:
-    """Ranks vote by whole numbers."""
+    """Return an error in units of 1e-9: ranks vote by whole numbers."""
     return round(1e9 * min(error, 1e9)) if math.isfinite(error) else 10**18
 
 
 def _error(whole: _Measured, parts: list[_Measured], factors: list[float]) -> float:
-    """How far the weighted parts are from the whole, where they are farthest, relative to the larger of both.
+    """Return how far the weighted parts are from the whole, relative to the larger of both.
 
-    What weighs nothing is left out: a mean over no token is not a number.
+    It is the distance of the tensor that is farthest. A part that weighs nothing is left out: a
+    mean over no token is not a number.
     """
     least = _LEAST_FRACTION * max(float(one.norm()) for one in whole)
     worst = 0.0

@@ -1,7 +1,4 @@
-"""Held: passes that compute the same on the same rows, in the mode in which a model trains.
-
-No number is drawn.
-"""
+"""Held: let passes in training mode draw no number, so that the same rows give the same result."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,26 +12,30 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _GOLDEN = 0.6180339887498949
-"""What is drawn from [0, 1) here, so that `keep_probability + rand()`, rounded down, keeps everything."""
+"""Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all."""
+
+_Named = dict[str, Any]
+"""The arguments of an operation, by name."""
 
 
 @contextmanager
 def held(model: nn.Module) -> Iterator["Drawers"]:
-    """Nothing is drawn inside: dropout keeps everything, and noise is a fixed point of its distribution.
+    """Draw nothing inside: dropout keeps everything, and noise is a fixed point within its bounds.
 
-    Not `eval()`: batch statistics, for one, couple rows in training mode alone. The operations
-    themselves are met, in the dispatcher, and so are those of a backward pass, in which
-    checkpointing computes forward passes again. Noise keeps its bounds: of noise whose size depends
-    on the micro-batch, parts show another one than the whole.
+    The model stays in training mode: batch statistics, for one, couple rows in that mode alone. The
+    operations that draw are caught in the dispatcher, in a backward pass too, where checkpointing
+    computes forward passes again. Noise whose size depends on the micro-batch still differs between
+    parts and whole.
 
-    What a module draws by Python's generator or numpy's cannot be met so: `Drawers` finds it.
+    Numbers that a module draws by Python's generator or numpy's cannot be caught so: `Drawers`
+    finds such modules.
     """
     with _Held(), Drawers(model) as drawers:
         yield drawers
 
 
 class Drawers:
-    """The modules that draw numbers of Python or numpy themselves, as SpecAugment does, found while passes run."""
+    """Finds the modules that draw by Python's or numpy's generators, as SpecAugment does."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,18 +61,19 @@ class Drawers:
             module.training = training
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._open, self._last = [], _drawn()
 
     @property
     def in_eval(self) -> list[nn.Module]:
-        """Those that were found, and were training."""
+        """Return the modules that were found, and were training."""
         return [module for module, training in self._found.items() if training]
 
     def to_eval(self) -> bool:
-        """Put those that were found since into eval mode, but not what is inside them.
+        """Put the modules found since into eval mode, but not their children.
 
-        False where there was none.
+        Returns:
+            Whether there was one.
         """
         found = [module for module in self._found if module.training]
         for module in found:
@@ -94,19 +96,25 @@ class Drawers:
         self._last = now
 
 
-def _drawn() -> tuple[Any, ...]:
-    """Changes when a number is drawn."""
+def _drawn() -> tuple[object, ...]:
+    """Return something that changes when a number is drawn."""
     _, key, place, *_ = np.random.get_state(legacy=True)
     return place, int(key[0]), hash(random.getstate())
 
 
 class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True  # such as flex_attention, which are passed on
+    supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: _Named | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is None:
@@ -133,11 +141,10 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def _point(like: torch.Tensor) -> torch.Tensor:
-    """Numbers of [0, 1).
+    """Return fixed numbers of [0, 1).
 
-    They differ along the last of three dimensions: a norm takes away what is alike everywhere.
-
-    Of fewer dimensions the last may be that of rows or tokens, which parts have fewer of.
+    They differ along the last of three dimensions, since a norm removes what is alike everywhere.
+    With fewer dimensions the last may be that of rows or tokens, of which parts have fewer.
     """
     if like.dim() < 3:
         return torch.full_like(like, _GOLDEN)
@@ -145,28 +152,35 @@ def _point(like: torch.Tensor) -> torch.Tensor:
     return (places * _GOLDEN).frac().to(like.dtype).expand_as(like)
 
 
-def _uniform(result: torch.Tensor, named: dict[str, Any]) -> None:
+def _given(named: _Named, *names: str) -> Any:
+    """Return the first of these arguments that was given; None if none was."""
+    return next((named[name] for name in names if named.get(name) is not None), None)
+
+
+def _uniform(result: torch.Tensor, named: _Named) -> None:
     low, high = named.get("from", 0.0), named.get("to", 1.0)
     result.copy_(low + (high - low) * _point(result))
 
 
-def _normal(result: torch.Tensor, named: dict[str, Any]) -> None:
+def _normal(result: torch.Tensor, named: _Named) -> None:
     mean, std = named.get("mean", 0.0), named.get("std", 1.0)
     result.copy_(mean + std * (2 * _point(result) - 1))
 
 
-def _exponential(result: torch.Tensor, named: dict[str, Any]) -> None:
+def _exponential(result: torch.Tensor, named: _Named) -> None:
     result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
 
 
-def _bernoulli(result: torch.Tensor, named: dict[str, Any]) -> None:
-    """True wherever it may be."""
-    p = named.get("p", named["self"] if result is not named["self"] else 0.5)
+def _bernoulli(result: torch.Tensor, named: _Named) -> None:
+    """Fill in True wherever the probability allows it."""
+    p = _given(named, "p")
+    if p is None:
+        p = named["self"] if result is not named["self"] else 0.5
     result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
 
 
 def _dropout(
-    result: tuple[torch.Tensor, torch.Tensor], named: dict[str, Any]
+    result: tuple[torch.Tensor, torch.Tensor], named: _Named
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, mask = result
     if not named.get("train", True) or not 0 < named["p"] < 1:
@@ -175,21 +189,21 @@ def _dropout(
     return named["input"] / (1 - named["p"]), mask.fill_(True)
 
 
-def _integers(result: torch.Tensor, named: dict[str, Any]) -> None:
-    low, high = named.get("low", named.get("from", 0)), named.get("high", named.get("to"))
+def _integers(result: torch.Tensor, named: _Named) -> None:
+    low, high = _given(named, "low", "from") or 0, _given(named, "high", "to")
     result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
 
 
-def _permutation(result: torch.Tensor, _: dict[str, Any]) -> None:
+def _permutation(result: torch.Tensor, _: _Named) -> None:
     result.copy_(torch.arange(len(result)))
 
 
-def _likeliest(result: torch.Tensor, named: dict[str, Any]) -> None:
+def _likeliest(result: torch.Tensor, named: _Named) -> None:
     most = named["self"].topk(min(named["num_samples"], named["self"].size(-1))).indices
     result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
 
 
-_Fix = Callable[[Any, dict[str, Any]], Any]
+_Fix = Callable[[Any, _Named], object]
 _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _uniform: ("rand", "rand_like", "uniform", "uniform_"),
     _normal: ("randn", "randn_like", "normal", "normal_", "normal_functional"),

@@ -1,4 +1,4 @@
-"""Samples: some rows of a micro-batch and two parts of them, to measure by which weights parts add up."""
+"""Samples: choose rows of a micro-batch, and two parts of them that should add up to the whole."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,18 +7,18 @@ from trainer_plugins.survival.exact.layouts import Inputs, Layout
 from trainer_plugins.survival.exact.shares import Weight
 
 _SHORT = (4, 3, 2)
-"""Examples of a short sample."""
+"""How many examples short samples have, in the order of trying."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some examples, the first of them, and the others."""
+    """Holds some examples, and two parts that they are divided into."""
 
     whole: Inputs
     parts: tuple[Inputs, Inputs]
     nums: tuple[int, int]
     words: str
-    """What it is, as in "4 of its rows against 2 + 2"."""
+    """Description of the sample, as in "4 of its rows against 2 + 2"."""
 
     def factors(self, weight: Weight) -> list[float]:
         total = weight.of(self.whole, sum(self.nums))
@@ -27,9 +27,9 @@ class Sample:
 
 
 def real(layout: Layout, inputs: Inputs, num_fit: int, weights: list[Weight]) -> list[Sample]:
-    """Examples as they are against their halves: as many as fit, and fewer.
+    """Divide examples as they are into halves: as many as fit, and fewer.
 
-    Those by which the weights differ most.
+    The examples are chosen so that the weights differ most.
     """
     total, samples = layout.count(inputs), []
     num = min(max(2, num_fit), total)
@@ -60,19 +60,19 @@ def _cut(layout: Layout, inputs: Inputs, start: int, num: int) -> Sample:
 
 
 def _spread(sample: Sample, weights: list[Weight]) -> float:
-    """How far the two weights that are closest are apart."""
+    """Return the distance between the two weights that are closest."""
     factors = sorted(sample.factors(weight)[0] for weight in weights)
     return min(more - less for less, more in pairwise(factors))
 
 
 def idle(layout: Layout, inputs: Inputs) -> Sample:
-    """For a rank that has no two examples, and takes part in the passes of others."""
+    """Return a sample for a rank with fewer than two examples, which joins in others' passes."""
     lent = layout.probe(inputs, 1)
     return Sample(lent, (dict(lent), dict(lent)), (1, 1), "rows of another rank")
 
 
 def short(layout: Layout, inputs: Inputs) -> list[Sample]:
-    """A few examples, cut short, and labelled so that the weights differ: the first of them against the others."""
+    """Divide a few short examples, labelled so that weights differ: the first, and the others."""
     samples = []
     for num in (num for num in _SHORT if num <= layout.count(inputs)):
         whole = layout.probe(inputs, num)

@@ -1,1 +1,1 @@
-"""A batch of evaluation, or of generation, is divided here."""
+"""These files divide batches of evaluation and of generation."""

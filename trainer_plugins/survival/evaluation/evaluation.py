@@ -1,6 +1,6 @@
 """Evaluation: a batch that does not fit is computed in parts.
 
-No gradients, so there is nothing to take back.
+There are no gradients, so there is nothing to undo.
 """
 
 from collections.abc import Callable
@@ -12,40 +12,54 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.snapshot import Snapshot
-from trainer_plugins.survival.certificate.certificate import Certificate, kind_of
+from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.evaluation.generated import Generated
 from trainer_plugins.survival.evaluation.parts import Parts, say_survived
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells, sizes
-from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.ranks import Alone, kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.run import Attached
 
-Compute = Callable[[Inputs], Any]
+Outputs = dict[str, Any]
+"""A model's outputs by name: a `ModelOutput`, or a dictionary."""
+
+Result = torch.Tensor | tuple[torch.Tensor, Outputs]
+"""What `compute_loss` returns: the loss, or the loss and the outputs."""
+
+Compute = Callable[[Inputs], Result]
 
 
 class Evaluation:
-    """Of one Trainer. It has a limit of its own: nothing is kept for a backward pass."""
+    """Finishes the evaluation batches of one Trainer that did not fit.
+
+    It has a limit of its own, since nothing is kept for a backward pass.
+    """
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._parts = Parts()
         self._generated = Generated(attached)
         self._certificates: dict[bool, Certificate] = {}
-        """By whether losses are divided by a number that the caller gives: the Trainer does."""
+        """One for losses that are divided by a number of the caller's, as the Trainer's, or not."""
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer)
 
     def begin_run(self) -> None:
-        """What was measured was of the model of another run."""
+        """Forget what was measured: it was of the model of another run."""
         self._certificates.clear()
 
     def prediction_step(
-        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
-    ) -> Any:
-        """In the place of `trainer.prediction_step`, to know whether somebody waits for the outputs."""
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        prediction_loss_only: bool,
+        *args: object,
+        **kw: object,
+    ) -> object:
+        """Replace `trainer.prediction_step`, to know whether outputs are wanted."""
         self._are_outputs_wanted = not prediction_loss_only
         try:
             if not prediction_loss_only and self._generated.is_ours():
@@ -55,24 +69,27 @@ class Evaluation:
             self._are_outputs_wanted = True
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: Any
-    ) -> Any:
-        """Loss, and outputs where they are asked for, as `trainer.compute_loss` gives them."""
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool,
+        num_items: torch.Tensor | int | None,
+    ) -> Result:
+        """Compute the loss, and the outputs if they are wanted, as `trainer.compute_loss` does."""
         trainer = self._attached.trainer
-        if (
-            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        ):  # whose forward passes reach the other ranks
-            return self._attached.compute_loss(
-                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
-            )
 
-        def compute(
-            some: Inputs,
-        ) -> Any:  # a copy for each attempt: trainers take labels out of theirs
+        def original(some: Inputs) -> Result:
+            result: Result = self._attached.compute_loss(
+                model, some, return_outputs=return_outputs, num_items_in_batch=num_items
+            )
+            return result
+
+        if kind_of(trainer).forward_is_shared:
+            return original(inputs)
+
+        def compute(some: Inputs) -> Result:
             with self._gathers.held():
-                return self._attached.compute_loss(
-                    model, dict(some), return_outputs=return_outputs, num_items_in_batch=num_items
-                )
+                return original(dict(some))  # trainers take labels out of theirs
 
         self._gathers.begin()
         self._is_over_items = num_items is not None
@@ -91,7 +108,7 @@ class Evaluation:
         except IndivisibleError as error:
             raise result.as_error(str(error)) from None
 
-    def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Any:
+    def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Result:
         family, trainer = self._attached.family, self._attached.trainer
         layout = find_layout(family.layouts, inputs)
         num, before = layout.count(inputs), Snapshot(trainer, "eval")
@@ -102,7 +119,7 @@ class Evaluation:
         weight = self._weight(layout, inputs, compute, before)
         whole, whole_share = weight.of(inputs, num), family.share.of(inputs, num)
 
-        def work(part: Inputs, num_of_part: int, is_last: bool) -> Any:
+        def work(part: Inputs, num_of_part: int, is_last: bool) -> Result:
             share = family.share.share(family.share.of(part, num_of_part), whole_share)
             return self._compute_part(compute, part, share, is_last)
 
@@ -112,14 +129,14 @@ class Evaluation:
         ):
             results.append((result, weight.share(weight.of(part, num_of_part), whole)))
             if not is_last:
-                before.restore_metrics()  # those of the last one are those of the whole
+                before.restore_metrics()  # the metrics of the last part are those of the whole
         if failures:
             say_survived(
                 trainer, f"{num} {layout.unit} ({cells(inputs)} cells)", failures, len(results)
             )
         return _joined(layout, results)
 
-    def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Any:
+    def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Result:
         with self._gathers.piece(share, is_last):
             result = compute(part)
         if isinstance(result, tuple):
@@ -127,8 +144,12 @@ class Evaluation:
             return loss, self._kept(outputs)
         return result
 
-    def _kept(self, outputs: Any) -> Any:
-        """What the Trainer keeps of the outputs: neither caches, nor anything where only the loss is wanted."""
+    def _kept(self, outputs: object) -> Outputs:
+        """Return what the Trainer keeps of the outputs: no caches, and nothing for a mere loss.
+
+        Raises:
+            IndivisibleError: the outputs have no names.
+        """
         if not isinstance(outputs, dict):
             raise IndivisibleError(
                 f"its model returns a {type(outputs).__name__}, in which nothing has a name"
@@ -150,7 +171,7 @@ class Evaluation:
                 trainer, Alone(trainer, trainer.model), self._attached.family, is_trained=False
             )
             self._certificates[self._is_over_items] = certificate
-        if certificate.wants(kind := kind_of(layout, inputs)):
+        if certificate.wants(kind := batch_kind(layout, inputs)):
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)
@@ -167,19 +188,21 @@ class Evaluation:
         return certificate.weight(layout, kind)
 
 
-def _joined(layout: Layout, results: list[tuple[Any, float]]) -> Any:
-    """Of the results of all parts, with their factors, that of the whole."""
+def _joined(layout: Layout, results: list[tuple[Result, float]]) -> Result:
+    """Join the results of all parts, each with its factor, to that of the whole."""
     losses = [result[0] if isinstance(result, tuple) else result for result, _ in results]
     # What weighs nothing is left out: a mean over no token is not a number.
-    loss = sum(loss * factor for loss, (_, factor) in zip(losses, results, strict=True) if factor)
-    if not isinstance(results[0][0], tuple):
-        return loss
-    outputs = [result[1] for result, _ in results]
+    loss: Any = sum(
+        loss * factor for loss, (_, factor) in zip(losses, results, strict=True) if factor
+    )
+    outputs = [result[1] for result, _ in results if isinstance(result, tuple)]
+    if not outputs:
+        return torch.as_tensor(loss)
     joined = {name: _joined_values(layout, [one[name] for one in outputs]) for name in outputs[0]}
     return loss, type(outputs[0])(loss=loss, **joined)
 
 
-def _joined_values(layout: Layout, values: list[Any]) -> Any:
+def _joined_values(layout: Layout, values: list[Any]) -> object:
     first = values[0]
     if isinstance(first, list | tuple):
         return type(first)(

@@ -1,7 +1,6 @@
-"""Generation inside an evaluation (`predict_with_generate`): a batch that does not fit is generated in parts."""
+"""Generated: a batch of `predict_with_generate` that does not fit is generated in parts."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,15 @@ from trainer_plugins.survival.attempt.snapshot import Snapshot
 from trainer_plugins.survival.evaluation.parts import Parts, say_survived
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.limit.limit import cells
+from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.run import Attached
+
+Predicted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` returns them."""
 
 
 class Generated:
-    """Of one Trainer.
+    """Divides what one Trainer generates in its evaluations.
 
     Greedy and beam search give the same tokens; what is sampled is drawn in another order.
     """
@@ -26,22 +29,22 @@ class Generated:
         self._parts = Parts()
 
     def is_ours(self) -> bool:
-        """Whether the Trainer generates as transformers does, and no other rank takes part in it."""
+        """Tell whether the Trainer generates as transformers does, without other ranks."""
         trainer = self._attached.trainer
         step = getattr(self._attached.prediction_step, "__func__", None)
-        is_alone = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
         return (
-            is_alone
+            not kind_of(trainer).forward_is_shared
             and step is Seq2SeqTrainer.prediction_step
             and trainer.args.predict_with_generate
         )
 
-    def step(self, model: nn.Module, inputs: Inputs, *args: Any, **kw: Any) -> Any:
-        """Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` gives them."""
+    def step(self, model: nn.Module, inputs: Inputs, *args: object, **kw: object) -> Predicted:
+        """Predict a batch as `Seq2SeqTrainer.prediction_step` does."""
         trainer = self._attached.trainer
 
-        def work(some: Inputs, *_: Any) -> Any:
-            return self._attached.prediction_step(model, dict(some), False, *args, **kw)
+        def work(some: Inputs, *_: object) -> Predicted:
+            step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
+            return step
 
         before, failures = Snapshot(trainer, "eval"), []
         if cells(inputs) <= self._parts.limit:
@@ -69,12 +72,18 @@ class Generated:
                 failures,
                 len(results),
             )
-        # The Trainer's own, which comes to `compute_loss`, and is divided there.
+        # The Trainer's own step calls `compute_loss`, and the batch is divided there.
         loss = trainer.prediction_step(model, inputs, True)[0] if "labels" in inputs else None
-        return loss, *(self._joined([result[place] for result in results]) for place in (1, 2))
+        return (
+            loss,
+            self._joined([tokens for _, tokens, _ in results]),
+            self._joined([labels for _, _, labels in results]),
+        )
 
-    def _joined(self, values: list[Any]) -> Any:
-        if values[0] is None:
+    def _joined(self, parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """Join the rows of all parts, padded to the longest; None if there are none."""
+        values = [part for part in parts if part is not None]
+        if not values:
             return None
         width = max(value.shape[-1] for value in values)
         pad = self._attached.trainer._pad_tensors_to_max_len

@@ -1,10 +1,10 @@
-"""Parts of a batch that needs no gradients: tried one after the other, each smaller where one does not fit."""
+"""Parts: a batch that needs no gradients is tried in parts, which shrink when one does not fit."""
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from transformers import Trainer
 
@@ -15,18 +15,20 @@ from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Lay
 from trainer_plugins.survival.limit.limit import cells, lower, sizes
 from trainer_plugins.survival.run import memo_of
 
+R = TypeVar("R")
+
 
 class Parts:
-    """With a limit, which is that of one kind of work: in cells, see `limit.py`."""
+    """Divides batches of one kind of work by its limit, in cells (`limit.py`)."""
 
     def __init__(self) -> None:
         self.limit = math.inf
 
     def failed(self, num: int, num_cells: int) -> None:
-        """So many did not fit.
+        """Lower the limit after so many examples did not fit.
 
         Raises:
-            IndivisibleError: it was one.
+            IndivisibleError: it was one example.
         """
         limit = lower(num, num_cells, self.limit, 1)
         if limit is None:
@@ -39,17 +41,20 @@ class Parts:
         inputs: Inputs,
         failures: list[DidNotFit],
         before: Snapshot,
-        work: Callable[[Inputs, int, bool], Any],
-    ) -> Iterator[tuple[Inputs, int, Any, bool]]:
-        """Part after part: its inputs, how many, what `work` makes of it, and whether it is the last.
+        work: Callable[[Inputs, int, bool], R],
+    ) -> Iterator[tuple[Inputs, int, R, bool]]:
+        """Compute part after part.
+
+        Gives the inputs of each, its number of examples, what `work` returns for it, and whether it
+        is the last.
 
         Args:
-            layout: of the inputs.
-            inputs: the whole.
-            failures: is added to.
-            before: put back where a part fails.
-            work: of a part, how many examples it has, and whether it is the last; called again
-                where it fails.
+            layout: how the examples lie in `inputs`.
+            inputs: the whole batch.
+            failures: each failure is added to these.
+            before: restored when a part fails.
+            work: computes a part. It gets the part, its number of examples, and whether it is the
+                last; after a failure it is called again, for smaller parts.
 
         Raises:
             IndivisibleError: one example alone did not fit, or a part cannot be computed.
@@ -62,7 +67,7 @@ class Parts:
                 result = attempt(partial(work, part, stop - start, not spans))
             except IndivisibleError:
                 raise
-            except Exception as error:  # as with images that are not spread evenly over rows
+            except Exception as error:  # such as images that are not spread evenly over rows
                 why = f"a part of it cannot be computed: {type(error).__name__}: {error}"
                 raise IndivisibleError(why) from error
             if isinstance(result, DidNotFit):
@@ -82,7 +87,7 @@ class Parts:
 
 
 def say_survived(trainer: Trainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
-    """Log it, and write it into the timeline."""
+    """Log that a batch was finished in parts, and write it into the timeline."""
     seconds = sum(failure.seconds for failure in failures)
     finding = Finding(
         code="out-of-memory-survived",
@@ -90,7 +95,7 @@ def say_survived(trainer: Trainer, what: str, failures: list[DidNotFit], num_par
         summary=f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
         evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
         remedy="Nothing has to be done: loss and outputs are those of the whole. "
-        "A smaller per_device_eval_batch_size spares the attempts.",
+        "A smaller per_device_eval_batch_size avoids the failed attempts.",
         amount=float(len(failures)),
     )
     memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)

@@ -1,1 +1,1 @@
-"""These files say which batches, losses and models add up over pieces."""
+"""These files decide which batches, losses and models add up over pieces."""

@@ -1,10 +1,8 @@
-"""Finality: whether this model's gradients are added to a leaf once in a pass.
+"""Finality: check that this model's gradients are added to a leaf once in a pass.
 
-A retry after half a pass rests on it.
-
-`marks.py` says why. Two things break it: a module that runs backward passes inside its own, as
-tiled layers do, and a weight that is used twice under reentrant checkpointing, which runs one
-backward pass for each use.
+A retry after half a pass rests on it; `marks.py` says why. Two things break it: a module that runs
+backward passes inside its own, as tiled layers do, and a weight that is used twice under reentrant
+checkpointing, which runs one backward pass for each use.
 """
 
 from collections import Counter
@@ -23,19 +21,19 @@ _PROBED_NUMBERS = 1 << 20
 
 
 def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
-    """Why a backward pass that failed half way cannot be resumed; empty where it can.
+    """Say why a backward pass that failed half way cannot be resumed; empty if it can.
 
-    A small forward and backward.
+    It costs a small forward and backward pass.
 
     Args:
-        model: without a wrapper that reaches other ranks.
-        loss: computes it for a short example. Random numbers that it draws are the caller's to put
-            back.
+        model: the model without a wrapper that reaches other ranks.
+        loss: computes the loss of a short example. The caller restores the random numbers that it
+            draws.
     """
 
     def work() -> list[str]:
         with without_reentry(model), torch.enable_grad():
-            # Which accumulates nothing of its own, and goes through every layer.
+            # `grad` accumulates nothing itself, and goes through every layer.
             torch.autograd.grad(loss(), small_parameters(model), allow_unused=True)
             return [name for name, p in model.named_parameters() if p.grad is not None]
 
@@ -44,17 +42,23 @@ def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
     if isinstance(accumulated, DidNotFit):
         return f"there was no room to see which gradients are final ({accumulated.first_line})"
     if accumulated:
-        return f"the gradient of `{accumulated[0]}` is accumulated inside a backward pass, by a module's own"
+        return (
+            f"the gradient of `{accumulated[0]}` is accumulated inside a backward pass, by a "
+            "module's own"
+        )
     if is_reentrant(model) and (shared := _shared(model, watch)):
         return (
-            f"`{shared}` is used more than once under reentrant checkpointing, which finishes its gradient in parts: "
-            'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+            f"`{shared}` is used more than once under reentrant checkpointing, which finishes its "
+            'gradient in parts: pass gradient_checkpointing_kwargs={"use_reentrant": False}'
         )
     return ""
 
 
 def small_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Small parameters of every depth (norms, biases, adapters): they see every coupling, and cost little."""
+    """Choose small parameters of every depth: norms, biases, adapters.
+
+    Their gradients show every coupling, and cost little.
+    """
     chosen: list[nn.Parameter] = []
     room = _PROBED_NUMBERS
     for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=_num_numbers):
@@ -66,19 +70,19 @@ def small_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _num_numbers(parameter: nn.Parameter) -> int:
-    """Of the whole, where ZeRO-3 keeps a part of it here."""
+    """Return the size of the whole parameter; ZeRO-3 keeps only a part of it here."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 class Watch:
-    """What happens in the passes inside: how often each parameter is used in a pass, and whether under autocast."""
+    """Watches passes: how often each parameter is used in a pass, and whether under autocast."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._uses, self._num_passes = model, Counter[nn.Parameter](), 0
         self.is_autocast = False
 
     def is_used_twice(self, parameter: nn.Parameter) -> bool:
-        """Within one pass."""
+        """Tell whether one pass uses a parameter more than once."""
         return self._uses[parameter] > self._num_passes
 
     def __enter__(self) -> "Watch":
@@ -102,7 +106,7 @@ class Watch:
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """What was accumulated so far is put away meanwhile, and what is accumulated inside is dropped."""
+    """Put the gradients away for a while, and drop what is accumulated inside."""
     aside = [(p, p.grad) for p in model.parameters()]
     for p, _ in aside:
         p.grad = None
@@ -115,7 +119,10 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_reentry(model: nn.Module) -> Iterator[None]:
-    """Reentrant checkpointing is of the other kind meanwhile: `torch.autograd.grad` does not pass through it."""
+    """Replace reentrant checkpointing by the other kind for a while.
+
+    `torch.autograd.grad` does not pass through the reentrant kind.
+    """
     before: list[tuple[Any, Any]] = [
         (m, m._gradient_checkpointing_func)
         for m in model.modules()
@@ -138,9 +145,8 @@ def _shared(model: nn.Module, watch: Watch) -> str | None:
         for name in ("get_input_embeddings", "get_output_embeddings")
         if (get := getattr(base, name, None))
     ]
-    outside = {
-        p for end in ends if end is not None for p in end.parameters()
-    }  # tied, and no checkpoint around them
+    # These may be tied, and no checkpoint is around them.
+    outside = {p for end in ends if end is not None for p in end.parameters()}
     often = [
         n
         for n, p in model.named_parameters()
@@ -150,7 +156,7 @@ def _shared(model: nn.Module, watch: Watch) -> str | None:
 
 
 def is_reentrant(model: nn.Module) -> bool:
-    """Whether it computes activations again by checkpointing of the reentrant kind."""
+    """Tell whether a model computes activations again by reentrant checkpointing."""
     return any(map(_reenters, model.modules()))
 
 

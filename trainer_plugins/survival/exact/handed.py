@@ -1,45 +1,41 @@
-"""Handed: the loss that `compute_loss` gave `training_step`, and what that made of it before `backward`.
+"""Handed: find out what `training_step` made of the loss before it called `backward`.
 
-Pieces follow a `training_step` that multiplies the loss by the Trainer's own factor, and no other.
-Values do not tell which it is: `loss**2 / loss.detach()` has the value of the loss and twice its
-gradient, and flooding turns the sign of one that is nearly the same. So the derivative is looked
-at, of what comes to `backward` by what was handed out.
+Pieces are right only if `training_step` multiplies the loss by the Trainer's own factor. Values do
+not tell: `loss**2 / loss.detach()` has the value of the loss and twice its gradient, and flooding
+turns the sign of one that is nearly the same. So the derivative is measured, of what comes to
+`backward` by what was handed out.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 
 class Handed:
-    """Of one micro-batch.
+    """Compares the loss of one micro-batch as it was handed out with what came back.
 
     Args:
-        loss: as it is handed out.
-        scale: by which the Trainer multiplies it.
+        loss: the loss as it is handed out.
+        scale: what the Trainer multiplies it by.
     """
 
     def __init__(self, loss: torch.Tensor, scale: float) -> None:
         self._edge = get_gradient_edge(loss) if loss.grad_fn is not None else None
         self._scale, self._dtype = scale, loss.dtype
         self._arrived: list[torch.Tensor] = []
-        """The gradient where the backward pass began, and where it came to what was handed out.
-
-        Not read yet.
-        """
+        """The gradients at the loss that came back and at the one handed out, on the device."""
 
     def added(self, loss: torch.Tensor) -> str:
-        """Whether the loss that came back is made of more than what was handed out.
+        """Say whether the loss that came back is made of more than what was handed out.
 
-        Goes through what was added.
+        It walks over the graph that was added.
         """
         if self._is_untouched(loss):
             return ""
         seen, nodes = {self._edge.node if self._edge else None}, [loss.grad_fn]
         while nodes:
-            node: Any = nodes.pop()
+            node = nodes.pop()
             if node is None or node in seen:
                 continue
             if hasattr(node, "variable"):
@@ -49,9 +45,9 @@ class Handed:
         return ""
 
     def measured(self, loss: torch.Tensor) -> str:
-        """Whether the derivative of what came back is another than the Trainer's factor.
+        """Say whether the derivative of what came back is another than the Trainer's factor.
 
-        Reads the device.
+        It reads the device.
         """
         if self._edge is None or self._is_untouched(loss):
             return self._wrong(1.0, loss.dtype)
@@ -61,7 +57,7 @@ class Handed:
         return self._wrong(0.0 if found is None else float(found), loss.dtype)
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Let the backward pass of what came back leave the same behind, to be read by `seen` if it fails."""
+        """Let the backward pass of what came back leave its derivative, for `seen` to read."""
         if self._edge is None or loss.grad_fn is None or self._is_untouched(loss):
             return
         arrived, place = self._arrived, self._edge.output_nr
@@ -69,9 +65,9 @@ class Handed:
         self._edge.node.register_prehook(lambda gradients: arrived.append(gradients[place]))
 
     def seen(self) -> str:
-        """Whether a backward pass that was watched had another derivative than that.
+        """Say whether a watched backward pass had another derivative than the Trainer's factor.
 
-        Reads the device.
+        It reads the device.
         """
         if len(self._arrived) < 2:
             return ""
@@ -79,7 +75,7 @@ class Handed:
         return self._wrong(come / begun if begun else math.nan, self._arrived[0].dtype)
 
     def let_go(self) -> None:
-        """Keep the graph alive no longer."""
+        """Let go of the graph."""
         self._edge = None
 
     def _is_untouched(self, loss: torch.Tensor) -> bool:
@@ -90,11 +86,11 @@ class Handed:
         )
 
     def _wrong(self, got: float, dtype: torch.dtype) -> str:
-        """Say what is wrong with a derivative, if anything is.
+        """Say what is wrong with a derivative; empty if nothing is.
 
-        A factor that the types can hold comes out as it is, for division is rounded correctly (IEEE
-        754). Another is off by half a unit in the last place for each rounding: by `eps` of the
-        coarser type, if there are two of them.
+        A factor that the types can hold comes out unchanged, because division is rounded correctly
+        (IEEE 754). Another factor is off by half a unit in the last place for each rounding: by
+        `eps` of the coarser type if there are two roundings.
         """
         types = (dtype, self._dtype)
         is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
@@ -102,6 +98,6 @@ class Handed:
         if abs(got - self._scale) <= tolerance:
             return ""
         return (
-            f"training_step makes another loss of what compute_loss gave it, with {got:.6g} times its gradient, where "
-            f"the Trainer's has {self._scale:.6g} times"
+            "training_step makes another loss of what compute_loss gave it, with "
+            f"{got:.6g} times its gradient, where the Trainer's has {self._scale:.6g} times"
         )

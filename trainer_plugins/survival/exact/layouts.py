@@ -1,4 +1,4 @@
-"""Layouts: how the examples lie in a micro-batch, and how to take some of them out."""
+"""Layouts: find out how examples lie in a micro-batch, and take some of them out."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -6,18 +6,22 @@ from typing import Any, Protocol
 import torch
 
 Inputs = Mapping[str, Any]
+"""A micro-batch as a data collator makes it: mostly tensors."""
+
+Batch = dict[str, Any]
+"""Some examples of a micro-batch, which may be changed."""
 
 IGNORED = -100
 """The label that no loss of transformers counts."""
 
 TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")
-"""How the names of tensors that hold tokens end."""
+"""Endings of the names of tensors that hold tokens."""
 
 PROBE_TOKENS = 16
-"""Tokens of each example that a probe keeps: enough to show what a loss is made of, and next to no memory."""
+"""Tokens of each example that a probe keeps: enough to show how a loss adds up."""
 
 _FEW = 3
-"""Tokens that a row of a probe needs, to be labelled in part."""
+"""Fewest tokens of a probe's row that is labelled in part."""
 
 _TEXT = (
     "input_ids",
@@ -32,39 +36,39 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 
 class IndivisibleError(ValueError):
-    """This micro-batch cannot be divided exactly, and why."""
+    """Raised when a micro-batch cannot be divided exactly; it says why."""
 
 
 class Layout(Protocol):
-    """One way for examples to lie in a micro-batch."""
+    """Knows one way in which examples lie in a micro-batch."""
 
     name: str
     unit: str
     """What is counted, in the plural."""
 
     def count(self, inputs: Inputs) -> int:
-        """How many examples there are; 0 where the micro-batch does not lie so.
+        """Count the examples; 0 if the micro-batch does not lie so.
 
         Raises:
-            IndivisibleError: it does, but not all of it can be divided.
+            IndivisibleError: it lies so, but not all of it can be divided.
         """
 
-    def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
-        """Those from `start` to before `stop`."""
+    def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
+        """Take the examples from `start` to before `stop`."""
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """What a model gave for all parts, in order, as it would have given it for the whole."""
+        """Join a model's outputs for all parts, in order, to its output for the whole."""
 
-    def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
-        """The first few, short, with their padding; labels are such that no two weights come to the same.
+    def probe(self, inputs: Inputs, num: int) -> Batch:
+        """Take the first few examples, cut short, with their padding.
 
-        The first one has the fewest labels, and of rows it has one on a token that the attention
-        mask hides.
+        They are labelled so that no two weights are the same: the first one has the fewest labels,
+        and in a row one of them is on a token that the attention mask hides.
         """
 
 
 class Rows:
-    """Every tensor has one row an example."""
+    """Knows the layout in which every tensor has one row an example."""
 
     name, unit = "rows", "rows"
     per_example = 1
@@ -80,10 +84,9 @@ class Rows:
 
     def count(self, inputs: Inputs) -> int:
         num_rows = _num_rows(inputs)
-        positions: Any = inputs.get(
-            "position_ids"
-        )  # where there are none, they go to the padded length of all
-        if self._boundary is not None and _dims(positions) == 2:
+        # Without position ids, positions go to the padded length of all rows.
+        positions = inputs.get("position_ids")
+        if self._boundary is not None and torch.is_tensor(positions) and positions.dim() == 2:
             _look_for_a_side((positions.amax(1) + 1).tolist(), self._boundary)
         for name, value in inputs.items():
             length = _length(value)
@@ -97,26 +100,30 @@ class Rows:
                 )
         return num_rows // self.per_example
 
-    def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
+    def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
         num_rows = _num_rows(inputs)
         return {name: self._cut(value, num_rows, start, stop) for name, value in inputs.items()}
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
 
-    def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
+    def probe(self, inputs: Inputs, num: int) -> Batch:
         few = self.take(inputs, 0, num)
-        labels: Any = few.get("labels")
+        labels = few.get("labels")
         if (
-            num > 2 and _dims(labels) == 1 and not labels.is_floating_point()
-        ):  # classes: one of them does not count
+            num > 2
+            and torch.is_tensor(labels)
+            and labels.dim() == 1
+            and not labels.is_floating_point()
+        ):
+            # Classes: one of them does not count.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {
             name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)
         }
         if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
-            # a mask of four dimensions, features of three: what belongs to which column is not
-            # known
+            # a mask of four dimensions, or features of three: which of them belong to which column
+            # is not known
             return few
         masks = {
             v.size(1): _Shown(v, num)
@@ -146,7 +153,10 @@ class Rows:
 
 
 class Pairs(Rows):
-    """All chosen rows, then all rejected ones, as TRL lays them; what there is once a pair has half as many rows."""
+    """Knows TRL's layout of pairs: all chosen rows, then all rejected ones.
+
+    A tensor with one row a pair has half as many rows.
+    """
 
     name, unit = "pairs", "pairs"
     per_example = 2
@@ -167,14 +177,14 @@ class Pairs(Rows):
 
 
 class Completions(Rows):
-    """A prompt, padded on its left, and a completion in each row, as TRL's trainers generate them."""
+    """Knows TRL's layout of generated rows: a prompt, padded on its left, and its completion."""
 
     name, unit = "completions", "completions"
 
     def count(self, inputs: Inputs) -> int:
         return super().count(inputs) if "completion_ids" in inputs else 0
 
-    def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
+    def probe(self, inputs: Inputs, num: int) -> Batch:
         few = self.take(inputs, 0, num)
         width = few["completion_ids"].size(1)
         for name, value in few.items():
@@ -184,14 +194,13 @@ class Completions(Rows):
                 few[name] = value[:, :PROBE_TOKENS]
         few["completion_mask"] = torch.ones_like(few["completion_mask"])
         few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
-        # Where a group was rewarded alike they are all 0, and there would be no gradient to
-        # measure.
+        # If a group was rewarded alike they are all 0, and there would be no gradient to measure.
         few["advantages"] = torch.ones_like(few["advantages"])
         return few
 
 
 class Packed:
-    """One row of several sequences; each begins where `position_ids` is 0."""
+    """Knows the layout of several sequences in one row; each begins where `position_ids` is 0."""
 
     name, unit = "packed", "sequences"
 
@@ -225,24 +234,25 @@ class Packed:
                 and tuple(value.shape[:2]) != (1, width)
             ):
                 raise IndivisibleError(
-                    f"`{name}` has the shape {list(value.shape)} where the packed row has [1, {width}]"
+                    f"`{name}` has the shape {list(value.shape)} where the packed row has "
+                    f"[1, {width}]"
                 )
         return len(starts)
 
-    def take(self, inputs: Inputs, start: int, stop: int) -> dict[str, Any]:
+    def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
         return self._of_spans(inputs, self._spans(inputs)[start:stop])
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts, dim=1)
 
-    def probe(self, inputs: Inputs, num: int) -> dict[str, Any]:
+    def probe(self, inputs: Inputs, num: int) -> Batch:
         spans = [
             (begin, min(end, begin + PROBE_TOKENS)) for begin, end in self._spans(inputs)[:num]
         ]
         spans[0] = (spans[0][0], min(spans[0][1], spans[0][0] + PROBE_TOKENS // 3))
         few = self._of_spans(inputs, spans)
         if "labels" in few:
-            # The first token of a sequence keeps its label: where it has one, the loss looks across
+            # The first token of a sequence keeps its label. If it has one, the loss looks across
             # the border.
             few["labels"] = torch.where(
                 few["position_ids"] == 0, few["labels"], few["labels"].clamp(min=0)
@@ -257,10 +267,10 @@ class Packed:
         starts = self._starts(inputs)
         return list(zip(starts, [*starts[1:], inputs["position_ids"].size(1)], strict=True))
 
-    def _of_spans(self, inputs: Inputs, spans: list[tuple[int, int]]) -> dict[str, Any]:
+    def _of_spans(self, inputs: Inputs, spans: list[tuple[int, int]]) -> Batch:
         lengths = torch.tensor([end - begin for begin, end in spans])
         columns = torch.cat([torch.arange(begin, end) for begin, end in spans])
-        taken: dict[str, Any] = {}
+        taken: Batch = {}
         for name, value in inputs.items():
             if name in _CUMULATIVE:
                 ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -277,10 +287,10 @@ class Packed:
 
 
 def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
-    """How the examples lie.
+    """Return the first layout in which the examples of a micro-batch lie.
 
     Raises:
-        IndivisibleError: in none of these ways.
+        IndivisibleError: they lie in none of these layouts.
     """
     for layout in layouts:
         if layout.count(inputs) > 0:
@@ -289,32 +299,33 @@ def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
 
 
 def _look_for_a_side(lengths: list[int], boundary: int) -> None:
-    """See that every piece has a sequence beyond the boundary, or none has.
+    """Check that all sequences are on one side of the boundary, so that pieces agree.
 
     Raises:
         IndivisibleError: some lengths are beyond it and some are not.
     """
     if min(lengths) <= boundary < max(lengths):
         raise IndivisibleError(
-            f"one of its sequences has {max(lengths)} tokens, and longrope takes other frequencies for all of a "
-            f"micro-batch where one is longer than {boundary}: pieces without it would be computed with the short ones"
+            f"one of its sequences has {max(lengths)} tokens, and longrope takes other frequencies "
+            f"for all of a micro-batch if one is longer than {boundary}: pieces without it would "
+            "get those for short ones"
         )
 
 
-def _dims(value: Any) -> int:
+def _dims(value: object) -> int:
     return value.dim() if torch.is_tensor(value) else 0
 
 
-def _is_text(value: Any) -> bool:
-    return _dims(value) == 2 and not value.is_floating_point()
+def _is_text(value: object) -> bool:
+    return torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()
 
 
 class _Shown:
-    """Which columns of padded rows a probe keeps, what of them the attention mask shows, and what has a label.
+    """Holds the columns of padded rows that a probe keeps, with its mask and its labels.
 
-    In the first row, a third of what it shows is labelled, and its last token, which is hidden by
-    now: a loss that the mask cuts does not count it. Rows of one or two tokens are shown whole,
-    with their padding.
+    In the first row a third of what the mask shows is labelled, and the last token, which the mask
+    hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
+    whole, with their padding.
     """
 
     def __init__(self, mask: torch.Tensor, num: int) -> None:
@@ -333,12 +344,12 @@ class _Shown:
                 self.mask[row, at[-1]] = 0
 
     def columns(self, value: torch.Tensor) -> torch.Tensor:
-        """Those that are kept, as a copy."""
+        """Copy the columns that are kept."""
         return value[:, self._begin : self._begin + PROBE_TOKENS].clone()
 
 
-def _length(value: Any) -> int | None:
-    """How many rows a value has; None for what is no per-row value: a flag, a number."""
+def _length(value: object) -> int | None:
+    """Return how many rows a value has; None for a flag or a number, which rows share."""
     if torch.is_tensor(value):
         return len(value) if value.dim() else None
     if value is None or isinstance(value, bool | int | float | str):

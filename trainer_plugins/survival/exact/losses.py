@@ -1,11 +1,9 @@
 """Losses: which of them are sums over examples, by the class that computes them.
 
-What is not listed is refused.
-
-Gradients of pieces add up to that of the whole only where the loss couples no example with another.
-No measurement proves that (KTO's is additive at step 0, DPO's `aot` nearly is), so what is allowed
-is written down here, with the weights that come into question, and measured before it is used
-(`certificate.py`).
+Gradients of pieces add up to that of the whole only if the loss couples no example with another. No
+measurement proves that (KTO's is additive at step 0, DPO's `aot` nearly is). So what is allowed is
+listed here, with the weights that come into question, and measured before it is used
+(`certificate.py`). What is not listed is refused.
 """
 
 import inspect
@@ -35,22 +33,22 @@ from trainer_plugins.survival.exact.shares import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Losses that are made up alike."""
+    """Holds what losses of one make have in common."""
 
     layouts: tuple[Rows | Packed, ...]
-    """Asked in order."""
+    """How examples may lie, asked in order."""
 
     weights: tuple[Weight, ...]
-    """Those that come into question; measured which it is."""
+    """The weights that come into question; a measurement decides between them."""
 
     share: Weight
-    """By which the metrics that a trainer logs are averaged over pieces."""
+    """The weight by which metrics that a trainer logs are averaged over pieces."""
 
     is_vouched: bool = False
     """Whether the user says that the loss is one of these kinds."""
 
     def for_inputs(self, inputs: Inputs) -> "Family":
-        """Without the weights that count labels, where there are none."""
+        """Leave out the weights that count labels if the inputs have none."""
         if torch.is_tensor(inputs.get("labels")):
             return self
         return replace(
@@ -64,15 +62,14 @@ VOUCH = (
 
 
 class Unknown(str):
-    """Why it is not known whether a loss is a sum over examples.
+    """Says why it is not known whether a loss is a sum over examples.
 
     A user may vouch for it, and it is measured then.
     """
 
 
-_CAUSAL = Family(
-    (Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS
-)  # Llama shifts its labels, XLM does not
+# Llama shifts its labels, XLM does not.
+_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
 _TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
@@ -109,16 +106,18 @@ _GRPO = {
 _NOT_ADDITIVE = {
     "KTOTrainer": "its KL baseline is a mean over the micro-batch",
     "BCOTrainer": "its reward baseline is a mean over the micro-batch",
-    "SentenceTransformerTrainer": "its losses compare each example with the others of the micro-batch",
+    "SentenceTransformerTrainer": "its losses compare each example with the others of the "
+    "micro-batch",
 }
 
 _COUPLED_MODELS = {
-    "PaliGemmaForConditionalGeneration": "a row without padding is computed otherwise when no row beside it is padded",
+    "PaliGemmaForConditionalGeneration": "a row without padding is computed otherwise when no row "
+    "beside it is padded",
 }
 
 
 def bare_model(model: nn.Module) -> Any:
-    """The model inside PEFT's wrapper, or itself."""
+    """Return the model inside PEFT's wrapper, or the model itself."""
     inner: Any = model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
@@ -126,13 +125,16 @@ def bare_model(model: nn.Module) -> Any:
 def family_of(
     trainer: Trainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
 ) -> Family | str:
-    """The family of a Trainer's loss, or why it has none.
+    """Find the family of a Trainer's loss.
 
     Args:
-        trainer: whose loss it is.
-        compute_loss: the Trainer's own, where another stands in its place by now.
-        is_vouched: whether the user says that it is a sum or a mean over examples, where that is
+        trainer: the Trainer.
+        compute_loss: the Trainer's own, if it is replaced by now.
+        is_vouched: whether the user says that the loss is a sum or a mean over examples, if that is
             not known.
+
+    Returns:
+        The family, or why it has none.
     """
     found = _family_of(trainer, compute_loss or trainer.compute_loss)
     family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
@@ -157,7 +159,7 @@ def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | s
         None,
     ):
         return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
-    if callable(trainer.compute_loss_func):  # trl's GRPO passes a text, as a sign
+    if callable(trainer.compute_loss_func):  # trl's GRPO passes a string as a marker
         return Unknown(
             "compute_loss_func is a loss of your own, and whether it can be divided is not known"
         )
@@ -171,8 +173,8 @@ def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | s
     if (library, name) == ("trl", "SFTTrainer"):
         if replaced := what_replaces_the_loss(trainer.model):
             return Unknown(f"{replaced}, and whether that loss can be divided is not known")
-        # trl before 1.3 averages its entropy over prompts too; with Liger there is none, but an
-        # accuracy over labels.
+        # trl before 1.3 averages its entropy over prompts too; with Liger there is no entropy, but
+        # an accuracy over labels.
         return _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=ATTENDED_TOKENS)
     if (library, name) == ("trl", "RewardTrainer"):
         return _PAIRS
@@ -195,7 +197,8 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     if not owner.__module__.startswith("transformers."):
         return Unknown(
-            f"{owner.__name__}.forward is not that of transformers, and whether its loss can be divided is not known"
+            f"{owner.__name__}.forward is not that of transformers, and whether its loss can be "
+            "divided is not known"
         )
     if "_loss_function" in vars(model):
         return Unknown(
@@ -213,32 +216,44 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     return _BY_MODEL.get(loss or "", unknown)
 
 
-def _family_of_dpo(trainer: Any) -> Family | str:
+def _family_of_dpo(trainer: Trainer) -> Family | str:
     kinds = (
         trainer.args.loss_type
         if isinstance(trainer.args.loss_type, list)
         else [trainer.args.loss_type]
     )
     if unknown := [kind for kind in kinds if kind not in _DPO]:
-        return f"the DPO loss {unknown[0]!r} is not a mean over pairs: it sorts, averages tokens or keeps a running mean"
+        return (
+            f"the DPO loss {unknown[0]!r} is not a mean over pairs: it sorts, averages tokens or "
+            "keeps a running mean"
+        )
     if getattr(trainer.args, "rpo_alpha", None) is not None:
         return "rpo_alpha adds a mean over tokens to a mean over pairs, and no one weight fits both"
     if getattr(trainer, "padding_free", False):
         return "DPO with padding_free is not supported yet"
-    # trl before 1.0 keeps chosen and rejected under names of their own, one row a pair.
+    # trl before 1.0 has own names for chosen and rejected, with one row a pair.
     return _ROWS if hasattr(trainer, "concatenated_inputs") else _PAIRS
 
 
-def _family_of_grpo(trainer: Any) -> Family | str:
+def _family_of_grpo(trainer: Trainer) -> Family | str:
     kind = trainer.loss_type
     if kind not in _GRPO:
         return f"the GRPO loss {kind!r} is not known to be a sum over completions"
     if trainer.top_entropy_quantile < 1.0:
-        return "top_entropy_quantile compares the tokens of all completions of a micro-batch with each other"
+        return (
+            "top_entropy_quantile compares the tokens of all completions of a micro-batch with "
+            "each other"
+        )
     if getattr(trainer, "_entropy_bonus_enabled", False):
-        return "entropy_coef and use_adaptive_entropy add a mean over tokens that is weighted by no completion"
+        return (
+            "entropy_coef and use_adaptive_entropy add a mean over tokens that is not weighted by "
+            "completions"
+        )
     if getattr(trainer, "use_liger_loss", False):
-        return "GRPO with use_liger_loss is not supported: whether its kernel's loss can be divided is not known"
+        return (
+            "GRPO with use_liger_loss is not supported: whether its kernel's loss can be divided "
+            "is not known"
+        )
     return _completions(_GRPO[kind])
 
 

@@ -1,7 +1,7 @@
-"""Modules: those that make a row depend on the others of its micro-batch, or that a forward pass moves.
+"""Modules: find those in which rows of a micro-batch, or passes, depend on each other.
 
-What is known is found by its class before training; what nobody knows by its buffers, which the
-first forward pass of a run must leave as they are.
+Known ones are found by their class before training. Unknown ones are found by their buffers, which
+the first forward pass of a run must leave as they are.
 """
 
 import re
@@ -15,10 +15,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from trainer_plugins.survival.attempt.snapshot import Placed, placed_buffers
+
 _NAMED_SO = re.compile(
     r"(?i)batch_?(re)?norm|inplace_?abn|evonorm(2d)?b|ghost_?norm|switch(able)?_?norm"
 )
-"""Batch normalizations that are no subclass of torch's.
+"""Names of batch normalizations that are no subclass of torch's.
 
 EvoNorm's variant B takes the variance of the micro-batch.
 """
@@ -28,11 +30,11 @@ _CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)
 """Routers that count the tokens of each row by themselves."""
 
 _LARGEST = 1 << 22
-"""Numbers of a buffer that is looked at: statistics are small, and what is larger are tables and masks."""
+"""Most numbers of a buffer that is watched: statistics are small."""
 
 
 def coupled_modules(model: nn.Module) -> Iterator[str]:
-    """Why the micro-batches of a model cannot be divided: one sentence for each kind of module, by its first."""
+    """Say why micro-batches of a model cannot be divided: a sentence for each kind of module."""
     training = _training_modules(model)
     found: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -42,10 +44,10 @@ def coupled_modules(model: nn.Module) -> Iterator[str]:
 
 
 def rope_boundary(model: nn.Module) -> int | None:
-    """The length at which the longest sequence changes the rotary embedding of all others; None where none does.
+    """Return the length beyond which one sequence changes the rotary embedding of all others.
 
-    Of the type "longrope", which takes other frequencies as soon as one position of the micro-batch
-    is beyond what the model was first trained with.
+    Rotary embeddings of the type "longrope" take other frequencies as soon as one position of the
+    micro-batch is beyond what the model was first trained with. It is None for other models.
     """
     lengths = [
         _original_length(m)
@@ -56,51 +58,53 @@ def rope_boundary(model: nn.Module) -> int | None:
 
 
 class WatchedBuffers:
-    """The buffers of a model at a moment, but for the frequencies of rotary embeddings, which are judged by name."""
+    """Keeps the buffers of a model at a moment, to find out which one was moved since.
+
+    The frequencies of rotary embeddings are left out: they are judged by name.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before = {name: b.detach().to("cpu", copy=True) for name, b in self._watched()}
+        self._before = {
+            (one.path, one.name): one.buffer.detach().to("cpu", copy=True)
+            for one in self._watched()
+        }
 
     def what_moved(self) -> str:
-        """Which of them is another now, as a reason to divide nothing; empty where none is."""
-        for name, buffer in self._watched():
-            before = self._before.get(name)
+        """Say which of them has moved, as a reason to divide nothing; empty if none has."""
+        for owner, path, name, buffer in self._watched():
+            before = self._before.get((path, name))
             if before is not None and not _is_same(before, buffer.detach().cpu()):
-                path, _, own = name.rpartition(".")
-                owner = type(self._model.get_submodule(path)).__name__
                 return (
-                    f"`{name}`, a buffer of {owner}, is moved by each forward pass in training: pieces are more of "
-                    f"them, and see `{own}` as the piece before left it"
+                    f"`{path}{'.' if path else ''}{name}`, a buffer of {type(owner).__name__}, is "
+                    "moved by each forward pass in training: pieces need several passes, and each "
+                    f"would see `{name}` as the one before left it"
                 )
         return ""
 
-    def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._model.named_buffers():
-            # A number that counts passes is moved by more of them, and no row is computed otherwise
-            # for it.
-            if (
-                buffer.is_floating_point()
-                and buffer.numel() <= _LARGEST
-                and not name.endswith("inv_freq")
-            ):
-                yield name, buffer
+    def _watched(self) -> Iterator[Placed]:
+        for one in placed_buffers(self._model, _LARGEST):
+            # A number that counts passes is moved by more of them, but changes no row.
+            if one.buffer.is_floating_point() and not one.name.endswith("inv_freq"):
+                yield one
 
 
 def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
-    """What kind of trouble a module makes, and the sentence about it."""
+    """Give each kind of trouble that a module makes, and a sentence about it."""
     has_running = getattr(module, "running_mean", None) is not None
     is_batch_norm = isinstance(module, _BatchNorm) or bool(_NAMED_SO.search(type(module).__name__))
     is_frozen = not is_training and (has_running or not isinstance(module, _BatchNorm))
     if is_batch_norm and not is_frozen and "Frozen" not in type(module).__name__:
         yield (
             "norm",
-            "batch normalization (`{name}`) makes every row depend on the others of its micro-batch ({kind})",
+            "batch normalization (`{name}`) makes every row depend on the others of its "
+            "micro-batch ({kind})",
         )
     if isinstance(module, _InstanceNorm) and has_running and is_training:
         yield (
             "running",
-            "the running statistics of `{name}` ({kind}) are moved by each forward pass, of a piece too",
+            "the running statistics of `{name}` ({kind}) are moved by each forward pass, even that "
+            "of a piece",
         )
     hooks = module._forward_pre_hooks.values()
     if is_training and (
@@ -108,7 +112,8 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
     ):
         yield (
             "spectral",
-            "spectral_norm (`{name}`, {kind}) takes a step of its power iteration in each forward pass",
+            "spectral_norm (`{name}`, {kind}) takes a step of its power iteration in each forward "
+            "pass",
         )
     if (
         any(getattr(module, c, None) for c in _CAPACITIES)
@@ -116,30 +121,28 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
     ):
         yield (
             "capacity",
-            "the router `{name}` ({kind}) has a capacity, which counts the tokens of the whole micro-batch",
+            "the router `{name}` ({kind}) has a capacity, which counts the tokens of the whole "
+            "micro-batch",
         )
     if any("dynamic" in kind for kind in _rope_types(module)):
         yield (
             "rope",
-            "dynamic RoPE (`{name}`, {kind}) keeps the longest length that it has met, a piece's or a trial's too",
+            "dynamic RoPE (`{name}`, {kind}) keeps the longest length that it has met, even that "
+            "of a piece or a trial",
         )
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """One for each kind of layer where they differ."""
-    kinds: Any = getattr(module, "rope_type", None) or ()
-    return (
-        [kinds]
-        if isinstance(kinds, str)
-        else [str(kind) for kind in getattr(kinds, "values", tuple)()]
-    )
+    """List the types of a rotary embedding: several if kinds of layers differ."""
+    kinds = getattr(module, "rope_type", None) or ()
+    if isinstance(kinds, str):
+        return [kinds]
+    return [str(kind) for kind in getattr(kinds, "values", tuple)()]
 
 
 def _original_length(module: nn.Module) -> int:
     config: Any = module.config
-    ropes: Any = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     places = [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
     lengths = [
         rope["original_max_position_embeddings"]
@@ -153,7 +156,7 @@ def _original_length(module: nn.Module) -> int:
 
 
 def _training_modules(model: nn.Module) -> set[nn.Module]:
-    """Those that train when the Trainer has called `model.train()`: a model may keep some of its norms frozen in it."""
+    """Find the modules that train after `model.train()`, which may keep some norms frozen."""
     before = [(module, module.training) for module in model.modules()]
     model.train()
     training = {module for module in model.modules() if module.training}

@@ -1,9 +1,9 @@
-"""Weights: by what the loss of a piece is multiplied, so that the pieces add up to the loss of the whole.
+"""Weights: factors for the losses of pieces, with which they add up to the loss of the whole.
 
 A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it
-is. A mean adds up when each piece counts as much as it has of what the mean is over: predicted
-tokens, or rows. The measure of a whole is the sum of its pieces' measures, so it does not matter
-how often a piece is divided again.
+is. A mean over tokens or rows adds up if each piece is weighted by its number of tokens or rows.
+The measure of a whole is the sum of its pieces' measures, so a piece may be divided again and
+again.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, In
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """How much of the whole a piece is."""
+    """Says how much of the whole a piece is."""
 
     name: str
     """What the loss is, as in "a mean over tokens"."""
 
     measure: Callable[[Inputs, int], float] | None
-    """How much there is in inputs of so many examples; None where every piece counts in full."""
+    """Measures inputs of so many examples; None if every piece counts in full."""
 
     is_finite: bool = False
-    """Whether the loss of inputs without any of it is 0, and not 0 / 0."""
+    """Whether the loss of inputs whose measure is 0 is 0, and not 0 / 0."""
 
     def share(self, piece: float, whole: float) -> float:
-        """The factor for the loss of a piece, from the measures of both."""
+        """Return the factor for the loss of a piece, from the measures of piece and whole."""
         return 1.0 if self.measure is None or whole == 0 else piece / whole
 
     def of(self, inputs: Inputs, num: int) -> float:
-        """The measure of inputs. Reads a device: for micro-batches that are divided."""
+        """Measure inputs. It reads the device, so it is for micro-batches that are divided."""
         return 1.0 if self.measure is None else self.measure(inputs, num)
 
 
@@ -45,7 +45,7 @@ def _next_tokens(inputs: Inputs, _: int) -> float:
 
 
 def _tokens_in_sight(inputs: Inputs, _: int) -> float:
-    """Some models leave out by themselves what their attention mask hides, whatever its label is."""
+    """Count labels that the attention mask shows: some models leave out the others."""
     labels, mask = _labels(inputs), inputs.get("attention_mask")
     is_counted = _is_counted(labels)
     if torch.is_tensor(mask) and mask.shape == labels.shape:
@@ -54,7 +54,7 @@ def _tokens_in_sight(inputs: Inputs, _: int) -> float:
 
 
 def _attended_tokens(inputs: Inputs, _: int) -> float:
-    """All but padding, of which packed sequences have none."""
+    """Count all tokens except padding; packed sequences have none."""
     mask = inputs.get("attention_mask")
     return float(mask.sum() if torch.is_tensor(mask) else inputs["input_ids"].numel())
 
@@ -72,9 +72,9 @@ def _labels(inputs: Inputs) -> torch.Tensor:
 
 
 def _is_counted(labels: torch.Tensor) -> torch.Tensor:
-    """Where a loss counts a label.
+    """Mark the labels that a loss counts.
 
-    A target of a regression is a number like any other, -100.0 too.
+    In a regression every number is a target, even -100.0.
     """
     return (
         torch.ones_like(labels, dtype=torch.bool)
@@ -84,7 +84,7 @@ def _is_counted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _labelled_rows(inputs: Inputs, _: int) -> float:
-    """Of classes, a number a row, cross-entropy leaves out those that are ignored."""
+    """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
     labels = _labels(inputs)
     return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
 

@@ -1,1 +1,1 @@
-"""These files say how many rows are computed at once, and what is switched on when one is too many."""
+"""These files find how many rows are computed at once, and what to switch on if one is too many."""

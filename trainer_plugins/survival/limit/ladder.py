@@ -1,9 +1,4 @@
-"""The ladder: what to switch on when the smallest piece does not fit.
-
-Only what computes exactly the same.
-"""
-
-from typing import Any
+"""The ladder: what to switch on when the smallest piece does not fit, and computes the same."""
 
 from torch import nn
 
@@ -15,7 +10,7 @@ _OFFLOAD = "_activations_on_the_host"
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """Whether the model computes activations again in its backward."""
+    """Tell whether the model computes activations again in its backward."""
     base = bare_model(model)
     # The second name is that of transformers before 5.
     name = next(
@@ -30,8 +25,12 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 
 def climb(rung: str, model: nn.Module) -> bool:
-    """Switch a rung on. False where the model has it on already, or cannot."""
-    base: Any = bare_model(model)
+    """Switch a rung on.
+
+    Returns:
+        Whether that was done: not if the model has it on already, or lacks it.
+    """
+    base = bare_model(model)
     if rung == "offload":
         if hasattr(base, _OFFLOAD) or not Offload.is_possible(base):
             return False
@@ -49,7 +48,7 @@ def climb(rung: str, model: nn.Module) -> bool:
 
 def descend(rung: str, model: nn.Module) -> None:
     """Switch a rung off again."""
-    base: Any = bare_model(model)
+    base = bare_model(model)
     if rung == "offload":
         vars(base).pop(_OFFLOAD).remove()
         return

@@ -7,12 +7,15 @@ import torch
 
 from trainer_plugins.survival.exact.layouts import TOKEN_IDS, Inputs
 
+SLACK = 0.05
+"""Part of the card that a rehearsed limit leaves free, because fragmentation varies."""
+
 
 def cells(inputs: Inputs) -> int:
-    """What inputs cost: all their token ids, padding included; where there are none, the size of their largest tensor.
+    """Return what inputs cost: all their token ids, padding included.
 
-    Memory is not proportional to it, which is why the limit is a guess to start from and every
-    piece may fail again.
+    Inputs without token ids count as their largest tensor. Memory is not proportional to it: the
+    limit is a first guess, and every piece may fail again.
     """
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
     return sum(num for name, num in tensors.items() if name.endswith(TOKEN_IDS)) or max(
@@ -21,7 +24,7 @@ def cells(inputs: Inputs) -> int:
 
 
 def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[int]:
-    """Cut examples into parts as even as can be, each within the limit where that leaves `min_micro_batch` in each.
+    """Cut examples into even parts within the limit, but with at least `min_micro_batch` in each.
 
     >>> sizes(8, 8 * 512, 3 * 512, 1), sizes(8, 8 * 512, 3 * 512, 4), sizes(8, 8 * 512, math.inf, 1)
     ([2, 3, 3], [4, 4], [8])
@@ -33,7 +36,7 @@ def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[
 
 
 def num_that_fit(num: int, num_cells: int, limit: float) -> int:
-    """How many of so many examples of one size are within the limit; one at least.
+    """Return how many of `num` examples of one size are within the limit; at least 1.
 
     A limit that stands for a number of examples is a rounded quotient, so a millionth of one does
     not count.
@@ -45,33 +48,32 @@ def num_that_fit(num: int, num_cells: int, limit: float) -> int:
 
 
 def even(num: int, num_parts: int) -> list[int]:
-    """Cut examples into so many parts, as even as can be."""
+    """Cut examples into so many parts, as evenly as possible."""
     return [num * (part + 1) // num_parts - num * part // num_parts for part in range(num_parts)]
 
 
 def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float | None:
-    """The limit after so many examples did not fit: half of them.
-
-    None where they cannot be halved.
-    """
+    """Return the limit after `num` examples did not fit: half of them; None if that is too few."""
     if num < 2 * min_micro_batch:
         return None
     return min(limit, num_cells * math.ceil(num / 2) / num)
 
 
 def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
-    """The most of `num` examples that fit at once; 0 where not even `least` do.
+    """Find the most of `num` examples that fit at once; 0 if not even `least` do.
 
-    It stops where more would save no piece. A size is asked for once.
+    It stops when more would save no piece. Each size is asked for once.
 
     Args:
         fits: whether so many fit.
-        num: all of them.
-        least: the fewest to ask for, or all of them where there are fewer.
-        first: what to ask before halving what is left between.
+        num: how many examples there are.
+        least: the fewest to ask for; all of them if there are fewer.
+        first: the sizes to ask for before the interval is halved.
 
-    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64)), most(lambda n: n < 8, 8, 2, ())
-    (11, 64, 7)
+    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64))
+    (11, 64)
+    >>> most(lambda n: n < 8, 8, 2, ())
+    7
     >>> most(lambda n: False, 8, 2, (8,)), most(lambda n: True, 4, 8, (4,))
     (0, 4)
     """

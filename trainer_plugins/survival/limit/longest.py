@@ -1,26 +1,27 @@
-"""Longest: which rows of a data set will need the most memory, found without computing anything."""
+"""Longest: find the rows of a data set that will need the most memory, without computing."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 MAX_ROWS = 1024
-"""How many rows are looked into where no column tells their lengths, evenly spaced."""
+"""How many rows, evenly spaced, are looked at if no column tells their lengths."""
 
 _MAX_COUNTED = 1_000_000
 _SLICE = 10_000
 
 
 def longest_rows(dataset: Any, num: int) -> list[int]:
-    """The indices of the longest rows, and last of all the shortest: a batch of it is padded, as most in training are.
+    """Return the indices of the longest rows, and last of all that of the shortest.
 
-    Models take a cheaper path where nothing is padded, and a rehearsal on that would promise too
-    much. Lengths are read from a `length` column, or from the offsets of an arrow table, without
-    decoding; of other data sets up to `MAX_ROWS` rows are fetched. Empty for a data set that cannot
-    be asked for a row without consuming it.
+    The shortest row makes a batch that is padded, as most in training are. Models take a cheaper
+    path if nothing is padded, and a rehearsal on that would promise too much. Lengths are read from
+    a `length` column, or from the offsets of an arrow table, without decoding; of other data sets
+    up to `MAX_ROWS` rows are fetched. A data set that cannot be asked for a row without consuming
+    it gives an empty list.
 
     Args:
-        dataset: what the training reads.
-        num: how many; fewer where there are fewer.
+        dataset: the data set that the training reads.
+        num: how many rows are wanted; there may be fewer.
     """
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or len(dataset) == 0:
         return []
@@ -32,7 +33,7 @@ def longest_rows(dataset: Any, num: int) -> list[int]:
 
 
 def _lengths(dataset: Any) -> dict[int, int]:
-    """The lengths of all rows, or of those that were looked into."""
+    """Return the lengths of all rows, or of those that are looked at, by index."""
     num_rows = len(dataset)
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):  # of `datasets`
         if "length" in dataset.column_names:
@@ -60,7 +61,7 @@ def _spread(num: int, most: int) -> Iterable[int]:
     return range(0, num, max(1, -(-num // most)))
 
 
-def _length(row: Any) -> int:
+def _length(row: object) -> int:
     if not isinstance(row, Mapping):
         return 0
     return sum(
@@ -71,5 +72,5 @@ def _length(row: Any) -> int:
 
 
 def _holds_tokens(name: str) -> bool:
-    """`input_ids`, and TRL's `prompt_ids`, `chosen_ids`, `rejected_input_ids`, ..."""
+    """Tell whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
     return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))

@@ -1,34 +1,35 @@
 """Offload: what a forward pass keeps for its backward waits in main memory.
 
-With checkpointing, that is little.
-
-Cost: each kept byte crosses the bus twice, and takes as much main memory. The numbers are the same
-    ones.
+With checkpointing that is little. Each byte that is kept crosses the bus twice, and takes a byte of
+main memory. The numbers stay the same.
 """
-
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+_Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
+"""A tensor that stays where it is, or its device and its copy in main memory."""
+
 
 class Offload:
-    """On one model, from its next forward pass until `remove`."""
+    """Offloads the activations of one model, from its next forward pass until `remove`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entered: list[saved_tensors_hooks] = []
         self._weights: set[int] = set()
         self._handles = (
             model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(
-                self._leave, always_call=True
-            ),  # a pass that fails leaves too
+            # called after a pass that fails, too
+            model.register_forward_hook(self._leave, always_call=True),
         )
 
     @staticmethod
     def is_possible(model: nn.Module) -> bool:
-        """Whether the model is on a card, and whole: gathered weights could not be told from activations."""
+        """Tell whether the model is on a card, and not sharded.
+
+        Gathered weights could not be told from activations.
+        """
         weights = list(model.parameters())
         return all(
             one.device.type not in ("cpu", "meta")
@@ -42,27 +43,26 @@ class Offload:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, model: nn.Module, _: Any) -> None:
+    def _enter(self, model: nn.Module, _: object) -> None:
         self._weights = {_address(one) for one in (*model.parameters(), *model.buffers())}
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         self._entered.append(hooks)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._entered.pop().__exit__()
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
         if tensor.device.type == "cpu" or _address(tensor) in self._weights:
             return tensor
         return tensor.device, tensor.to("cpu")
 
 
-def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, tuple):
-        device, tensor = packed
-        packed = tensor.to(device)
-    assert isinstance(packed, torch.Tensor)
-    return packed
+def _unpack(packed: _Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, tensor = packed
+    return tensor.to(device)
 
 
 def _address(tensor: torch.Tensor) -> int:

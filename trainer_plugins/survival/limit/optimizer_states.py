@@ -1,8 +1,9 @@
-"""Optimizer states before step 1, without touching a weight: the usual first-step OOM then meets a run that can answer.
+"""Optimizer states: create them before step 1, without touching a weight.
 
-Left to themselves Adam's two copies of the weights appear in the first `optimizer.step()`, where
-activations just fitted; and a step that fails half way cannot be repeated, since some weights have
-moved.
+By itself Adam creates its two copies of the weights in the first `optimizer.step()`, after
+activations just fitted. A step that fails half way cannot be repeated, since some weights have
+moved. With the states there already, the usual OOM of the first step comes in a micro-batch, which
+can be finished in pieces.
 """
 
 from typing import Any
@@ -13,28 +14,37 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 
 
 def create_states(optimizer: Any) -> str | None:
-    """Create the states of torch's AdamW, Adam or SGD by a step of learning rate 0 with gradients of 0.
+    """Create the states of torch's AdamW, Adam or SGD, by a step that moves nothing.
 
+    It has a learning rate of 0 and gradients of 0.
     The first real step is bit-equal to what it would have been: weights, moments and step counters
-    are untouched. A parameter at a time, so that it takes no more memory than the states and one
-    gradient.
+    are untouched. It goes parameter by parameter, so that it takes no more memory than the states
+    and one gradient.
 
     Returns:
-        Why there was nothing done, to be said; None where the states are there.
+        Why nothing was done, to be logged; None if the states are there.
     """
     inner = optimizer
-    while hasattr(
-        inner, "optimizer"
-    ):  # inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share
+    # It is inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share.
+    while hasattr(inner, "optimizer"):
         inner = inner.optimizer
     if inner.state:
-        return None  # of a checkpoint
+        return None  # a checkpoint brought them
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        return f"the states of {type(inner).__name__} appear in the first optimizer step: an OOM there ends the run"
+        return (
+            f"the states of {type(inner).__name__} appear in the first optimizer step: an OOM "
+            "there ends the run"
+        )
     if any(group.get("dampening") for group in inner.param_groups):
-        return "SGD with dampening makes its momentum of the first gradient: an OOM in the first step ends the run"
+        return (
+            "SGD with dampening makes its momentum of the first gradient: an OOM in the first step "
+            "ends the run"
+        )
     if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
-        return "the optimizer has step hooks, so its states appear in the first step: an OOM there ends the run"
+        return (
+            "the optimizer has step hooks, so its states appear in the first step: an OOM there "
+            "ends the run"
+        )
     try:
         failed = attempt(lambda: _step_of_nothing(inner))
     except Exception:
@@ -42,7 +52,10 @@ def create_states(optimizer: Any) -> str | None:
         raise
     if isinstance(failed, DidNotFit):
         inner.state.clear()
-        return f"weights, gradients and the states of {type(inner).__name__} may not fit together: {failed.first_line}"
+        return (
+            f"weights, gradients and the states of {type(inner).__name__} may not fit together: "
+            f"{failed.first_line}"
+        )
     return None
 
 
@@ -51,8 +64,7 @@ def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
     saved = [dict(group) for group in groups]
     try:
         for group in groups:
-            # Decay of 0 too: Adam's and SGD's is no part of the rate, and would flow into the
-            # moments.
+            # Decay is 0 too: that of Adam and SGD is added to the gradient, and so to the moments.
             group["params"], group["lr"], group["weight_decay"] = [], 0.0, 0.0
         for group, whole in zip(groups, saved, strict=True):
             for parameter in whole["params"]:
@@ -73,6 +85,6 @@ def _step_one(
     before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
     group["params"] = [parameter]
     try:
-        type(optimizer).step(optimizer)  # a wrapper around this one's counts, or schedules
+        type(optimizer).step(optimizer)  # `step` of the instance may be wrapped, and count
     finally:
         parameter.grad = before

@@ -1,19 +1,19 @@
 """DDP: the rank that failed finishes what it owes the others, and they wait.
 
-No vote, and no rank has to divide alike.
+There is no vote, and ranks may divide differently.
 
-DDP needs of each rank that it exchanges its buffers once and reduces each bucket once, in order. It
-does not need promptness. So what the failed attempt has done of that is not repeated, and what it
-has not, a piece does:
+DDP expects each rank to exchange its buffers once and to reduce each bucket once, in order. It does
+not expect promptness. So nothing that the failed attempt has done is repeated, and a piece does the
+rest:
 
 * It failed inside the forward pass: the last piece goes through DDP, without the exchange of
-  buffers, which was. The others are computed on the bare model, where nothing reaches another rank.
+  buffers, which is done. The others are computed on the bare model, and reach no other rank.
 * It failed later, when the reducer was armed: every gradient that becomes ready is taken for that
-  of the whole and sent. Those that were ready are, and are frozen (`Piece.final`). The pieces are
+  of the whole and sent. Those that were ready are sent, and frozen (`Piece.final`). The pieces are
   computed on shadows of the parameters, which share weights and gradients but not the reducer's
   hooks; then the missing hooks are called, by adding 0.
 
-Unsynchronised micro-batches of a window are computed in pieces like in one process, but for the
+Unsynchronised micro-batches of a window are computed in pieces as in one process, except for the
 exchange of buffers.
 """
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Progress(IntEnum):
-    """How far an attempt came in `DistributedDataParallel.forward`."""
+    """Counts how far an attempt came in `DistributedDataParallel.forward`."""
 
     OUTSIDE = 0
     PREPARING = 1
@@ -46,31 +46,70 @@ class _Progress(IntEnum):
     INSIDE = 2
     """The model computes."""
     ARMED = 3
-    """It has computed; the reducer waits for gradients, where this micro-batch is synchronised."""
+    """It has computed; the reducer waits for gradients if this micro-batch is synchronised."""
 
 
 class DDP(Alone):
-    """Of one run."""
+    """Handles ranks that divide by themselves, and reduce each gradient once; see `Ranks`."""
 
     model: DistributedDataParallel
 
-    def __init__(self, trainer: Trainer, model: DistributedDataParallel) -> None:
+    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+        assert isinstance(model, DistributedDataParallel)
         super().__init__(trainer, model)
         self._progress = _Progress.OUTSIDE
         self._is_synced = self._is_armed = False
         self._sent: set[nn.Parameter] = set()
         """The parameters whose hooks the reducer has seen."""
         self._used: set[nn.Parameter] = set()
-        """Those that pieces gave a gradient."""
+        """The parameters that got a gradient from a piece."""
+
+    @classmethod
+    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+        if model is not None:
+            return isinstance(model, DistributedDataParallel)
+        is_several = (
+            str(trainer.accelerator.distributed_type).rpartition(".")[2].startswith("MULTI_")
+        )
+        return is_several and not trainer.is_fsdp_enabled
+
+    @classmethod
+    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+        """Give every reason why this DDP cannot be helped.
+
+        At attach they are found in what DDP will be made with, at the first micro-batch in the
+        wrapped model.
+        """
+        wrapped: nn.Module = trainer.model_wrapped
+        if wrapped is trainer.model:
+            yield from _settings(trainer.accelerator.ddp_handler)
+        elif isinstance(wrapped, DistributedDataParallel):
+            yield from _settings(wrapped)
+            yield from _state(wrapped)
+        else:
+            yield (
+                f"several processes with {type(wrapped).__name__} around the model, and not "
+                "DistributedDataParallel"
+            )
+            return
+        if trainer.args.label_smoothing_factor and type(trainer).__module__.startswith("trl."):
+            yield (
+                "with label_smoothing_factor TRL calls the model twice for a micro-batch, and DDP "
+                "with it"
+            )
+        if not finishes_here():
+            yield (
+                "DDP of this version of torch cannot be finished in pieces, as a trial just now "
+                "has shown: please report it"
+            )
 
     @property
     def bare(self) -> nn.Module:
-        """The model without its wrapper: computing on it reaches no other rank."""
+        """Return the model without its wrapper: computing on it reaches no other rank."""
         module: nn.Module = self.model.module
         return module
 
     def begin(self, micro: MicroBatch) -> None:
-        """A micro-batch begins."""
         self._progress = _Progress.OUTSIDE
         self._is_synced, self._is_armed = self.model.require_backward_grad_sync, False
         self._sent, self._used = set(), set()
@@ -82,7 +121,7 @@ class DDP(Alone):
         *,
         is_end: bool = True,
     ) -> T | DidNotFit:
-        """Run what may not fit, and see how far it comes in DDP."""
+        """Run work that may not fit, and see how far it comes in DDP."""
         hooks = (
             self.model.register_forward_pre_hook(lambda *_: self._advance(_Progress.PREPARING)),
             self.bare.register_forward_pre_hook(lambda *_: self._advance(_Progress.INSIDE)),
@@ -95,12 +134,15 @@ class DDP(Alone):
                 hook.remove()
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        """What was attempted did not fit: see what of it the other ranks have noticed."""
+        """Find out what the other ranks have noticed of an attempt that did not fit."""
         progress, self._progress = self._progress, _Progress.OUTSIDE
         if self._is_armed:
             return ""
         if progress == _Progress.PREPARING:
-            return "it failed where DDP exchanges buffers or builds its buckets, which the other ranks do only once"
+            return (
+                "it failed where DDP exchanges buffers or builds its buckets, which the other "
+                "ranks do only once"
+            )
         if progress == _Progress.INSIDE:
             self.model.require_forward_param_sync = False  # DDP itself sets it again
         if progress == _Progress.ARMED and self._is_synced:
@@ -109,7 +151,6 @@ class DDP(Alone):
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
-        """What forward and backward of a piece run in, and on which model."""
         mark = GradientMark(self.bare.parameters())
         shadows = Shadows(self.bare) if self._is_armed else None
         reaches_others = is_last and not self._is_armed
@@ -123,30 +164,75 @@ class DDP(Alone):
             self._sent = mark.changed()
 
     def finished(self) -> None:
-        """Every piece is computed: see to it that the reducer has seen every gradient.
+        """Let the reducer see every gradient, after every piece is computed.
 
         Raises:
-            RuntimeError: it had before the attempt failed, and its own end was lost with that.
+            RuntimeError: the reducer had seen them all before the attempt failed, and what it does
+                at the end of a pass was lost with the attempt.
         """
         missing = self._used - self._sent
         if self._is_armed and not missing:
             raise RuntimeError(
-                "survive_oom could not help: the pass failed when DDP had sent every gradient, and torch has no way to "
-                "let it take the sums back. A smaller per_device_train_batch_size does not meet that"
+                "survive_oom could not help: the pass failed after DDP had sent every gradient, "
+                "and torch cannot take the sums back. A smaller per_device_train_batch_size avoids "
+                "that"
             )
-        # A weight that the last piece does not use, as an expert without a token: the ones that DDP
-        # found unused, it has sent itself.
+        # The last piece may not use a weight, such as an expert without a token. Those that DDP
+        # found unused it has sent itself.
         if self._is_armed or (self._is_synced and not self.model.find_unused_parameters):
             send(missing)
 
     def _advance(self, to: _Progress) -> None:
-        """One step at a time: the bare model is called without DDP too, as the reference of DPO with adapters."""
+        """Advance one step at a time.
+
+        The bare model is called without DDP too, as the reference model of DPO with adapters.
+        """
         if to == self._progress + 1:
             self._progress = to
 
 
+def _settings(made_with: object) -> Iterator[str]:
+    """Refuse by the arguments of DDP, in its wrapper or in what it will be made with."""
+    if getattr(made_with, "static_graph", False):
+        yield (
+            "DDP with static_graph learns the first backward pass by heart, and pieces have other "
+            "ones"
+        )
+    if getattr(made_with, "gradient_as_bucket_view", False):
+        yield (
+            "DDP with gradient_as_bucket_view has one version counter for all gradients of a "
+            "bucket, so it is not known which of them are final"
+        )
+    if str(getattr(made_with, "comm_hook", "no")) != "no" or bool(
+        getattr(made_with, "_comm_hooks", None)
+    ):
+        yield (
+            "a communication hook of DDP may not fit itself: its bucket is never sent then, and "
+            "the other ranks wait"
+        )
+
+
+def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
+    """Refuse by what is known only of a wrapped model."""
+    if wrapped.mixed_precision is not None or wrapped._delay_all_reduce_params:
+        yield (
+            "DDP's own mixed_precision and delayed all-reduce keep state that an exception leaves "
+            "half done"
+        )
+    if wrapped._use_python_reducer:
+        yield (
+            "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends the gradients of each "
+            "piece"
+        )
+    if wrapped._join_config.enable:
+        yield ("DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them")
+
+
 class Shadows:
-    """In the place of the trainable parameters of a model: the same weights and gradients, and none of their hooks."""
+    """Replaces a model's trainable parameters by others without hooks.
+
+    The others share the weights and the gradients.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._shadows = {p: self._shadow(p) for p in model.parameters() if p.requires_grad}
@@ -173,7 +259,7 @@ class Shadows:
 
 
 def send(parameters: Iterable[nn.Parameter]) -> None:
-    """Let the reducer's hooks of these be called, in a backward pass that adds 0 to their gradients."""
+    """Call the reducer's hooks of these parameters, by a backward pass that adds 0."""
     to = [p for p in parameters if p.requires_grad]
     torch.autograd.backward(
         to, [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in to]
@@ -182,11 +268,11 @@ def send(parameters: Iterable[nn.Parameter]) -> None:
 
 @cache
 def finishes_here() -> bool:
-    """Try on this torch, once in a process, whether DDP can be finished after a backward pass that failed half way.
+    """Try on this torch whether DDP can be finished after a backward pass that failed half way.
 
-    In a group of this rank alone: none of the others takes part. It takes 0.02 s, and the group
-    stays: freed while its thread lets go of a tensor, which needs the interpreter, gloo now and
-    then waits for it forever.
+    It is tried once in a process, in a group of this rank alone, and takes 0.02 s. The group stays:
+    if it is freed while its thread lets go of a tensor, which needs the interpreter, gloo now and
+    then waits for that thread forever.
     """
 
     def fail(_: object) -> None:
@@ -222,7 +308,7 @@ def finishes_here() -> bool:
                 shadows = Shadows(bare)
                 bare(row).sum().backward()
                 shadows.leave()
-        if noticed:  # of what the shadows did
+        if noticed:  # the shadows have called a hook
             return False
         send(set(weights) - sent)
         model(

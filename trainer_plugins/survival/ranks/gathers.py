@@ -1,16 +1,15 @@
-"""Gathers: what a trainer's own code exchanges between ranks inside `compute_loss`, for its metrics.
+"""Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
 
-The other ranks take part in each exchange once a micro-batch, with the value of a whole one. So
-where a micro-batch is computed in pieces, what each piece brings is noted, and the last one sends
-all of it together; and what an attempt that failed later has exchanged is not exchanged again. The
-code of the last piece then sees the numbers of the whole, and its metrics are those of the whole:
-also in one process, which exchanges with itself.
+The other ranks take part in each exchange once a micro-batch, with the value of a whole one. So if
+a micro-batch is computed in pieces, what each piece brings is noted, and the last piece sends all
+of it together. What a failed attempt has exchanged already is not exchanged again. The code of the
+last piece then sees the numbers of the whole, and its metrics are those of the whole. This holds
+even in one process, which exchanges with itself.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,19 +20,20 @@ from trainer_plugins.oom import classify
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
 
 Merge = Callable[[list[torch.Tensor], list[float]], torch.Tensor]
+Exchange = Callable[..., torch.Tensor]
 
 
 class Gathers:
-    """Of one run."""
+    """Stands before the exchanges of one Trainer's accelerator while its loss is computed."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._answers: list[Any] = []
-        """What the exchanges of this micro-batch returned, in the order in which the code makes them."""
+        self._answers: list[torch.Tensor] = []
+        """Results of the exchanges of this micro-batch, in the order of the code."""
         self._pieces: list[tuple[float, list[torch.Tensor]]] = []
         """The share of each piece that is done, and what it brought."""
         self._brought: list[torch.Tensor] | None = None
-        """The same of the one that is being computed; None where it exchanges."""
+        """Values that the current piece has brought; None if it exchanges."""
         self._share = 1.0
         self._merges: list[Merge] = []
         self._index = 0
@@ -41,20 +41,20 @@ class Gathers:
 
     @property
     def _accelerator(self) -> Accelerator:
-        """The one of now: a search makes a new one for each trial."""
+        """Return the current accelerator: a search makes a new one for each trial."""
         return self._trainer.accelerator
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self._answers, self._pieces = [], []
 
     def forget_pieces(self) -> None:
-        """What pieces have brought is brought again, by the whole."""
+        """Forget what pieces have brought: the whole is computed after all, and brings it again."""
         self._pieces = []
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Around a call of `compute_loss`: for so long, and no longer, the accelerator's exchanges come here."""
+        """Surround a call of `compute_loss`: only there the accelerator's exchanges come here."""
         before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
         self._index = 0
         for name in _EXCHANGES:
@@ -71,7 +71,12 @@ class Gathers:
 
     @contextmanager
     def piece(self, share: float, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of a piece, which is so much of its micro-batch."""
+        """Surround forward and backward of a piece.
+
+        Args:
+            share: how much of its micro-batch the piece is, from 0 to 1.
+            is_last: whether it exchanges, for all pieces.
+        """
         self._share, self._brought = share, None if is_last else []
         try:
             yield
@@ -82,7 +87,7 @@ class Gathers:
 
     @contextmanager
     def apart(self) -> Iterator[list[torch.Tensor]]:
-        """Around passes that are none of the training's: they reach no other rank.
+        """Surround passes that are not part of training: they reach no other rank.
 
         Gives what they would have sent.
         """
@@ -95,9 +100,9 @@ class Gathers:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a measurement.
+        """Surround a measurement, and learn from it how values add up.
 
-        One whose last passes are a probe and its two parts shows how values add up.
+        Its last passes are those over a probe and its two parts.
         """
         with self.apart() as brought:
             yield
@@ -107,15 +112,15 @@ class Gathers:
             self._merges = [_merge(*last[index::num]) for index in range(num)]
 
     def _exchange(
-        self, exchange: Callable[..., Any], value: Any, *args: Any, **options: Any
-    ) -> Any:
+        self, exchange: Exchange, value: torch.Tensor, *args: object, **options: object
+    ) -> torch.Tensor:
         if self._is_exchanging:  # `gather_for_metrics` calls `gather`
             return exchange(value, *args, **options)
         index = self._index
         self._index += 1
         if self._brought is not None:
             self._brought.append(value.detach())
-            return value  # what is made of it is thrown away
+            return value  # metrics of a piece are thrown away
         if index < len(self._answers):
             return self._answers[index]
         if self._pieces:
@@ -130,7 +135,10 @@ class Gathers:
         except RuntimeError as error:
             if not (is_shared and classify(error)):
                 raise
-            said = f"it failed while ranks exchanged a metric, and whether the others have had it is not known ({error})"
+            said = (
+                "it failed while ranks exchanged a metric, and whether the others have had it is "
+                f"not known ({error})"
+            )
         else:
             if is_shared:  # one process gets back what it gave, and the graph with it
                 self._answers.append(answer)
@@ -141,16 +149,16 @@ class Gathers:
 
 
 def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:
-    """How values become that of the whole: one behind the other, as a sum, or as a mean."""
+    """Find out how values of parts become that of the whole: concatenated, as a sum or a mean."""
     if whole.dim() and len(whole) == len(first) + len(second):
-        return _behind_each_other
-    # Zeros would be both. Counts are sums; of other numbers, zeros are more likely means (no answer
+        return _concatenated
+    # Zeros would be both. Counts are sums; zeros of other numbers are more likely means (no answer
     # was right).
     is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
     return _sum if is_sum or not whole.is_floating_point() else _mean
 
 
-def _behind_each_other(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
+def _concatenated(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
     return torch.cat(values)
 
 

@@ -1,28 +1,23 @@
-"""Which kind a run is."""
+"""Kinds: list the kinds of ranks, and tell which of them a run is."""
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from trainer_plugins.survival.ranks.alone import Alone
 from trainer_plugins.survival.ranks.ddp import DDP
+from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+from trainer_plugins.survival.ranks.protocol import Ranks
+from trainer_plugins.survival.ranks.zero import Zero
+
+KINDS: tuple[type[Ranks], ...] = (Zero, DDP, FSDP2, Alone)
+"""All kinds, in the order of asking; the last takes every run, and refuses unknown ones."""
 
 
-def kind_of(trainer: Trainer, model: nn.Module) -> Alone:
-    """How the ranks of this run share a micro-batch.
+def kind_of(trainer: Trainer, model: nn.Module | None = None) -> type[Ranks]:
+    """Say how the ranks of a run share a micro-batch.
 
-    What is none of them was refused (`refusals.py`).
+    Args:
+        trainer: the Trainer of the run.
+        model: the model as the Trainer calls it; None before the first micro-batch.
     """
-    if trainer.is_deepspeed_enabled:
-        from trainer_plugins.survival.ranks.zero import Zero
-
-        return Zero(trainer, model)
-    if isinstance(model, DistributedDataParallel):
-        return DDP(trainer, model)
-    if trainer.is_fsdp_enabled:
-        from trainer_plugins.survival.ranks.fsdp2 import (
-            FSDP2,
-        )  # a torch without torch.distributed has no FSDP
-
-        return FSDP2(trainer, model)
-    return Alone(trainer, model)
+    return next(kind for kind in KINDS if kind.is_kind(trainer, model))

@@ -1,10 +1,8 @@
-"""Zero: DeepSpeed's ZeRO-1, 2 and 3.
-
-All ranks compute the same number of pieces, known before a micro-batch begins.
+"""Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide alike before a micro-batch begins.
 
 The engine reduces gradients, and in stage 3 gathers weights, inside hooks of the forward and
-backward pass. What a pass that fails leaves in them cannot be put back, and the other ranks wait
-inside the same hooks. So nothing is retried:
+backward pass. What a failed pass leaves in them cannot be undone, and the other ranks wait inside
+the same hooks. So nothing is retried:
 
 * what fits is measured before step 1, with sizes that grow and are foreseen to fit, the same on all
   ranks (`most`);
@@ -12,12 +10,12 @@ inside the same hooks. So nothing is retried:
   (`highest`);
 * every piece goes through the engine as a micro-batch of a window does, and only the last one may
   be the window's last;
-* where something does not fit all the same, every rank stops with the reason (`failed`,
-  `brake.py`).
+* if something does not fit all the same, every rank stops with the reason (`failed`, `brake.py`).
 """
 
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -25,43 +23,83 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import card_of
-from trainer_plugins.survival.limit.limit import most
-from trainer_plugins.survival.ranks.alone import SLACK, Alone
+from trainer_plugins.survival.limit.limit import SLACK, most
+from trainer_plugins.survival.ranks.alone import own_gradient
 from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
-from trainer_plugins.upkeep.agreement import Agreement
+from trainer_plugins.survival.ranks.protocol import HowToRecover
+from trainer_plugins.survival.ranks.together import Together
+
+_OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+
+_ENGINE = (
+    "optimizer",
+    "zero_optimization_stage",
+    "set_gradient_accumulation_boundary",
+    "_running_engine_step",
+)
+"""Attributes that are used of the engine."""
+_STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
+"""Attributes that are used of the optimizers of ZeRO-1 and ZeRO-2."""
+
+_ZERO_PLUS_PLUS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 
 
-class Zero(Alone):
-    """Of one run."""
+class Zero(Together):
+    """Handles ranks that hold a part of states, gradients or weights; see `Ranks`."""
 
-    in_step = True
-    options = MappingProxyType({"scale_wrt_gas": False})  # as Trainer.training_step has it
+    recovery: HowToRecover = "planned"
+    options: Mapping[str, object] = MappingProxyType({"scale_wrt_gas": False})
+    """Options that `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed."""
 
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         engine: Any = model
         self._engine, self._stage = engine, int(engine.zero_optimization_stage())
-        self._agreement = Agreement(timeout_seconds=trainer.args.ddp_timeout)
         self._has_peers = dist.get_world_size() > 1
         if self._has_peers:
             watch_brake()
 
-    def highest(self, value: int) -> int:
-        answer = self._agreement.highest(value)
-        if answer is None:
-            raise RuntimeError(self._stop("a rank did not answer how it divides its micro-batch"))
-        return answer
+    @classmethod
+    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+        return bool(trainer.is_deepspeed_enabled)
+
+    @classmethod
+    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+        """Give every reason, found in the configuration, and in the engine once it is there."""
+        from accelerate.utils import DeepSpeedEngineWrapper
+
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        if plugin.zero_stage == 0:
+            yield "DeepSpeed without ZeRO (stage 0) is not tried: take stage 1, 2 or 3, or DDP"
+        if "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters:
+            yield (
+                "this accelerate lets DeepSpeed count pieces as micro-batches of the window: "
+                "take 1.15 or newer"
+            )
+        yield from _in_config(plugin.deepspeed_config)
+        if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
+            yield "pipeline parallelism is not supported: it cuts micro-batches itself"
+        if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+            yield (
+                "trainers of TRL gather metrics inside each micro-batch: under DeepSpeed that is "
+                "not tried"
+            )
+        if (engine := getattr(trainer, "deepspeed", None)) is not None:
+            yield from _in_engine(engine)  # at attach it is not there yet
 
     @property
     def bare(self) -> nn.Module:
-        """In stage 3 no other than the engine: without it weights are not gathered."""
+        """Return the model without the engine; in stage 3 the engine, which gathers the weights."""
         module: nn.Module = self._engine if self._stage == 3 else self._engine.module
         return module
 
@@ -70,7 +108,7 @@ class Zero(Alone):
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
-        """No step after a piece that is not the last; after the last one as the Trainer has it."""
+        """Surround a piece: only the last one may be followed by an optimizer step."""
         accelerator = self.trainer.accelerator
         is_step = accelerator.sync_gradients
         accelerator.sync_gradients = is_step and is_last
@@ -80,7 +118,10 @@ class Zero(Alone):
             accelerator.sync_gradients = is_step
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Never tries what is not foreseen to fit, from a line through the peaks of the sizes before."""
+        """Compute examples, on top of all gradients, to find out how many fit at once.
+
+        A size is tried only if a line through the peaks of the sizes before foresees that it fits.
+        """
         peaks: list[tuple[int, int]] = []
         try:
             with self.piece(is_last=False) as model:
@@ -94,20 +135,22 @@ class Zero(Alone):
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """As of one process. In stage 3 the other ranks wait in the same pass."""
-        outcome = super().gradient(loss, parameters)
+        """Compute the gradient of a loss as one process does.
+
+        Raises:
+            torch.OutOfMemoryError: it did not fit, and in stage 3 the other ranks wait in the same
+                pass.
+        """
+        outcome = own_gradient(loss, parameters, self.trainer.args.device)
         if isinstance(outcome, DidNotFit) and self._stage == 3:
-            why = self._stop(
-                "what a measurement takes did not fit, and a pass of ZeRO cannot be repeated"
-            )
+            why = self._stop("a measurement did not fit, and a pass of ZeRO cannot be repeated")
             raise torch.OutOfMemoryError(f"{outcome.words}\n{why}")
         return outcome
 
     def forget(self) -> None:
-        """Drop the gradients of passes that were none of a step.
+        """Drop all gradients: call it only when a window begins."""
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-        Only where a window begins: it drops them all.
-        """
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
         if self._stage < 3:
@@ -149,9 +192,14 @@ class Zero(Alone):
             pull_brake(said)
         return said
 
+    def _no_answer(self) -> str:
+        return self._stop("a rank did not answer how it divides its micro-batch")
+
 
 def foreseen(peaks: list[tuple[int, int]], size: int) -> float:
-    """The peak of a size, in bytes, by the line through the last two that were measured; 0 where there are not two.
+    """Foresee the peak of a size, in bytes, by the line through the last two measured peaks.
+
+    It is 0 if there are not two.
 
     >>> foreseen([(1, 30), (2, 50)], 8), foreseen([(1, 30)], 8)
     (170.0, 0.0)
@@ -160,3 +208,41 @@ def foreseen(peaks: list[tuple[int, int]], size: int) -> float:
         return 0.0
     (small, low), (large, high) = sorted(peaks)[-2:]
     return low + (size - small) * (high - low) / (large - small)
+
+
+def _in_config(config: Mapping[str, Any]) -> Iterator[str]:
+    """Refuse by the configuration of DeepSpeed."""
+    zero: Mapping[str, Any] = config.get("zero_optimization", {})
+    for part in ("offload_optimizer", "offload_param"):
+        if (zero.get(part) or {}).get("device") == "nvme":
+            yield f"{part} to NVMe is not tried"
+    if zero.get("mics_shard_size", -1) not in (-1, 0) or zero.get(
+        "mics_hierarchical_params_gather"
+    ):
+        yield "MiCS is not tried"
+    if zero.get("zero_hpz_partition_size", 1) > 1 or any(map(zero.get, _ZERO_PLUS_PLUS)):
+        yield "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not tried"
+    if zero.get("zenflow"):
+        yield "ZenFlow updates weights inside the backward pass"
+    if (zero.get("offload_optimizer") or {}).get("super_offload"):
+        yield "SuperOffload is not tried"
+    if config.get("compile", {}).get("deepcompile"):
+        yield "DeepCompile compiles anew for every size of a piece"
+    if config.get("sequence_parallel_size", 1) > 1:
+        yield "sequence parallelism is not supported: every rank holds a part of each row"
+    if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
+        yield "tensor parallelism (autotp_size) is not supported: its ranks hold the same rows"
+
+
+def _in_engine(engine: Any) -> Iterator[str]:
+    """Refuse by the engine: another optimizer, or another version of DeepSpeed."""
+    name = type(engine.optimizer).__name__
+    if name not in _OPTIMIZERS:
+        yield f"DeepSpeed's {name} is not tried"
+    missing = [attribute for attribute in _ENGINE if not hasattr(engine, attribute)]
+    if engine.zero_optimization_stage() < 3:
+        missing += [
+            attribute for attribute in _STAGES_1_AND_2 if not hasattr(engine.optimizer, attribute)
+        ]
+    if missing:
+        yield f"this version of DeepSpeed has no {', '.join(missing)}: please report it"

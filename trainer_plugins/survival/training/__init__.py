@@ -1,1 +1,1 @@
-"""A micro-batch of training is divided, replayed or rehearsed here."""
+"""These files divide, replay and rehearse micro-batches of training."""

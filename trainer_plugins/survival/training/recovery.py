@@ -2,11 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any, NoReturn
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -15,36 +14,61 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import leftover
 from trainer_plugins.survival.attempt.marks import frozen
 from trainer_plugins.survival.attempt.snapshot import Snapshot
-from trainer_plugins.survival.certificate.certificate import Kind, kind_of
 from trainer_plugins.survival.exact.finality import what_is_never_final
-from trainer_plugins.survival.exact.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
-from trainer_plugins.survival.exact.shares import Weight
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.limit.ladder import is_checkpointing
-from trainer_plugins.survival.limit.limit import lower, num_that_fit, sizes
+from trainer_plugins.survival.limit.limit import lower, sizes
+from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
-from trainer_plugins.survival.words import Story, in_doubt, what_else
+from trainer_plugins.survival.training.measured import Measured
+from trainer_plugins.survival.words import what_else
 
 
-class Recovery:
-    """Of one micro-batch."""
+class Recovery(Measured):
+    """Finishes one micro-batch on a rank that divides by itself.
 
-    def __init__(self, run: Run, micro: MicroBatch, **options: Any) -> None:
-        self._run, self._attached, self._micro, self._options = run, run.attached, micro, options
-        self._story = Story()
-        self._phase = ""
-        self._layout: Layout | None = None
-        self._why_whole = ""
+    Args:
+        run: the training.
+        micro: the micro-batch.
+        options: what the caller of `backward` passes besides the loss.
+    """
+
+    def __init__(self, run: Run, micro: MicroBatch, **options: object) -> None:
+        super().__init__(run, micro)
+        self._options, self._phase = options, ""
         self._added: list[tuple[Piece, Snapshot, set[nn.Parameter] | None]] = []
-        """What parts have added to gradients: which, from which moment, to which parameters (None: all not final)."""
-        self._num_pieces = 1
+        """Parts that have added to gradients, from which moment, and to which parameters.
+
+        None stands for all parameters that were not final.
+        """
         self._tried: list[int] = []
-        """How many examples there were in each attempt that failed."""
-        try:
-            self._layout = run.layout_of(micro.whole.inputs)
-        except IndivisibleError as error:
-            self._why_whole = str(error)
-        micro.whole.num = self._layout.count(micro.whole.inputs) if self._layout else 1
+        """Numbers of examples of the failed attempts."""
+
+    @classmethod
+    def begin_run(cls, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+        """Prepare a run, at its first micro-batch: the limit follows this rank's own pace.
+
+        A limit that a rehearsal found does not grow, unless it was lowered since.
+        """
+        ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
+        reading = run.card.read() if run.card else None
+        num_retries = reading.num_alloc_retries if reading else 0
+        run.memo.pace = Pace(too_much=ceiling, ceiling=ceiling, num_retries=num_retries)
+
+    @classmethod
+    def may_divide(cls, run: Run, micro: MicroBatch) -> bool:
+        """Tell whether a micro-batch may have to be divided before it is computed."""
+        return micro.whole.num_cells > run.memo.limit
+
+    def wrong_so_far(self) -> str:
+        """Say whether `training_step` scaled one of the micro-batches otherwise than pieces are."""
+        handed = (micro.handed for micro in self._at_stake())
+        return next((wrong for one in handed if one is not None and (wrong := one.seen())), "")
+
+    def _at_stake(self) -> list[MicroBatch]:
+        """Return the micro-batches that are computed again after a failure."""
+        return [self._micro]
 
     def failed(
         self,
@@ -56,15 +80,17 @@ class Recovery:
         is_last: bool = True,
         why_not: str = "",
     ) -> None:
-        """Put back what a failed attempt has moved, note which gradients it finished, and see to it that less is tried.
+        """Undo a failed attempt, and lower the limit, so that the next attempt is smaller.
+
+        Gradients that it finished are noted, and stay.
 
         Args:
             piece: what was tried.
             start: the moment before.
             failure: how it failed.
-            phase: in its "forward" or its "backward".
+            phase: whether that was in its "forward" or its "backward" pass.
             is_last: whether no piece would have come after it.
-            why_not: what speaks against going on, as seen from outside.
+            why_not: the caller's reason to give up; empty if it has none.
 
         Raises:
             torch.OutOfMemoryError: there is nothing smaller to try.
@@ -77,7 +103,10 @@ class Recovery:
             self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
         )
         if not why_not and self._run.has_exchanged_parameters():
-            why_not = "the model has other parameters than when training began, and their gradients were not watched"
+            why_not = (
+                "the model has other parameters than when training began, and their gradients "
+                "were not watched"
+            )
         if why_not:
             self._give_up(why_not)
         start.snapshot.restore()
@@ -90,36 +119,19 @@ class Recovery:
             piece.final |= changed
 
     def plan(self) -> int:
-        """Into how many pieces the micro-batch is divided beforehand, here and on every rank that keeps step."""
-        whole = self._micro.whole
-        cuts = sizes(
-            whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch
-        )
-        self._num_pieces = self._run.ranks.highest(len(cuts) if self._layout else 1)
-        return self._num_pieces
-
-    def measure(self) -> None:
-        """Measure by which weights pieces add up.
-
-        Ranks that keep step do it together, before the first division.
-
-        Raises:
-            IndivisibleError: there are none, or nothing to measure with.
-        """
-        num = self._micro.whole.num if self._layout else 0
-        if -self._run.ranks.highest(-num) < 2 or self._layout is None:
-            raise IndivisibleError(
-                self._why_whole or "it takes two examples on each rank to measure that they add up"
-            )
-        self._weight(self._layout, self._num_fit())
+        """Return into how many pieces the micro-batch is divided before it is computed."""
+        whole, least = self._micro.whole, self._attached.min_micro_batch
+        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, least)
+        return len(cuts) if self._layout else 1
 
     def finish(self) -> torch.Tensor:
-        """Forward and backward of every piece.
+        """Run forward and backward of every piece.
 
-        Returns the loss of the micro-batch, without a graph.
+        Returns:
+            The loss of the micro-batch, without a graph.
         """
         total: torch.Tensor | None = None
-        queue = deque(self._in_step() if self._run.ranks.in_step else [self._micro.whole])
+        queue = deque(self._first_pieces())
         while queue:
             piece = queue.popleft()
             parts = self._cut(piece)
@@ -146,8 +158,7 @@ class Recovery:
             if self._run.memo.pace is not None:
                 self._run.memo.pace.computed(piece.num_cells, piece is not self._micro.whole)
             self._count_computed(piece)
-            if queue:
-                # those of the last one are those of the whole
+            if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.restore_metrics()
         self._run.ranks.finished()
         self._tell()
@@ -155,13 +166,12 @@ class Recovery:
         return total
 
     def _tell(self) -> None:
-        """Count it, and say it: each time that something failed, and the first time that something is divided."""
+        """Report each micro-batch that failed before, and the first one that is divided."""
         run, story = self._run, self._story
         run.memo.num_divided += len(story.pieces) > 1
         if self._attached.family.is_vouched and self._layout is not None and len(story.pieces) > 1:
-            with suppress(
-                IndivisibleError
-            ):  # a later look at the same micro-batch may have found otherwise
+            # A later look at the same micro-batch may have found otherwise.
+            with suppress(IndivisibleError):
                 story.loss = run.certificate.weight(self._layout, self._kind).name
         told = self._what(self._micro.whole), self._count(max(story.pieces)), self._limit()
         if story.failures:
@@ -172,19 +182,15 @@ class Recovery:
         run.is_division_said |= len(story.pieces) > 1
 
     def _take_back(self, error: Exception) -> None:
-        """A part cannot be computed, as with images that are not spread evenly over rows: as if none had been tried.
+        """Undo every part after one raised an error of its own, as if none had been tried.
 
-        What parts have added to gradients is computed once more, from the same random numbers, and
-        subtracted.
+        That happens with images that are not spread evenly over rows, for one. What parts have
+        added to gradients is computed once more, from the same random numbers, and subtracted.
 
         Raises:
-            RuntimeError: other ranks wait for another part, or what was added does not fit once
-                more.
+            RuntimeError: what was added does not fit once more.
         """
-        self._why_whole = f"a part of it cannot be computed: {type(error).__name__}: {error}"
-        if self._run.ranks.in_step:
-            said = self._run.ranks.failed(self._phase, False, set())
-            raise RuntimeError(f"survive_oom could not help: {self._why_whole}; {said}") from error
+        self._why_whole = part_raised(error)
         everything = set(self._run.model.parameters())
         for piece, snapshot, added in self._added:
             if added is None or added:
@@ -204,11 +210,9 @@ class Recovery:
         self._micro.start.snapshot.restore()
 
     def _give_up(self, why: str) -> NoReturn:
-        """Say why, and let the error of the first attempt go on."""
-        num_rows, least = (
-            self._attached.trainer.args.per_device_train_batch_size,
-            min(self._tried, default=1),
-        )
+        """Say why nothing more can be done, and raise the error of the first attempt."""
+        num_rows = self._attached.trainer.args.per_device_train_batch_size
+        least = min(self._tried, default=1)
         remedy = what_else(
             is_divisible=num_rows > 1 and (self._layout is None or least > 1),
             is_checkpointing=is_checkpointing(self._run.model),
@@ -217,10 +221,10 @@ class Recovery:
         raise self._story.failures[0].as_error(why)
 
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
-        """Forward and backward of a piece, as the Trainer would do them."""
+        """Run forward and backward of a piece, as the Trainer would do it."""
         self._phase = "forward"
         run = self._run
-        # Frozen first: what stands in for the parameters (`ddp.py`) is to be frozen alike.
+        # Frozen first, so that the shadows of the parameters (`ddp.py`) are frozen too.
         with (
             frozen(piece.final),
             run.ranks.piece(is_last) as model,
@@ -228,37 +232,20 @@ class Recovery:
         ):
             loss = self._loss(piece.inputs, model)
             self._phase = "backward"
-            if loss.requires_grad:  # not where every gradient is final
+            if loss.requires_grad:  # it does not if every gradient is final
                 scaled = loss * (piece.factor * self._micro.scale)
                 self._attached.backward(scaled, **{**self._run.ranks.options, **self._options})
         return loss.detach() * piece.factor
 
-    def _in_step(self) -> list[Piece]:
-        """As many pieces as every other rank has; what is missing of them is computed twice, and counts nothing."""
-        whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
-        cuts = [whole.num * (part + 1) // num - whole.num * part // num for part in range(num)]
-        # What was not measured together, at the first micro-batch, one rank must not measure: it is
-        # computed as it is.
-        if self._layout is not None and self._run.certificate.knows(self._layout):
-            with suppress(IndivisibleError):
-                weight = self._run.certificate.weight(self._layout, self._kind)
-                share = self._attached.family.share
-                pieces = whole.parts(self._layout, [cut for cut in cuts if cut], weight, share)
-        least = min(pieces, key=lambda piece: piece.num_cells)
-        return [
-            *(Piece(least.inputs, least.num, 0.0, 0.0) for _ in range(num - len(pieces))),
-            *pieces,
-        ]
+    def _first_pieces(self) -> list[Piece]:
+        """Return what to begin with; `_cut` divides it as far as the limit asks for."""
+        return [self._micro.whole]
 
     def _cut(self, piece: Piece) -> list[Piece]:
-        if self._run.ranks.in_step:
-            return [piece]
         try:
-            return self._divide(piece, self._run.ranks.agreed(self._run.memo.limit))
-        except IndivisibleError:
-            return [
-                piece
-            ]  # the limit is that of another micro-batch: what cannot be divided is tried as it is
+            return self._divide(piece, self._run.memo.limit)
+        except IndivisibleError:  # the limit is that of another micro-batch: try this one as it is
+            return [piece]
 
     def _divide(self, piece: Piece, limit: float) -> list[Piece]:
         cuts = sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
@@ -269,7 +256,7 @@ class Recovery:
         )
 
     def _make_room(self, piece: Piece) -> None:
-        """Lower the limit; where the piece cannot be divided, switch something on; where there is nothing, give up."""
+        """Lower the limit; if the piece cannot be divided, switch something on, or give up."""
         memo, why = self._run.memo, self._why_whole
         limit = lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
         if memo.pace is not None and limit is not None:
@@ -288,16 +275,19 @@ class Recovery:
         self._give_up(why or self._nothing_left(piece))
 
     def _nothing_left(self, piece: Piece) -> str:
-        """With what is on by then: ours, and the user's."""
+        """Say what was tried in vain, with what is switched on: ours, and the user's."""
         on = [
             *(["checkpointing"] if is_checkpointing(self._run.model) else []),
             *self._run.memo.rungs,
         ]
         tried = f" ({' and '.join(dict.fromkeys(on))} on)" if on else ""
-        return f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch on{tried}"
+        return (
+            f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch "
+            f"on{tried}"
+        )
 
     def _check_finality(self) -> None:
-        """Measured once a run: whether the gradients that have changed are those of the whole pass."""
+        """Measure, once a run, whether a gradient that has changed is that of the whole pass."""
         run, inputs = self._run, self._micro.whole.inputs
         if run.is_final:
             return
@@ -307,66 +297,6 @@ class Recovery:
         if why:
             self._give_up(why)
         run.is_final = True
-
-    def _weight(self, layout: Layout, num_fit: int) -> Weight:
-        """By which pieces add up; measured where that is not known, or has to be looked at again."""
-        certificate = self._run.certificate
-        try:
-            if certificate.wants(self._kind):
-                self._measure(layout, num_fit)
-        except IndivisibleError as error:  # what moves is why it does not add up
-            raise IndivisibleError(self._run.what_moved or str(error)) from error
-        if self._run.what_moved:
-            raise IndivisibleError(self._run.what_moved)
-        return certificate.weight(layout, self._kind)
-
-    def _measure(self, layout: Layout, num_fit: int) -> None:
-        certificate, loss = self._run.certificate, partial(self._loss, model=self._run.model)
-        with self._measuring(shows_metrics=not certificate.knows(layout)) as put_back:
-            try:
-                certificate.measure(layout, self._micro.whole.inputs, num_fit, loss, put_back)
-            except IndivisibleError as error:
-                if certificate.why_broken and certificate.unchecked_since is not None:
-                    self._run.say(
-                        in_doubt(
-                            certificate.unchecked_since, self._run.state.global_step, str(error)
-                        )
-                    )
-                raise
-        self._story.measured = certificate.known
-
-    @cached_property
-    def _kind(self) -> Kind:
-        assert self._layout is not None
-        return kind_of(self._layout, self._micro.whole.inputs)
-
-    def _num_fit(self, limit: float = math.inf) -> int:
-        """How many examples of this micro-batch are computed at once, at most, with this limit or the run's."""
-        whole, limit = self._micro.whole, min(limit, self._run.memo.limit)
-        return max(sizes(whole.num, whole.num_cells, limit, self._attached.min_micro_batch))
-
-    def _count_computed(self, piece: Piece) -> None:
-        if piece is not self._micro.whole:
-            self._run.certificate.computed(piece.num_cells, self._run.state.global_step + 1)
-
-    @contextmanager
-    def _measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
-        """What a measurement draws and counts is put back, and it reaches no other rank.
-
-        Gives what puts it back.
-        """
-        before, gathers = self._run.start().snapshot, self._run.gathers
-        try:
-            with gathers.measuring() if shows_metrics else gathers.apart():
-                yield before.restore
-        finally:
-            before.restore()
-            self._run.ranks.forget()
-
-    def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
-        """Within what the Trainer has around its own call: in the backward of a micro-batch that is left already."""
-        with self._attached.trainer.compute_loss_context_manager():
-            return self._run.compute_loss(model, inputs, self._micro.num_items)
 
     def _look_for_leftover(self, start: Start) -> None:
         if self._run.card is None or self._run.leftover_is_said:
@@ -380,19 +310,7 @@ class Recovery:
                 self._run.leftover_is_said = True
                 self._run.say(finding)
 
-    def _count(self, num: int) -> str:
-        unit = self._layout.unit if self._layout else "examples"
-        return f"{num} {unit}" if num != 1 else f"1 {unit[:-1]}"
 
-    def _what(self, piece: Piece) -> str:
-        has_tokens = any(name.endswith(TOKEN_IDS) for name in piece.inputs)
-        return self._count(piece.num) + (
-            f" ({piece.num_cells} tokens, padding included)" if has_tokens else ""
-        )
-
-    def _limit(self) -> str:
-        whole, limit = self._micro.whole, self._run.memo.limit
-        if math.isinf(limit):
-            return "open again"
-        num_fit = num_that_fit(whole.num, whole.num_cells, limit)
-        return f"{self._count(num_fit)} of this length at once"
+def part_raised(error: Exception) -> str:
+    """Say that a part of a micro-batch raised an error of its own."""
+    return f"a part of it cannot be computed: {type(error).__name__}: {error}"

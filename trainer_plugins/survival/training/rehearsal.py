@@ -1,26 +1,32 @@
-"""Rehearsal: before step 1, on the longest rows there are, find out how many fit at once; and leave no trace.
+"""Rehearsal: find out before step 1 how many of the longest rows fit at once, and leave no trace.
 
-It computes what the second micro-batch of the second step will: optimizer states and gradients are
-there. What fitted then is the limit that later micro-batches are divided by beforehand, so that
-none has to fail first.
+It computes what the second micro-batch of the second step will compute: optimizer states and
+gradients are there. How many fitted is the limit by which later micro-batches are divided before
+they are computed, so that none has to fail first.
 """
 
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
-from trainer_plugins.survival.exact.layouts import Completions, IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.exact.layouts import (
+    Batch,
+    Completions,
+    IndivisibleError,
+    Inputs,
+    Layout,
+)
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.limit.longest import longest_rows
 from trainer_plugins.survival.run import Run
+from trainer_plugins.survival.words import UNCHANGED
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +34,13 @@ logger = logging.getLogger(__name__)
 def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
     """Set the limit of a run that has none yet.
 
-    Where nothing can be rehearsed it stays open: micro-batches may fail.
-
-    Nothing is rehearsed where torch does not count memory, where the limit is known from a
-    checkpoint, and where rows of the data set cannot be looked at without consuming them. It costs
-    a forward and backward pass where everything fits, three to seven where not; how many, and how
-    long they took, is logged.
+    Nothing is rehearsed if torch does not count memory, if the limit is known from a checkpoint, or
+    if rows of the data set cannot be looked at without consuming them. The limit stays open then:
+    micro-batches may fail. A rehearsal costs one forward and backward pass if everything fits, and
+    three to seven if not; the log says how many, and how long they took.
 
     Args:
-        run: before its first micro-batch.
+        run: the training, before its first micro-batch.
         num_items: what the losses of this window are divided by.
         scale: what the Trainer multiplies losses by.
     """
@@ -49,9 +53,8 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
             return
         found = None
-        # What no sampler draws may be no row to train on. A rank that others wait for does not go
-        # on as if it were.
-        with nullcontext() if run.ranks.in_step else run.memo.harmless():
+        # A row that no sampler draws may be none to train on.
+        with run.ranks.rehearsing(run.memo.harmless()):
             found = rehearsal.find()
         if found is None:
             return
@@ -63,14 +66,14 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
         )
     if num_fit < rehearsal.num or climbed:
         assert run.card is not None
-        run.card.release_cached()  # in the pieces that failed attempts cut it into
+        run.card.release_cached()  # failed attempts have cut it into small pieces
         run.say(rehearsal.foreseen(num_fit, climbed))
     else:
         logger.info("%s: they fit at once", rehearsal.told())
 
 
 class _Rehearsal:
-    """The longest batch of a run, and how it is tried."""
+    """Tries the longest batch of a run."""
 
     def __init__(self, run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
@@ -78,7 +81,7 @@ class _Rehearsal:
         self._inputs = _longest_batch(run)
         self._layout: Layout | None = None
         self.num = 0
-        """How many examples it has; 0 where there is none, or it cannot be divided."""
+        """How many examples it has; 0 if there is none, or it cannot be divided."""
         for layout in run.attached.family.layouts if self._inputs else ():
             try:
                 self._layout, self.num = layout, layout.count(self._inputs)
@@ -88,7 +91,11 @@ class _Rehearsal:
                 break
 
     def find(self) -> tuple[int, list[str]]:
-        """How many of them fit at once, and what was switched on, one rung after the other, because none did."""
+        """Find out how many of them fit at once, switching rungs on as long as none does.
+
+        Returns:
+            How many fit, and the rungs that were switched on.
+        """
         run, climbed = self._run, []
         num_fit = self._most()
         while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
@@ -102,8 +109,9 @@ class _Rehearsal:
     def told(self) -> str:
         unit = self._layout.unit if self._layout else "examples"
         return (
-            f"rehearsed the {self.num} longest {unit} ({self.cells(self.num)} tokens, padding included) in "
-            f"{self._num_tried} forward and backward passes, {perf_counter() - self._started:.2f} s"
+            f"rehearsed the {self.num} longest {unit} ({self.cells(self.num)} tokens, padding "
+            f"included) in {self._num_tried} forward and backward passes, "
+            f"{perf_counter() - self._started:.2f} s"
         )
 
     def foreseen(self, num_fit: int, climbed: list[str]) -> Finding:
@@ -113,17 +121,21 @@ class _Rehearsal:
             summary += "".join(f", with {rung} switched on" for rung in climbed)
         else:
             least = self._run.attached.min_micro_batch
-            summary = f"not even {least} of the longest {unit} of the data fit at once: a step that meets them will fail"
+            summary = (
+                f"not even {least} of the longest {unit} of the data fit at once: a step that "
+                "meets them will fail"
+            )
         if num_fit < self.num:
-            summary += f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded length) are divided"
+            summary += (
+                f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded "
+                "length) are divided"
+            )
         return Finding(
             code="out-of-memory-foreseen",
             severity=Severity.INFO if num_fit else Severity.WARNING,
             summary=summary,
             evidence=self.told(),
-            remedy="Nothing has to be done: gradient, effective batch and schedule are those of the whole."
-            if num_fit
-            else "Take gradient checkpointing, or shorter sequences.",
+            remedy=UNCHANGED if num_fit else "Take gradient checkpointing, or shorter sequences.",
             amount=float(num_fit),
         )
 
@@ -131,7 +143,7 @@ class _Rehearsal:
         return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
 
     def _compute(self, model: nn.Module, num: int) -> None:
-        """Forward and backward of so many of them.
+        """Run forward and backward of so many of them, without exchanging metrics.
 
         Ranks that rehearse by themselves do so unequally often.
         """
@@ -142,22 +154,21 @@ class _Rehearsal:
                 loss = self._run.compute_loss(model, self._some(num), self._num_items)
             attached.backward(loss * self._scale, **self._run.ranks.options)
 
-    def _some(self, num: int) -> dict[str, Any]:
+    def _some(self, num: int) -> Batch:
+        """Take the last ones: the short one, which is padded, is among them."""
         assert self._layout is not None
-        return self._layout.take(
-            self._inputs, self.num - num, self.num
-        )  # the short one is the last
+        return self._layout.take(self._inputs, self.num - num, self.num)
 
 
 def _longest_batch(run: Run) -> Inputs:
-    """As the data loader would make it; empty where rows cannot be had without consuming them."""
-    trainer: Any = run.attached.trainer
+    """Collate the longest rows as the data loader would.
+
+    It is empty if rows cannot be had without consuming them.
+    """
+    trainer = run.attached.trainer
     if any(isinstance(layout, Completions) for layout in run.attached.family.layouts):
-        # `_prepare_inputs` would generate, and put that in the place of what the next micro-batches
-        # train on.
-        logger.info(
-            "nothing is rehearsed: how long completions become is not known before they are generated"
-        )
+        # `_prepare_inputs` would generate, and replace what the next micro-batches train on.
+        logger.info("nothing is rehearsed: the length of completions is not known yet")
         return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
@@ -167,8 +178,8 @@ def _longest_batch(run: Run) -> Inputs:
             "nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__
         )
         return {}
-    # A copy of the collator: one may keep a generator of its own. But none of a model: that of
-    # seq2seq keeps it too.
+    # The collator is copied, since it may keep a generator of its own. A model that it keeps, as
+    # that of seq2seq does, is not.
     collate = copy.deepcopy(collate, {id(module): module for module in trainer.model.modules()})
     batch: Inputs = trainer._prepare_inputs(collate([dataset[index] for index in rows]))
     return batch
@@ -176,9 +187,9 @@ def _longest_batch(run: Run) -> Inputs:
 
 @contextmanager
 def _without_trace(run: Run) -> Iterator[None]:
-    """Generators, metrics and buffers afterwards as before.
+    """Restore generators, metrics and buffers afterwards.
 
-    Gradients are the ranks' (`most`), weights do not move.
+    `ranks.most` takes care of gradients, and weights do not move.
     """
     before, buffers = Snapshot(run.attached.trainer), Buffers(run.model)
     try:

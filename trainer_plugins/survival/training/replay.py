@@ -1,10 +1,9 @@
-"""Replay: recovery where ranks compute together.
+"""Replay: recovery on ranks that compute their whole window again, in equally many pieces.
 
-The window is computed again by all of them, in equally many pieces.
-
-A window is the micro-batches of one optimizer step. Gradients of those before the failure are
-thrown away with those of the failure: a sum to which one rank brought nothing cannot be told from a
-good one. So no parameter is frozen, and all of them see the same dropout masks.
+A window is the micro-batches of one optimizer step. If one rank fails, the gradients of the
+micro-batches before are thrown away with those of the failure: a sum to which one rank brought
+nothing cannot be told from a good one. So no parameter is frozen, and all of them see the same
+dropout masks.
 
 Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the same
 order, whatever it holds.
@@ -13,40 +12,34 @@ order, whatever it holds.
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, DidNotFitElsewhere
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, find_layout
-from trainer_plugins.survival.limit.limit import even, lower, sizes
+from trainer_plugins.survival.exact.layouts import IndivisibleError
+from trainer_plugins.survival.limit.limit import even, lower
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
+from trainer_plugins.survival.ranks.protocol import Window
 from trainer_plugins.survival.run import Run
-from trainer_plugins.survival.training.recovery import Recovery
-
-if TYPE_CHECKING:
-    from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+from trainer_plugins.survival.training.planned import Planned
 
 
-def tiny_pass(run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
-    """Forward and backward of the first tokens of one example.
+class Replay(Planned):
+    """Finishes one micro-batch, and computes again those before it in its window."""
 
-    Raises:
-        IndivisibleError: one example cannot be taken out.
-    """
-    tiny = find_layout(run.attached.family.layouts, inputs).probe(inputs, 1)
-    with run.attached.trainer.compute_loss_context_manager():
-        loss = run.attached.compute_loss(run.model, tiny, num_items_in_batch=num_items)
-    run.attached.backward(loss)
-
-
-class Replay(Recovery):
-    """Of one micro-batch, and of those before it in its window."""
-
-    def __init__(self, run: Run, micro: MicroBatch, **options: Any) -> None:
+    def __init__(self, run: Run, micro: MicroBatch, **options: object) -> None:
         super().__init__(run, micro, **options)
-        self._ranks = cast("FSDP2", run.ranks)
+        self._ranks = run.ranks
         self._total: torch.Tensor | None = None
+
+    @property
+    def _window(self) -> Window:
+        window = self._ranks.window
+        assert window is not None  # ranks that recover so have one
+        return window
+
+    def _at_stake(self) -> list[MicroBatch]:
+        return self._window.micros
 
     def failed(
         self,
@@ -58,7 +51,7 @@ class Replay(Recovery):
         is_last: bool = True,
         why_not: str = "",
     ) -> None:
-        """As of one process, on every rank; `piece` is what this one tried meanwhile."""
+        """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
         is_here = not isinstance(failure, DidNotFitElsewhere)
         self._story.failures.append(failure)
         self._tried += [piece.num] if is_here else []
@@ -69,33 +62,24 @@ class Replay(Recovery):
         if self._run.has_exchanged_parameters():
             why_not = why_not or "the model has other parameters than when training began"
         self._agree_to_go_on(why_not or self._why_whole)
-        self._ranks.clear()
-        self._look_for_leftover(self._ranks.window[0].start)
+        self._window.clear()
+        self._look_for_leftover(self._window.micros[0].start)
         self._make_room_for(piece if is_here else None)
 
-    def plan(self) -> int:
-        """Into how many pieces the micro-batch is divided: as many as the rank makes that has to make most."""
-        whole = self._micro.whole
-        cuts = sizes(
-            whole.num, whole.num_cells, self._run.memo.limit, self._attached.min_micro_batch
-        )
-        return self._ranks.highest(len(cuts))
-
     def measure(self) -> None:
-        """Put off until it is needed (`finish`): a rank may have no two examples now."""
+        """Do nothing yet: `finish` measures when it has to, and a rank may have one example now."""
 
     def finish(self) -> torch.Tensor:
-        """Forward and backward of every piece.
+        """Run forward and backward of every piece, of the whole window if need be.
 
-        Returns the loss of the micro-batch, without a graph.
+        Returns:
+            The loss of the micro-batch, without a graph.
         """
-        window = [
-            *(type(self)(self._run, micro, **self._options) for micro in self._ranks.window[:-1]),
-            self,
-        ]
+        before = self._window.micros[:-1]
+        window = [*(type(self)(self._run, micro, **self._options) for micro in before), self]
         is_clear = bool(self._story.failures)
         if not is_clear and self._ranks.highest(any(micro._lacks_weight() for micro in window)):
-            self._ranks.clear()  # to measure takes the place that gradients have
+            self._window.clear()  # to measure takes the place that gradients have
             is_clear = True
         todo = window if is_clear else [self]
         while not self._compute_all(todo, may_measure=is_clear):
@@ -105,9 +89,10 @@ class Replay(Recovery):
         return self._total
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
-        """From the first on, as if nothing had been computed yet.
+        """Compute all of these, as if nothing had been computed yet.
 
-        False where it has to be begun again, with less.
+        Returns:
+            Whether everything fitted. If not, it has to be begun again, with smaller pieces.
         """
         nums = [replay.plan() for replay in todo]
         if may_measure:
@@ -116,9 +101,7 @@ class Replay(Recovery):
             except IndivisibleError as error:  # on every rank
                 if self._story.failures:
                     self._give_up(str(error))
-                self._run.memo.limit = (
-                    math.inf
-                )  # it was known from before: try whether it fits as it is
+                self._run.memo.limit = math.inf  # it was known from before: try without
                 return False
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
@@ -134,7 +117,7 @@ class Replay(Recovery):
         return True
 
     def _pieces(self, num: int) -> list[Piece]:
-        """So many pieces. A rank that cannot make so many adds some that weigh nothing."""
+        """Return so many pieces. A rank that cannot make so many adds some that count as 0."""
         whole, smallest = self._micro.whole, self._attached.min_micro_batch
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
         parts = [whole]
@@ -151,7 +134,8 @@ class Replay(Recovery):
     def _make_room_for(self, piece: Piece | None) -> None:
         """Lower the limit, or switch something on.
 
-        `piece` is what did not fit; None where that was elsewhere.
+        Args:
+            piece: what did not fit; None if that was on another rank.
         """
         memo, limit, why = self._run.memo, None, ""
         if piece is None:
@@ -177,20 +161,20 @@ class Replay(Recovery):
         )
 
     def _lacks_weight(self) -> bool:
-        """Whether this rank wants a measurement.
+        """Tell whether this rank wants a measurement.
 
-        Because it is time, only where a window begins: none is lost then.
+        One that is merely due waits until a window begins: no gradient is lost then.
         """
         certificate = self._run.certificate
         if self._layout is None or self._micro.whole.num < 2:
             return False
-        is_first = self._micro is self._ranks.window[0]
+        is_first = self._micro is self._window.micros[0]
         return certificate.is_new(self._kind) or (is_first and certificate.wants(self._kind))
 
     def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
-        """Measure by which pieces add up, where one rank does not know it.
+        """Measure by which weights pieces add up, if one rank does not know it.
 
-        Only where there is no gradient to lose.
+        Call it only when there is no gradient to lose.
         """
         if self._run.certificate.why_broken:  # on every rank
             raise IndivisibleError(self._run.certificate.why_broken)
