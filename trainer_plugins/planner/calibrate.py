@@ -42,7 +42,7 @@ class Difference:
 
     @property
     def fraction(self) -> float:
-        """The error of the prediction as a fraction of the measurement; negative if too low."""
+        """Return the error as a fraction of the measurement; negative if the plan is too low."""
         return (
             (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
             if self.measured_bytes

@@ -35,7 +35,7 @@ _OF_A_TRAINER = {
         "num_gpus changes the number of cards"
     ),
 }
-"""What is given with a config only, and why a Trainer does not take it."""
+"""What belongs to a config, and why a Trainer does not take it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class TensorAtPeak:
     """What the memory is used for, one of `CATEGORIES`."""
 
     module: str
-    """The module that made it, by its name in the model; empty if it was made outside of any."""
+    """The module that made it, by its name in the model; empty if none did."""
 
     operation: str
     """The operation that made it, as torch names it: `aten::mm`."""
@@ -184,7 +184,7 @@ class MemoryPlan:
     """How many cards train together."""
 
     context_bytes: int = 0
-    """The part of `nvidia_smi_peak_bytes` that is outside of torch's allocator."""
+    """The part of `nvidia_smi_peak_bytes` that is outside torch's allocator."""
 
     num_parameters: int = 0
     num_trainable_parameters: int = 0
@@ -205,7 +205,7 @@ class MemoryPlan:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Free bytes of the card at the peak; negative if memory is missing.
+        """Return the free bytes of the card at the peak; negative if memory is missing.
 
         It is None if no card was named.
         """

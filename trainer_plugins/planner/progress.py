@@ -37,7 +37,7 @@ class Progress:
 
     @property
     def step(self) -> str:
-        """The current step of the subprocess, or its last one if it has ended."""
+        """Return the current step of the subprocess, or its last one if it has ended."""
         with contextlib.suppress(OSError):
             return self._path.read_text() or _STARTING
         return _STARTING

@@ -109,5 +109,5 @@ class PlanRequest:
 
     @property
     def gpus_per_node(self) -> int:
-        """Cards in each node. Both numbers must be known: call `launched.resolved` first."""
+        """Return the cards in each node, once `launched.resolved` has filled in both numbers."""
         return self.num_gpus // self.num_nodes

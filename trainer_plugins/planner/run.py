@@ -26,7 +26,8 @@ _LONGEST_SECONDS = 7 * 24 * 3600
 
 _LOOK_EVERY_SECONDS = 0.2
 _GRACE_SECONDS = 10
-"""The subprocess stops itself when its time is over; after this it is killed."""
+"""The subprocess stops itself when its time is over. If it has not ended this much later, it is
+killed."""
 
 
 def plan_run(

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class LoaderSettings(Protocol):
-    """The fields of accelerate's data loader settings that the planner reads."""
+    """Lists the fields of accelerate's data loader settings that the planner reads."""
 
     split_batches: bool
     dispatch_batches: bool | None
 
 
 class Arguments(Protocol):
-    """The fields of TrainingArguments that the planner reads."""
+    """Lists the fields of TrainingArguments that the planner reads."""
 
     accelerator_config: LoaderSettings
     device: torch.device
@@ -40,7 +40,7 @@ class Arguments(Protocol):
 
 
 class AcceleratorLike(Protocol):
-    """The names of an Accelerator that the planner uses."""
+    """Lists the names of an Accelerator that the planner uses."""
 
     num_processes: int
     state: object
@@ -53,7 +53,7 @@ class AcceleratorLike(Protocol):
 
 
 class TrainerLike(Protocol):
-    """The public names of a Trainer that the planner uses."""
+    """Lists the public names of a Trainer that the planner uses."""
 
     accelerator: AcceleratorLike
     args: Arguments
@@ -85,7 +85,7 @@ def optimizer_name(args: Arguments) -> str:
 
 
 def bare_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a Trainer without accelerate's wrapper; None if it has none yet."""
+    """Return the optimizer without accelerate's wrapper; None if the Trainer has none yet."""
     optimizer: torch.optim.Optimizer | None = getattr(
         trainer.optimizer, "optimizer", trainer.optimizer
     )

@@ -31,18 +31,18 @@ class Repetition:
 
     @property
     def first(self) -> int:
-        """The least number of layers to which whole periods can be added to get all of them."""
+        """Return the least number of layers to which adding whole periods gives all of them."""
         least = _FIRST + self.period - 1
         return least + (self.num_layers - least) % self.period
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of layers of the three runs from which the whole is extrapolated."""
+        """Return the numbers of layers of the three runs from which the whole is extrapolated."""
         return (self.first, self.first + self.period, self.first + 2 * self.period)
 
     @property
     def num_more(self) -> int:
-        """The periods that the first of these runs lacks."""
+        """Return how many periods the first of these runs lacks."""
         return (self.num_layers - self.first) // self.period
 
 
@@ -76,7 +76,10 @@ def repetition_of(source: ConfigSource) -> Repetition | None:
 
 
 def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
-    """Make the config of the same model with fewer layers; cut lists with an entry for each."""
+    """Make the config of the same model with fewer layers.
+
+    Lists with an entry for each layer are cut.
+    """
     counts = _counts(source)
     before = max(counts.values())
     lists = {

@@ -43,17 +43,17 @@ class SearchRequest:
 
     @property
     def num_ways(self) -> int:
-        """The most ways to run that are tried."""
+        """Return how many ways to run are tried at most."""
         return 2 * len(self.lengths) * len(_ON_ONE_CARD if self.run.num_gpus <= 1 else _ON_MANY)
 
     @property
     def device(self) -> str:
-        """The type of device that is planned for."""
+        """Return the type of device that is planned for."""
         return self.run.device
 
     @property
     def card(self) -> Card | None:
-        """The card on which the run has to fit."""
+        """Return the card on which the run has to fit."""
         return self.run.card
 
 
@@ -84,12 +84,12 @@ class SearchLine:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of one forward pass on one card."""
+        """Return the tokens of one forward pass on one card."""
         return self.micro_batch * self.sequence_length
 
     @property
     def arguments(self) -> dict[str, object]:
-        """The TrainingArguments that select this way to run."""
+        """Return the TrainingArguments that select this way to run."""
         return {
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation_steps,
@@ -98,12 +98,12 @@ class SearchLine:
 
     @property
     def flags(self) -> str:
-        """The same arguments as flags."""
+        """Return the same arguments as flags."""
         return " ".join(f"--{name} {value}" for name, value in self.arguments.items())
 
     @property
     def hydra_overrides(self) -> str:
-        """The same arguments for a Hydra app that has its TrainingArguments at `trainer.args`."""
+        """Return the same for a Hydra app that has its TrainingArguments at `trainer.args`."""
         return " ".join(
             f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
         )

@@ -36,7 +36,7 @@ _SIMGPU = "simgpu"
 
 @runtime_checkable
 class _Row(Protocol):
-    """A row or a batch: a dict, or what has its `get` and `[name]`."""
+    """Describes a row or a batch: a dict, or an object with its `get` and `[name]`."""
 
     def get(self, name: str, /) -> Any:
         """Return a column, or None."""
@@ -71,16 +71,7 @@ def request_of(
     rows = args.per_device_train_batch_size
     with _undisturbed(trainer):
         batch, is_padded = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
-        evaluation, num_batches = None, 0
-        evaluates = text_of(args.eval_strategy) != "no" or args.do_eval
-        if evaluates and trainer.eval_dataset is not None:
-            dataset = trainer.eval_dataset
-            if isinstance(dataset, dict):
-                dataset = max(dataset.values(), key=_length)
-            evaluation, _ = _longest_batch(
-                trainer, dataset, args.per_device_eval_batch_size, "eval_dataset"
-            )
-            num_batches = max(1, -(-_length(dataset) // args.per_device_eval_batch_size))
+        evaluation, num_batches = _evaluation_of(trainer)
         try:
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
@@ -106,6 +97,19 @@ def request_of(
         has_padding=has_padding,
         is_packed=_is_packed(batch),
     )
+
+
+def _evaluation_of(trainer: Any) -> tuple[object, int]:
+    """Return the longest batch of an evaluation and their number; None and 0 if there is none."""
+    args, dataset = trainer.args, trainer.eval_dataset
+    evaluates = text_of(args.eval_strategy) != "no" or args.do_eval
+    if not evaluates or dataset is None:
+        return None, 0
+    if isinstance(dataset, dict):
+        dataset = max(dataset.values(), key=_length)
+    rows = args.per_device_eval_batch_size
+    batch, _ = _longest_batch(trainer, dataset, rows, "eval_dataset")
+    return batch, max(1, -(-_length(dataset) // rows))
 
 
 def _num_nodes(num_gpus: int) -> int:

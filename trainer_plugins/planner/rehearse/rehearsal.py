@@ -16,8 +16,8 @@ from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
 Batch = dict[str, object]
 
 _MICRO_STEPS_RUN = 2
-"""How many micro-steps really run, and the last one. The second adds to the gradients of the first,
-and the third does what the second did. In the last one the ranks reduce."""
+"""How many micro-steps of a step really run, besides the last one, in which the ranks reduce. The
+second adds to the gradients of the first; those after it do the same."""
 
 _EVALUATION_STEPS_RUN = 2
 

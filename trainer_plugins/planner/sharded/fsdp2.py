@@ -81,7 +81,7 @@ def _as_buffers(name: str, tracker: Tracker) -> _Patch:
 
 
 def _gradients_are_known(tracker: Tracker) -> _Patch:
-    """Tag gradients that are not reduced yet: they are whole, and no parameter of the model's."""
+    """Tag gradients that are not reduced yet: they are whole, and no parameter holds them."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     original: Callable[..., object] = FSDPParamGroup.post_backward

@@ -33,7 +33,7 @@ class PinnedBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this process has pinned."""
+        """Return the bytes that this process has pinned."""
         return sum(block.numel() for block in self._blocks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

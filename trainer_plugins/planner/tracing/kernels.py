@@ -25,7 +25,7 @@ OperatorKwargs: TypeAlias = Mapping[str, Any]
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB
-"""aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
+"""The default: aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class KernelRules:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """The workspace of each thread that has a handle of cuBLAS.
+        """Return the workspace of each thread that has a handle of cuBLAS, in bytes.
 
         aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
         """

@@ -68,7 +68,7 @@ class Trace:
 
     @property
     def host_peak_bytes(self) -> int:
-        """The highest of all moments."""
+        """Return the highest peak of all moments."""
         return max(self.host_peaks.values(), default=0)
 
 
@@ -98,7 +98,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The stream from whose pool memory is taken. Set it around work on another stream."""
 
         self._category: Category | None = None
-        """The category of all that is made now; None finds it out."""
+        """The category of all that is made now; None: it depends on what is made."""
 
         self.vocabulary = -1
         """The last dimension of logits, by which they are recognised."""
@@ -126,10 +126,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def moment(self) -> Moment:
-        """The moment of the run that is going on.
+        """Return the current moment of the run. Set it to go on to another.
 
         Raises:
-            ValueError: it is set to a name that is none.
+            ValueError: a run has no such moment.
         """
         return self._moment
 
