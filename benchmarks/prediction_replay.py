@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.published import Row, published
+from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.tracing.replay import replay
@@ -28,7 +29,7 @@ CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (
 ROW_SECONDS = 120
 """A row that computes for longer ends the process."""
 
-AFTERWARDS = "save"
+AFTERWARDS: Moment = "save"
 """The moment, as the planner calls one, when what the run held dies."""
 
 

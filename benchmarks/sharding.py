@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner.plan import Category
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import GIB
@@ -25,7 +26,13 @@ FLAGS = (
 )
 NUM_GPUS = 8
 LARGEST_LAYER = 128256 * 4096
-STATES = ("weights", "gradients", "optimizer states", "sharding buffers", "frozen weights")
+STATES: tuple[Category, ...] = (
+    "weights",
+    "gradients",
+    "optimizer states",
+    "sharding buffers",
+    "frozen weights",
+)
 
 FILES: dict[str, Any] = {
     "ddp": None,

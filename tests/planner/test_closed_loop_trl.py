@@ -126,7 +126,7 @@ def loop() -> Loop:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     if "dpo" in name and not HAS_HEAD:
-        loop.refuses(name, tmp_path, "DPO of a TRL without a head of its own")
+        loop.refuses(name, tmp_path, "DPO of a TRL without its own head")
         return
     plan = loop.goes_round(name, tmp_path)
     if (

@@ -240,7 +240,7 @@ def test_a_terminal_sees_what_it_is_doing_and_then_nothing_of_it(tmp_path):
     try:
         while part := os.read(ours, 4096):
             seen += part
-            if b"planning: compiling a card that is not there (" in seen and seen_it.exists():
+            if b"planning: compiling a fake CUDA device (" in seen and seen_it.exists():
                 with seen_it.open("w") as told:
                     told.write("seen\n")
                 seen_it.unlink()
@@ -249,7 +249,7 @@ def test_a_terminal_sees_what_it_is_doing_and_then_nothing_of_it(tmp_path):
     assert started.wait(60) == 2
     steps = seen.decode().split("\r\x1b[K")
     assert any(step.startswith("planning: starting Python") for step in steps)
-    assert any(step.startswith("planning: compiling a card that is not there (") for step in steps)
+    assert any(step.startswith("planning: compiling a fake CUDA device (") for step in steps)
     assert steps[-1].startswith("trainer-plugins plan: the prediction was killed")
 
 

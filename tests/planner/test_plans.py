@@ -331,7 +331,7 @@ def test_a_card_nobody_knows(text, line):
         ({"training_args": {"output_dir": "runs"}}, "its own count"),
         ({"seq_length": 4096}, "the longest rows of its train_dataset"),
         ({"target_length": 64}, "the longest rows of its train_dataset"),
-        ({"dtype": "bfloat16"}, "its model has one already"),
+        ({"dtype": "bfloat16"}, "its model already has one"),
         ({"peft_config": LORA}, "its model is planned as it is"),
         ({"accelerate_config": "/no/such/file"}, "read from the process that made it"),
     ],

@@ -107,7 +107,7 @@ def test_states_are_those_of_the_paper(both):
             assert plan["breakdown"][category] == pytest.approx(
                 bytes_each * plan["num_parameters"], rel=0.01
             )
-        assert any("against nobody's GPU figure yet" in line for line in plan["not_reliable"])
+        assert any("not on a GPU" in line for line in plan["not_reliable"])
 
 
 def test_pinned_blocks_are_kept_and_used_again():

@@ -264,8 +264,8 @@ def without_bytes(folder: Path) -> None:
     from dataclasses import asdict
 
     from trainer_plugins.planner import worker
+    from trainer_plugins.planner.inputs import arguments_to_send
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
-    from trainer_plugins.planner.run import _arguments
 
     recorder, found = Recorder(), {}
     environment = dict(os.environ)
@@ -274,7 +274,7 @@ def without_bytes(folder: Path) -> None:
         os.environ.update(environment)
         source = ConfigSource(
             config=CONFIG,
-            arguments=_arguments(arguments(case, "runs")),
+            arguments=arguments_to_send(arguments(case, "runs")),
             sequence_length=LENGTH,
             dtype="bfloat16",
         )

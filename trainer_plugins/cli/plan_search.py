@@ -1,4 +1,4 @@
-"""`trainer-plugins plan --search` and `--explain-change`: many predictions, one table."""
+"""`trainer-plugins plan --search` and `--explain-change`: make many predictions and one table."""
 
 import json
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from trainer_plugins.report.page import show
 def search_batches(
     run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool
 ) -> bool:
-    """Print the largest micro-batches that fit, and say whether any does.
+    """Print the largest micro-batches that fit, and return whether any does.
 
     Raises:
-        PlanError: the input is wrong, or cannot be predicted.
+        PlanError: the input is wrong, or nothing can be predicted.
     """
     assert isinstance(run.source, ConfigSource)
     asked = _lengths(lengths) if lengths is not None else (run.source.sequence_length,)
@@ -40,7 +40,7 @@ def search_batches(
 def explain_changes(
     run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool
 ) -> bool | None:
-    """Print what switches would save, and say whether the run fits as it is.
+    """Print what switches would save, and return whether the run fits as it is.
 
     Raises:
         PlanError: there is no such switch, or the run as it is cannot be predicted.

@@ -1,4 +1,4 @@
-"""What a run will need of its card, before it is launched: the real training step on tensors without bytes."""
+"""Predict the memory of a run before launch: the real training step on tensors without bytes."""
 
 from trainer_plugins.planner.calibrate import Calibration, Difference, calibrate
 from trainer_plugins.planner.plan import (

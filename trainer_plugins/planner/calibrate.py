@@ -1,50 +1,48 @@
-"""Compare a plan with what MemoryWatchdog saw in the real run: each moment, and what is not the allocator's."""
+"""Compare a plan with what MemoryWatchdog saw in the real run, and keep the measured context."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer_plugins.planner.contexts import remember
-from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import read_history
 from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
 from trainer_plugins.units import size
 
-_MOMENTS = {
+_MOMENTS: dict[str, tuple[Moment, ...]] = {
     "train": ("forward", "backward", "optimizer step"),
     "eval": ("evaluation", "generation"),
     "predict": ("evaluation", "generation"),
     "save": ("save",),
 }
-"""What the watchdog tells apart, and which moments of a plan that is.
+"""The moments that the watchdog tells apart, and those of a plan that each of them covers.
 
-What comes before and after has no steps.
+What comes before and after them has no steps.
 """
 
-_SAME_CARD = 0.05  # of its total: drivers, ECC and what is counted as the card's differ by less
-_LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = (
-    0.1,
-    3 << 29,
-)  # what lies above it is somebody else's too
+_SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
+# more than this includes memory of other processes
+_LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = 0.1, 3 << 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One counter in one moment. Sizes in bytes."""
+    """Holds the predicted and the measured value of one counter in one moment. Sizes in bytes."""
 
     moment: str
-    """As the watchdog names it: `train`, `eval`, `predict`, `save`."""
+    """The moment, as the watchdog names it: `train`, `eval`, `predict`, `save`."""
 
     counter: str
-    """`allocated`, `reserved`, or `card`: all that is taken of the card, by whomever."""
+    """`allocated`, `reserved`, or `card`: all memory of the card in use, by any process."""
 
     predicted_bytes: int
     measured_bytes: int
 
     @property
     def fraction(self) -> float:
-        """By how much the prediction is too high, of what was measured; below 0 it is too low."""
+        """Return the error as a fraction of the measurement; negative if the plan is too low."""
         return (
             (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
             if self.measured_bytes
@@ -54,35 +52,35 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A plan beside a run."""
+    """Holds the comparison of a plan with a run."""
 
     differences: tuple[Difference, ...]
-    """The worst first."""
+    """All differences, the worst first."""
 
     context_bytes: int
-    """The most that was taken of the card and was not the allocator's: the context, NCCL, and other processes."""
+    """The most memory of the card in use outside the allocator: context, NCCL, other processes."""
 
     kept_in: Path | None
-    """The file from which later plans for this card take that context."""
+    """The file from which later plans for this card take that context; None if it is not kept."""
 
     remarks: tuple[str, ...]
-    """What to know about these numbers."""
+    """Notes on how to read these numbers."""
 
 
 def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
-    """Compare a plan with the timelines of the run that it was made for, and keep the context that was measured.
+    """Compare a plan with the timelines of its run, and keep the measured context.
 
-    The context is all that is kept, for this kind of card and torch: no factor is ever put on a
-    trace. Of several runs into one folder the last one counts, and of several ranks the one that
-    has most.
+    Only the context is kept, for this kind of card and version of torch. No prediction is ever
+    scaled by a factor. Of several runs in one folder the last one counts, and of several ranks the
+    one that has most.
 
     Args:
-        plan: what was predicted.
+        plan: the plan that was made for the run.
         run_dir: the output_dir of a run that had MemoryWatchdog.
 
     Raises:
         PlanError: there are no timelines, or they are of another model, world size or card.
-        OSError: the context cannot be kept.
+        OSError: the context cannot be written.
     """
     run_dir = Path(run_dir)
     ranks = timelines_of(run_dir)
@@ -107,10 +105,10 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
 
 
 def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
-    """The timelines of the last run into a folder, by rank.
+    """Read the timelines of the last run in a folder, by rank.
 
     Raises:
-        PlanError: there are none, or nothing in them can be compared.
+        PlanError: there are none, or they hold nothing that can be compared.
     """
     try:
         runs = read_history(run_dir).runs
@@ -156,9 +154,10 @@ def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list
 def _readings(
     ranks: Mapping[int, Sequence[Entry]], moment: str, before_evaluation: bool = False
 ) -> list[MemoryReading]:
-    """Of all ranks.
+    """Return the readings of all ranks in a moment.
 
-    What an evaluation has reserved stays so in the training after it, which a plan has before it.
+    In a plan, evaluation comes after the training. In a run it may come between, and what it has
+    reserved stays reserved: with `before_evaluation`, only readings before the first one count.
     """
     found = []
     for entries in ranks.values():
@@ -179,12 +178,14 @@ def _refuse_another_run(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) 
                 ran = entry.strategy
                 if ran.num_params != plan.num_parameters:
                     raise PlanError(
-                        f"--calibrate: the run of rank {rank} trained a model of {ran.num_params:,} parameters, the "
-                        f"plan is for one of {plan.num_parameters:,}"
+                        f"--calibrate: the run of rank {rank} trained a model of "
+                        f"{ran.num_params:,} parameters, the plan is for one of "
+                        f"{plan.num_parameters:,}"
                     )
                 if ran.world_size != plan.num_gpus:
                     raise PlanError(
-                        f"--calibrate: the run had {ran.world_size} ranks, the plan has {plan.num_gpus} GPUs"
+                        f"--calibrate: the run had {ran.world_size} ranks, the plan has "
+                        f"{plan.num_gpus} GPUs"
                     )
             if isinstance(entry, Sample) and entry.reading.device == "cpu":
                 raise PlanError("--calibrate: the run was on the CPU, the plan is for a card")
@@ -192,12 +193,13 @@ def _refuse_another_run(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) 
                 total = entry.reading.total_bytes
                 if abs(total - plan.capacity_bytes) > _SAME_CARD * plan.capacity_bytes:
                     raise PlanError(
-                        f"--calibrate: the run was on {entry.reading.device} of {size(total)}, the plan is for "
-                        f"{plan.gpu} of {size(plan.capacity_bytes)}"
+                        f"--calibrate: the run was on {entry.reading.device} of {size(total)}, "
+                        f"the plan is for {plan.gpu} of {size(plan.capacity_bytes)}"
                     )
     if len(ranks) > plan.num_gpus:
         raise PlanError(
-            f"--calibrate: there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs"
+            f"--calibrate: there are timelines of {len(ranks)} ranks, the plan has "
+            f"{plan.num_gpus} GPUs"
         )
 
 
@@ -209,10 +211,13 @@ def _doubt_about_context(
     if any(
         isinstance(each, Remark) and each.finding.code == "foreign-memory" for each in _all(ranks)
     ):
-        return "other processes were on the card, as the run has noted"
+        return "other processes were on the card: the run reported foreign-memory"
     most = min(_LARGEST_CONTEXT_BYTES, int(_LARGEST_CONTEXT_FRACTION * plan.capacity_bytes))
     if context_bytes > most:
-        return f"{size(context_bytes)} outside the allocator is more than a context has, {size(most)} at most"
+        return (
+            f"{size(context_bytes)} outside the allocator is more than a context has, "
+            f"{size(most)} at most"
+        )
     return None
 
 
@@ -221,7 +226,8 @@ def _remarks(ranks: Mapping[int, Sequence[Entry]]) -> list[str]:
     if not flushes:
         return []
     return [
-        f"the run gave its cache back {flushes} times: between two readings it may have reserved more"
+        f"the run gave its cache back {flushes} times: "
+        "between two readings it may have reserved more"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Cards by name: what a process can have of each, and what it loses before the first tensor."""
+"""List cards by name: the memory of each, and what a process loses before the first tensor."""
 
 import re
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ GUESSED_CONTEXT_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One kind of card. Sizes in bytes."""
+    """Describes one kind of card. Sizes in bytes."""
 
     name: str
     capacity_bytes: int
-    """What torch reports as its total memory, which is less than what is sold."""
+    """The total memory that torch reports, which is less than the card is sold with."""
 
     capability: tuple[int, int] = (9, 0)
     context_bytes: int = GUESSED_CONTEXT_BYTES
     """What CUDA, its libraries and their code take in one process.
 
-    It differs with the driver and what is imported.
+    It depends on the driver and on what the process imports.
     """
 
     context_source: str | None = None
-    """Who has measured that context; None: nobody, it is a guess."""
+    """Who measured the context; None if it is a guess."""
 
 
 def about_context(card: Card) -> str:
-    """Say what the context of a plan rests on, in one line."""
+    """Say in one line where the context of a plan comes from."""
     if card.context_source is not None:
         return f"the context of {size(card.context_bytes)} on {card.name}: {card.context_source}"
     return (
@@ -54,9 +54,9 @@ def _card(
     )
 
 
-# Each capacity stands in somebody's message of torch ("GPU 0 has a total capacity of 79.10 GiB"),
-# the smallest that was found, because drivers and ECC differ; that of the RTX 6000 Ada is the RTX
-# A6000's, which has as many chips.
+# Each capacity is from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB").
+# Drivers and ECC differ, so it is the smallest that was found. The RTX 6000 Ada has that of the RTX
+# A6000, which has as many memory chips.
 CARDS = (
     _card("t4", 14.56, (7, 5), (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4")),
     _card("v100-16gb", 15.77, (7, 0)),
@@ -79,13 +79,13 @@ _BY_NAME = {card.name: card for card in CARDS}
 
 
 def card_of(text: str) -> Card:
-    """Find a card by its name, or make one of a size.
+    """Find a card by its name, or make one with a given size.
 
     >>> card_of("H100-80GB").capability, card_of("24GiB").capacity_bytes // MIB
     ((9, 0), 24576)
 
     Raises:
-        PlanError: neither.
+        PlanError: the text is neither a known name nor a size.
     """
     name = re.sub(r"[\s_]", "", text).lower()
     if name in _BY_NAME:
@@ -96,7 +96,7 @@ def card_of(text: str) -> Card:
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
     near = get_close_matches(name, _BY_NAME, n=1)
-    hint = f"is it {near[0]}?" if near else f"known are {', '.join(_BY_NAME)}"
+    hint = f"is it {near[0]}?" if near else f"known cards are {', '.join(_BY_NAME)}."
     raise PlanError(
-        f"no card is known by the name {text!r}: {hint} A size is good too, as in 24GiB"
+        f"no card is known by the name {text!r}: {hint} You can also give a size, as in 24GiB"
     )

@@ -1,6 +1,6 @@
-"""Contexts measured on this machine: one small file for each kind of card and version of torch.
+"""Keep contexts that were measured on this machine, one small file per card and torch version.
 
-Delete it to forget.
+Delete a file to forget its measurement.
 """
 
 import json
@@ -15,7 +15,7 @@ from trainer_plugins.planner.cards import Card
 
 
 def context_file(card_name: str) -> Path:
-    """Where the context of this card, with the torch that is installed, is or would be kept."""
+    """Return the file for the context of this card with the installed torch; it may not exist."""
     return (
         cache_folder()
         / "contexts"
@@ -24,10 +24,15 @@ def context_file(card_name: str) -> Path:
 
 
 def remember(card_name: str, context_bytes: int, measured_in: Path) -> Path:
-    """Keep a measured context for the plans to come. The file that says so.
+    """Keep a measured context for later plans, and return its file.
+
+    Args:
+        card_name: the name of the card.
+        context_bytes: the measured context, in bytes.
+        measured_in: the folder of the run that it was measured in.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     file = context_file(card_name)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,12 +43,15 @@ def remember(card_name: str, context_bytes: int, measured_in: Path) -> Path:
 
 
 def with_measured_context(card: Card) -> Card:
-    """The card with the context that was measured for it here, if one was."""
+    """Return the card with the context measured on this machine, or unchanged if there is none."""
     file = context_file(card.name)
     try:
         kept = json.loads(file.read_text())
         measured = int(kept["context_bytes"])
-        source = f"measured in {kept['measured_in']} and kept in {file}; --no-calibration plans without it"
+        source = (
+            f"measured in {kept['measured_in']} and kept in {file}; "
+            "--no-calibration plans without it"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return card
     return replace(card, context_bytes=measured, context_source=source)

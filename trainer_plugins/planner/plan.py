@@ -1,11 +1,11 @@
-"""MemoryPlan: what a run is predicted to need, as a value."""
+"""Define MemoryPlan: what a run is predicted to need, as a value."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
-MOMENTS = (
+Moment = Literal[
     "load",
     "forward",
     "backward",
@@ -14,10 +14,10 @@ MOMENTS = (
     "generation",
     "save",
     "resume",
-)
-"""The moments of a run, in their order."""
+]
+"""A moment of a run."""
 
-CATEGORIES = (
+Category = Literal[
     "weights",
     "frozen weights",
     "gradients",
@@ -28,16 +28,46 @@ CATEGORIES = (
     "KV cache",
     "sharding buffers",
     "workspaces",
-)
-"""What memory can be, in the breakdown at the peak."""
+]
+"""What memory is used for, in the breakdown at the peak."""
+
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+"""All moments, in the order in which a run has them."""
+
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+"""All categories of memory."""
+
+_Name = TypeVar("_Name", bound=str)
+
+
+def known_moment(name: _Name) -> _Name:
+    """Return the name of a moment unchanged.
+
+    Raises:
+        ValueError: there is no such moment. Its peak would be missing in the plan.
+    """
+    if name not in MOMENTS:
+        raise ValueError(f"a run has no moment {name!r}; it has {', '.join(MOMENTS)}")
+    return name
+
+
+def known_category(name: _Name) -> _Name:
+    """Return the name of a category of memory unchanged.
+
+    Raises:
+        ValueError: there is no such category.
+    """
+    if name not in CATEGORIES:
+        raise ValueError(f"memory has no category {name!r}; it has {', '.join(CATEGORIES)}")
+    return name
 
 
 class PlanError(ValueError):
-    """The input cannot be planned for: what is wrong with it, in one line."""
+    """Says in one line why there is no plan for this input."""
 
 
 class NotPredicted(PlanError):  # noqa: N818 - what it says
-    """The input is sound, and nothing here can say what it will need: its text names what."""
+    """Names the part of a sound input whose memory the planner cannot predict."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not predicted: {what}")
@@ -45,28 +75,36 @@ class NotPredicted(PlanError):  # noqa: N818 - what it says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAtPeak:
-    """One storage that lives at the peak."""
+    """Describes one storage that is allocated at the peak.
+
+    Raises:
+        ValueError: there is no such category or moment.
+    """
 
     num_bytes: int
-    category: str
-    """One of `CATEGORIES`."""
+    category: Category
+    """What the memory is used for, one of `CATEGORIES`."""
 
     module: str
-    """The module that made it, by its name in the model; empty where none did."""
+    """The module that made it, by its name in the model; empty if none did."""
 
     operation: str
-    """What made it, as torch names it: `aten::mm`."""
+    """The operation that made it, as torch names it: `aten::mm`."""
 
-    moment: str
-    """When it was made, one of `MOMENTS`."""
+    moment: Moment
+    """The moment in which it was made, one of `MOMENTS`."""
 
     shape: tuple[int, ...]
     dtype: str
 
+    def __post_init__(self) -> None:
+        known_category(self.category)
+        known_moment(self.moment)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
-    """The most that one moment holds. Sizes in bytes."""
+    """Holds the peaks of one moment. Sizes in bytes."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -74,80 +112,102 @@ class MomentPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a run is predicted to need. All sizes in bytes, for one card unless they say otherwise.
+    """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
 
-    It is a prediction: no card was asked.
+    All of it is predicted; no card was used.
+
+    Raises:
+        ValueError: a moment or a category does not exist.
     """
 
     allocated_peak_bytes: int
-    """What `max_memory_allocated` will say."""
+    """What `max_memory_allocated` will return."""
 
     reserved_peak_bytes: int
-    """What `max_memory_reserved` will say, on the card of `capacity_bytes` if that is enough."""
+    """What `max_memory_reserved` will return; if the run does not fit, on an unlimited card."""
 
     nvidia_smi_peak_bytes: int
-    """What the driver will show for the process: reserved, and the context."""
+    """What the driver will show for the process: reserved memory and the context."""
 
     host_ram_bytes_per_node: int
-    """Tensors of the run in main memory, at their peak; Python and its libraries come on top."""
+    """The peak of the run's tensors in main memory; Python and its libraries come on top."""
 
     host_pinned_bytes_per_node: int = 0
+    """The part of the main memory that is pinned."""
+
     capacity_bytes: int | None = None
-    """The memory of the card, None where no card was named."""
+    """The memory of the card; None if no card was named."""
 
     fits: bool | None = None
-    """Whether the run ends on that card, None where no card was named."""
+    """Whether the run completes on that card; None if no card was named."""
 
-    moment: str
+    moment: Moment
     """The moment of the allocated peak, one of `MOMENTS`."""
 
-    breakdown: Mapping[str, int]
-    """What lives at the allocated peak, by category. The sum is `allocated_peak_bytes`."""
+    breakdown: Mapping[Category, int]
+    """Bytes at the allocated peak by category. They add up to `allocated_peak_bytes`."""
 
     top_tensors: tuple[TensorAtPeak, ...]
-    """The ten largest of them."""
+    """The ten largest tensors at the allocated peak."""
 
-    moments: Mapping[str, MomentPeak]
+    moments: Mapping[Moment, MomentPeak]
     """The peak of each moment that the run has."""
 
     num_flushes: int = 0
-    """How often the allocator gives its whole cache back because the card is full (`num_alloc_retries`)."""
+    """How often a full card makes the allocator release its cache (`num_alloc_retries`)."""
 
     failed_request_bytes: int | None = None
-    """The allocation that the card refuses, where the run does not fit."""
+    """Size of the allocation that fails; None if the run fits."""
 
     failed_request: str | None = None
-    """What asks for it, and when."""
+    """The operation, module and moment of the allocation that fails."""
 
     not_predicted: tuple[str, ...] = ()
-    """What the run does that this plan knows nothing about, by name."""
+    """Memory of the run that this plan leaves out, by name."""
 
     not_reliable: tuple[str, ...] = ()
-    """Which numbers rest on less than usual, and why."""
+    """Figures that are less reliable than usual, each with the reason."""
 
     assumptions: tuple[str, ...] = ()
-    """What was chosen because nobody said it."""
+    """Choices that the planner made because the input leaves them open."""
 
     known_error: str = ""
+    """How far earlier plans were from measured figures."""
+
     device: str = "cuda"
-    """The kind of device predicted for: `cuda`, or `simgpu`, the simulated card."""
+    """The type of device that is planned for: `cuda`, or `simgpu`, the simulated card."""
 
     gpu: str | None = None
+    """The name of the card; None if no card was named."""
+
     num_gpus: int = 1
+    """How many cards train together."""
+
     context_bytes: int = 0
-    """Of `nvidia_smi_peak_bytes`, what is not the allocator's."""
+    """The part of `nvidia_smi_peak_bytes` that is outside torch's allocator."""
 
     num_parameters: int = 0
     num_trainable_parameters: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
-    timeline: tuple[tuple[str, int, int], ...] = ()
-    """Over the run: moment, and the most of some hundred events in a row, allocated bytes and reserved bytes."""
+    """Versions of torch, transformers and other packages that the run was rehearsed with."""
+
+    timeline: tuple[tuple[Moment, int, int], ...] = ()
+    """The run as points in order: the moment, the allocated bytes and the reserved bytes.
+
+    One point holds the maximum of up to some hundred consecutive events.
+    """
+
+    def __post_init__(self) -> None:
+        for moment in (self.moment, *self.moments):
+            known_moment(moment)
+        for category in self.breakdown:
+            known_category(category)
 
     @property
     def margin_bytes(self) -> int | None:
-        """What is left on the card at the peak; below 0 it is what is missing.
+        """Return the free bytes of the card at the peak; negative if memory is missing.
 
-        None where no card was named.
+        It is None if no card was named.
         """
         return (
             None
@@ -156,7 +216,7 @@ class MemoryPlan:
         )
 
     def to_json(self) -> str:
-        """The plan as one JSON object, with flat keys named as the fields."""
+        """Write the plan as one JSON object, with flat keys named after the fields."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
@@ -164,7 +224,7 @@ class MemoryPlan:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError: the text is no such JSON.
+            ValueError: the text is not the JSON of a plan.
         """
         try:
             fields: dict[str, Any] = json.loads(text)

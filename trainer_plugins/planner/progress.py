@@ -1,4 +1,4 @@
-"""Where a prediction is: its subprocess writes down the step it is in; whoever waits reads that, and shows it."""
+"""Show what a prediction is doing: its subprocess writes the step, the waiting process reads it."""
 
 import contextlib
 import sys
@@ -10,25 +10,25 @@ _file: Path | None = None
 
 
 def write_to(file: Path) -> None:
-    """Write the steps of this process to a file, the last one over the one before.
+    """Write each later step of this process to a file, in place of the step before.
 
-    For the subprocess.
+    Only the subprocess calls this.
     """
     global _file
     _file = file
 
 
 def step(name: str) -> None:
-    """Say what is being done now, as in "building the model"; nothing where nobody waits."""
+    """Write down the current step, as in "building the model"; do nothing if no process waits."""
     if _file is not None:
         _file.write_text(name)
 
 
 class Progress:
-    """Reads the step, and shows it on standard error where that is a terminal.
+    """Reads the current step, and shows it on standard error if that is a terminal.
 
     Args:
-        file: what the subprocess writes to.
+        file: the file to which the subprocess writes.
     """
 
     def __init__(self, file: Path) -> None:
@@ -37,20 +37,20 @@ class Progress:
 
     @property
     def step(self) -> str:
-        """What the subprocess is doing, or was doing when it ended."""
+        """Return the current step of the subprocess, or its last one if it has ended."""
         with contextlib.suppress(OSError):
             return self._path.read_text() or _STARTING
         return _STARTING
 
     def show(self, seconds: float) -> None:
-        """One line, over the one before."""
+        """Replace the line on the terminal by the current step and the seconds so far."""
         if sys.stderr.isatty():
             sys.stderr.write(f"{_OVER}planning: {self.step} ({seconds:.0f} s)")
             sys.stderr.flush()
             self._is_shown = True
 
     def clear(self) -> None:
-        """Leave nothing of it on the terminal."""
+        """Erase the line from the terminal."""
         if self._is_shown:
             sys.stderr.write(_OVER)
             sys.stderr.flush()

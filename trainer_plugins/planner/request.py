@@ -1,8 +1,7 @@
-"""What a prediction is asked for, as a value that goes to the subprocess."""
+"""Define PlanRequest: what to predict, as a value that can be sent to the subprocess."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
@@ -10,33 +9,39 @@ from trainer_plugins.planner.plan import PlanError
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_EVALUATION_BATCHES = 8
 LONGEST_SEQUENCE = 1 << 24
-"""Tokens of a row: some more than the 10 million of any model's context; what is longer is a slip of the hand."""
+"""The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
 OPTIMIZER_STEPS = 3
-"""So many are rehearsed. In the first the optimizer makes its states. The second has them, and the
-third is the first whose blocks lie where one like it has left them: what is reserved grows until
-then."""
+"""How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
+second step is the first that has them. Reserved memory grows until the third: only then do blocks
+lie where an equal step has left them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:
-    """A model by its config, and data by their lengths."""
+    """Describes a run by the config of its model and the lengths of its data.
 
-    config: dict[str, Any]
+    Raises:
+        PlanError: a length or a number is out of range.
+    """
+
+    config: Mapping[str, object]
     """The content of a config.json."""
 
     arguments: tuple[str, ...] | bytes
-    """Flags of TrainingArguments, or their class and fields, pickled."""
+    """Flags of TrainingArguments; or their class and its fields, pickled."""
 
     sequence_length: int = DEFAULT_SEQUENCE_LENGTH
+    """Length of each row in tokens."""
+
     target_length: int | None = None
-    """Of the labels of an encoder-decoder; None is the sequence length."""
+    """Length of the labels of an encoder-decoder in tokens; None is the sequence length."""
 
     dtype: str | None = None
-    """In which the weights are loaded; None is what `from_pretrained` chooses."""
+    """The dtype of the loaded weights; None is what `from_pretrained` chooses."""
 
-    peft: dict[str, Any] | None = None
+    peft: Mapping[str, object] | None = None
     """The content of an adapter_config.json."""
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
@@ -45,58 +50,64 @@ class ConfigSource:
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
             if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
                 raise PlanError(
-                    f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, got {length:,}"
+                    f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, "
+                    f"got {length:,}"
                 )
         if not 1 <= self.num_evaluation_batches <= MOST_EVALUATION_BATCHES:
             raise PlanError(
-                f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, got {self.num_evaluation_batches:,}"
+                f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, "
+                f"got {self.num_evaluation_batches:,}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSource:
-    """Somebody's Trainer, with shapes in place of tensors."""
+    """Holds the user's Trainer and its batches, pickled with shapes in place of tensors."""
 
     trainer: bytes
     batch: bytes
     evaluation_batch: bytes | None = None
     num_evaluation_batches: int = 0
     left_out: tuple[str, ...] = ()
-    """Attributes of the Trainer that cannot be sent."""
+    """Attributes of the Trainer that cannot be pickled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """One prediction."""
+    """Describes one run whose memory is to be predicted."""
 
     source: ConfigSource | TrainerSource
     device: str = "cuda"
+    """The type of device: `cuda`, or `simgpu`, the simulated card."""
+
     card: Card | None = None
+    """The card on which the run has to fit; None asks only what the run needs."""
+
     allocator: str = ""
-    """The text of PYTORCH_ALLOC_CONF."""
+    """The allocator settings, as in PYTORCH_ALLOC_CONF."""
 
     num_gpus: int = 1
-    """0: as many as the launch file says."""
+    """How many cards train together; 0 takes the number from the launch file."""
 
     num_nodes: int = 0
-    """Machines that these cards are in, as many in each; 0: nobody has said."""
+    """How many machines hold these cards, each the same number of them; 0 if nobody said."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What a launcher exports to its processes, for accelerate."""
+    """The variables that a launcher exports to its processes for accelerate."""
 
-    deepspeed: dict[str, Any] | None = None
-    """What a launcher configures DeepSpeed with, its "auto" as it is."""
+    deepspeed: dict[str, object] | None = None
+    """The DeepSpeed config of a launcher, with each "auto" as it is."""
 
     launch_file: str | None = None
-    """accelerate's config file."""
+    """The path of accelerate's config file."""
 
     has_padding: bool | None = None
-    """None: batches of more than one row have."""
+    """Whether batches have padding; None: they do if they have more than one row."""
 
     is_packed: bool = False
-    """Whether several sequences share a row of the batch, told apart by their positions."""
+    """Whether a row holds several sequences, which only position ids tell apart."""
 
     @property
     def gpus_per_node(self) -> int:
-        """Of a request that says both numbers, as `launched.resolved` leaves it."""
+        """Return the cards in each node, once `launched.resolved` has filled in both numbers."""
         return self.num_gpus // self.num_nodes

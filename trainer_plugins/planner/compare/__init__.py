@@ -1,1 +1,1 @@
-"""What fits, what would help, and how near a plan was: runs that are planned many times."""
+"""Plan a run many times: search what fits, and predict what a change would save."""

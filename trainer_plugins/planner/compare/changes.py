@@ -1,9 +1,12 @@
-"""Switches that save memory, each as a change of what is asked; what one saves here is predicted, not looked up."""
+"""Define switches that save memory, and predict what each would save in a given run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from os import environ
 
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 
@@ -13,23 +16,23 @@ _SEVERAL = "+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What one switch does to a run. Sizes in bytes, for one card."""
+    """Holds what one switch changes in a run. Sizes in bytes, for one card."""
 
     change: str
     """The switch by its name, or several joined by "+"."""
 
     how: str
-    """What to give to get it."""
+    """What to pass or set to get the change."""
 
     allocated_saved_bytes: int | None = None
-    """Less than the run as it is; below 0 it takes more. None where nothing is predicted."""
+    """What the switch saves; negative if it takes more. None if nothing is predicted."""
 
     reserved_saved_bytes: int | None = None
     nvidia_smi_peak_bytes: int | None = None
-    """With the switch."""
+    """The peak with the switch."""
 
     fits: bool | None = None
-    """With the switch; None where no card was named."""
+    """Whether the run fits with the switch; None if no card was named."""
 
     reason: str | None = None
     """Why nothing is predicted."""
@@ -39,6 +42,8 @@ class Saved:
 class _Switch:
     name: str
     how: str
+    """What to pass or set; `{ALLOC_CONF}` stands for the variable that this torch reads."""
+
     turn: Callable[[PlanRequest], PlanRequest]
 
 
@@ -46,9 +51,8 @@ def _flags(name: str, *flags: str) -> _Switch:
     def turn(run: PlanRequest) -> PlanRequest:
         source = _source(run)
         assert isinstance(source.arguments, tuple)
-        return replace(
-            run, source=replace(source, arguments=(*source.arguments, *flags))
-        )  # the last one counts
+        # of a flag given twice, the last one counts
+        return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
 
     return _Switch(name, " ".join(flags), turn)
 
@@ -65,7 +69,7 @@ def _expandable(run: PlanRequest) -> PlanRequest:
 def _adapters(run: PlanRequest) -> PlanRequest:
     source = _source(run)
     if source.peft is not None:
-        raise PlanError("an adapter is what this run trains")
+        raise PlanError("this run already trains an adapter")
     return replace(run, source=replace(source, peft=_LORA))
 
 
@@ -88,19 +92,21 @@ SWITCHES = (
     _flags("8bit-optimizer", "--optim", "adamw_bnb_8bit"),
     _flags("liger", "--use_liger_kernel", "True"),
     _Switch("lora", "--lora-r 16 --lora-target all-linear", _adapters),
-    _Switch("expandable-segments", "PYTORCH_ALLOC_CONF=expandable_segments:True", _expandable),
+    _Switch("expandable-segments", "{ALLOC_CONF}=expandable_segments:True", _expandable),
     _Switch("length/2", "half of --seq-length", _half_as_long),
 )
-"""In the order in which a reader would try them."""
+"""All switches, in the order in which a reader would try them."""
 
 ALL = "all"
 
 
 def changes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The changes that are asked for: names of switches, or several joined by "+"; `all` is each of them alone.
+    """Read the changes that are asked for: names of switches, or several joined by "+".
+
+    `all` stands for each switch alone.
 
     Raises:
-        PlanError: there is no switch of this name; the nearest is named.
+        PlanError: there is no switch of this name; the message names the nearest.
     """
     asked = [each.strip() for name in names for each in name.split(",") if each.strip()]
     found = [switch.name for switch in SWITCHES] if ALL in asked else []
@@ -132,14 +138,14 @@ def explain(
     """Predict a run as it is and with each of the changes.
 
     Args:
-        run: the run.
-        changes: what `changes_of` gave.
-        predict_all: predicts several at once.
+        run: the run as it is.
+        changes: what `changes_of` returned.
+        predict_all: predicts several runs at once.
 
     Raises:
         PlanError: the run as it is cannot be predicted.
     """
-    how = {change: ", ".join(switch.how for switch in _switches(change)) for change in changes}
+    how = {change: _how(change) for change in changes}
     turned = {change: _turned(run, change) for change in changes}
     requests = {
         change: request for change, request in turned.items() if isinstance(request, PlanRequest)
@@ -161,6 +167,13 @@ def _turned(run: PlanRequest, change: str) -> PlanRequest | PlanError:
     except PlanError as error:
         return error
     return run
+
+
+def _how(change: str) -> str:
+    # the unified name is the last one, if this torch reads it
+    variable = names_read(gather_machine(environ))[-1]
+    how = ", ".join(switch.how for switch in _switches(change))
+    return how.replace("{ALLOC_CONF}", variable)
 
 
 def _switches(change: str) -> list[_Switch]:

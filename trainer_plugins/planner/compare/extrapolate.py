@@ -1,61 +1,70 @@
-"""What a run of many layers allocates, from runs of few: the part of a trace that a layer adds, added again.
+"""Predict the trace of a run with many layers from runs with few.
 
-The trace of n + p layers is that of n with stretches put in, each of which repeats the stretch
-before it. Three traces are made, of n, n + p and n + 2p layers. What the first two say of the third
-has to be the third, event by event and byte by byte; otherwise there is no extrapolation. The
-result goes through the allocator's arithmetic like any trace, so that what is reserved, which is
-not linear in anything, is as in a prediction in full.
+The trace of n + p layers is that of n layers with stretches inserted, and each of them repeats the
+stretch before it. Three traces are made, of n, n + p and n + 2p layers. The first two must foretell
+the third, event by event and byte by byte; otherwise nothing is extrapolated. The result is
+replayed like any trace. Reserved memory is not linear in anything, but so it is the same as in a
+prediction in full.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from trainer_plugins.planner.plan import Category, Moment
 from trainer_plugins.planner.tracing.trace import ALLOC, FREE, Event, Storage, Trace
 
 _FAR = 100
-"""Events that agree behind a difference: after so many nobody doubts how to read it."""
+"""How many events must agree after a difference, until its reading is taken as certain."""
+
+
+_Born: TypeAlias = tuple[int, Moment, str, Category, str]
+"""Stream, moment, operation, category and dtype of a storage."""
 
 
 class _Step(NamedTuple):
-    """One event without the numbers of its trace: what is freed is told by its place among those that look like it."""
+    """Describes an event without the numbers of its trace.
+
+    A freed storage is named by its place among the live ones that look like it.
+    """
 
     kind: int
-    moment: str
-    born: tuple[Any, ...]
-    """Of the storage: stream, moment, operation, category, type."""
+    moment: Moment
+    born: "_Born | None"
+    """What is known of the storage; None if the event has none."""
 
     place: int
-    """Of what is freed: 0 is the newest of those that look like it, -1 the oldest."""
+    """The place of a freed storage among those like it: 0 is the newest, -1 the oldest."""
 
     num_bytes: int
 
 
 class _Part(NamedTuple):
-    """A step that both traces have (`before` is that of the shorter one), or a stretch that only the longer one has."""
+    """Describes a step that both traces have, or a stretch that only the longer one has."""
 
     before: _Step | None
+    """The step in the shorter trace; None for a stretch."""
+
     steps: Sequence[_Step]
 
 
 def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
-    """The trace of a run with `num_more` periods of layers more than the first of three traces; None where unproven.
+    """Extrapolate the trace of a run with more layers; return None if that is not proven.
 
     Args:
-        traces: of n, n + p and n + 2p layers.
+        traces: the traces of n, n + p and n + 2p layers.
         num_more: how often p layers are added to n.
     """
     short, middle, proof = ([*_steps(trace)] for trace in traces)
     parts = _aligned(short, middle)
     if parts is None or [*_repeated(parts, 2)] != proof:
         return None
-    host_peaks: dict[str, int] = {}
+    host_peaks: dict[Moment, int] = {}
     if len({frozenset(trace.host_peaks) for trace in traces}) > 1:
         return None
-    for moment, peak in traces[
-        0
-    ].host_peaks.items():  # each for itself: another one may be the highest with more layers
+    # each moment by itself: with more layers, another one may be the highest
+    for moment, peak in traces[0].host_peaks.items():
         second, third = (trace.host_peaks[moment] for trace in traces[1:])
         if third - second != second - peak:
             return None
@@ -64,14 +73,14 @@ def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
-    alive: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    alive: dict[tuple[_Born, int], list[int]] = defaultdict(list)
     for event in trace.events:
         if event.kind not in (ALLOC, FREE):
-            yield _Step(event.kind, event.moment, (), 0, 0)
+            yield _Step(event.kind, event.moment, None, 0, 0)
             continue
         storage = trace.storages[event.number]
         born = (storage.stream, storage.moment, storage.operation, storage.category, storage.dtype)
-        others = alive[(*born, storage.num_bytes)]
+        others = alive[born, storage.num_bytes]
         place = 0
         if event.kind == ALLOC:
             others.append(event.number)
@@ -84,9 +93,10 @@ def _steps(trace: Trace) -> Iterator[_Step]:
 
 
 def _aligned(short: Sequence[_Step], middle: Sequence[_Step]) -> list[_Part] | None:
-    """Find what the longer one has more; None where that is not a repetition of what is before it.
+    """Find the stretches that only the longer trace has.
 
-    Where they differ, the reading is taken after which they agree for longest.
+    Returns None if one of them does not repeat what is before it. If a difference can be read in
+    several ways, the reading counts after which the traces agree for longest.
     """
     parts: list[_Part] = []
     at, to = 0, 0
@@ -110,9 +120,9 @@ def _aligned(short: Sequence[_Step], middle: Sequence[_Step]) -> list[_Part] | N
 
 
 def _readings(short: Sequence[_Step], at: int, middle: Sequence[_Step], to: int) -> list[int]:
-    """What a difference may be: how many events are put in, which are those before them once more.
+    """Return the possible lengths of an inserted stretch that repeats the events before it.
 
-    0 is one event of another size: an optimizer stacks a norm for each parameter.
+    0 stands for one event of another size: an optimizer stacks a norm for each parameter.
     """
     other_size = at < len(short) and short[at][:4] == middle[to][:4]
     spare = len(middle) - to - (len(short) - at)
@@ -141,14 +151,14 @@ def _repeated(parts: Sequence[_Part], times: int) -> Iterator[_Step]:
             yield step if grown == step.num_bytes else step._replace(num_bytes=grown)
 
 
-def _trace_of(steps: Iterator[_Step], host_peaks: Mapping[str, int]) -> Trace | None:
+def _trace_of(steps: Iterator[_Step], host_peaks: Mapping[Moment, int]) -> Trace | None:
     storages: list[Storage] = []
     events: list[Event] = []
-    alive: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    alive: dict[tuple[_Born, int], list[int]] = defaultdict(list)
     for step in steps:
         number = -1
-        if step.kind in (ALLOC, FREE):
-            others = alive[(*step.born, step.num_bytes)]
+        if step.born is not None:
+            others = alive[step.born, step.num_bytes]
             if step.kind == ALLOC:
                 stream, moment, operation, category, dtype = step.born
                 number = len(storages)

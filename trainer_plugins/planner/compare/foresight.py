@@ -1,20 +1,20 @@
-"""Predict a run from a few of its layers where that is proven to be the same, else in full.
+"""Predict a run from a few of its layers if that is proven to be the same, else in full.
 
 Imports torch.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 
 
 class Foresight:
-    """Predictions of runs of one model, one after the other.
+    """Predicts runs of one model, one after the other.
 
     Args:
         watch: rehearses a run.
@@ -22,7 +22,9 @@ class Foresight:
     """
 
     def __init__(
-        self, watch: Callable[[PlanRequest], Any], judge: Callable[[PlanRequest, Any], MemoryPlan]
+        self,
+        watch: Callable[[PlanRequest], Watched],
+        judge: Callable[[PlanRequest, Watched], MemoryPlan],
     ) -> None:
         self._watch = watch
         self._judge = judge
@@ -30,16 +32,17 @@ class Foresight:
         self._unproven: set[tuple[str, str | None]] = set()
 
     def __call__(self, request: PlanRequest) -> tuple[MemoryPlan, bool]:
-        """Predict, and say whether every layer was run.
+        """Predict a run, and return also whether all of its layers were run.
 
         Raises:
-            PlanError: as a prediction in full does.
+            PlanError: a prediction in full would raise the same.
         """
         watched = self._from_few_layers(request)
-        in_full = watched is None
-        return self._judge(request, self._watch(request) if in_full else watched), in_full
+        if watched is None:
+            return self._judge(request, self._watch(request)), True
+        return self._judge(request, watched), False
 
-    def _from_few_layers(self, request: PlanRequest) -> Any:
+    def _from_few_layers(self, request: PlanRequest) -> Watched | None:
         source = request.source
         assert isinstance(source, ConfigSource)
         model = repr(source.config)
@@ -54,23 +57,26 @@ class Foresight:
                 for count in repetition.counts
             ]
         except PlanError:
-            return None  # the run in full says what is wrong, of the model that was asked about
+            return None  # the run in full raises it for the model that was asked about
         num_more = repetition.num_more
         trace = longer([each.trace for each in seen], num_more)
-        sizes = {
-            name: _grown([getattr(each, name) for each in seen], num_more)
-            for name in ("num_parameters", "num_trainable_parameters")
-        }
-        is_pinned = any(
-            each.host_pinned_bytes_per_node for each in seen
-        )  # in powers of two, which do not add up
-        if trace is None or None in sizes.values() or is_pinned:
-            self._unproven.add(way)  # buckets that span layers do so with every batch
+        num_parameters = _grown([each.num_parameters for each in seen], num_more)
+        num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
+        # pinned memory is in powers of two, which do not add up
+        is_pinned = any(each.host_pinned_bytes_per_node for each in seen)
+        if trace is None or num_parameters is None or num_trainable is None or is_pinned:
+            # with another batch it would be the same, as with buckets that span layers
+            self._unproven.add(way)
             return None
-        return replace(seen[0], trace=trace, **sizes)
+        return replace(
+            seen[0],
+            trace=trace,
+            num_parameters=num_parameters,
+            num_trainable_parameters=num_trainable,
+        )
 
 
 def _grown(numbers: list[int], num_more: int) -> int | None:
-    """The next but so many of a row of three; None where they do not grow evenly."""
+    """Continue three numbers by `num_more` steps from the first; None if they grow unevenly."""
     first, second, third = numbers
     return first + num_more * (second - first) if third - second == second - first else None

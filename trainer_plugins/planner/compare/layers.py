@@ -1,55 +1,58 @@
-"""Which layers of a model are alike, and its config with fewer of them. Imports torch."""
+"""Find which layers of a model are alike, and make its config with fewer. Imports torch."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.planner.rehearse.build import model_of
+from trainer_plugins.planner.rehearse.model import model_of
 from trainer_plugins.planner.request import ConfigSource
+
+_Look: TypeAlias = list[object]
+"""What makes two layers alike: modules, sizes and plain attributes."""
 
 _COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     *("num_decoder_layers", "encoder_layers", "decoder_layers"),
 )
 _FIRST = 3
-"""Layers before those that are counted on: the first has no layer before it, and the second follows such a one."""
+"""The first layer that may repeat: the first has none before it, and the second follows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """How the layers of a model repeat."""
+    """Describes how the layers of a model repeat."""
 
     num_layers: int
     period: int
-    """A layer is as the one so many before it."""
+    """The distance in layers from a layer to the next that is like it."""
 
     @property
     def first(self) -> int:
-        """The least number of layers from which whole periods lead to all of them."""
+        """Return the least number of layers to which adding whole periods gives all of them."""
         least = _FIRST + self.period - 1
         return least + (self.num_layers - least) % self.period
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Layers of the three runs from which the whole is told."""
+        """Return the numbers of layers of the three runs from which the whole is extrapolated."""
         return (self.first, self.first + self.period, self.first + 2 * self.period)
 
     @property
     def num_more(self) -> int:
-        """Periods that the first of them lacks."""
+        """Return how many periods the first of these runs lacks."""
         return (self.num_layers - self.first) // self.period
 
 
 def repetition_of(source: ConfigSource) -> Repetition | None:
-    """Build the whole model, without bytes, and compare its layers; None where they do not repeat, or are few.
+    """Build the whole model without bytes, and compare its layers.
 
-    Layers are alike that have the same modules, sizes, and plain attributes, but for those that
-    number them.
+    Layers are alike if they have the same modules, sizes, and plain attributes, except for those
+    that number them. Returns None if they do not repeat, or if they are few.
     """
-    counts = {source.config[name] for name in _COUNTS if isinstance(source.config.get(name), int)}
+    counts = {*_counts(source).values()}
     if len(counts) != 1:
         return None
     (num_layers,) = counts
@@ -73,10 +76,11 @@ def repetition_of(source: ConfigSource) -> Repetition | None:
 
 
 def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
-    """The same model with fewer layers; lists with an entry for each layer are cut."""
-    counts = {
-        name: source.config[name] for name in _COUNTS if isinstance(source.config.get(name), int)
-    }
+    """Make the config of the same model with fewer layers.
+
+    Lists with an entry for each layer are cut.
+    """
+    counts = _counts(source)
     before = max(counts.values())
     lists = {
         name: value[:num_layers]
@@ -86,12 +90,18 @@ def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
     return replace(source, config={**source.config, **dict.fromkeys(counts, num_layers), **lists})
 
 
-def _repeats(stack: list[Any], period: int) -> bool:
-    """From the second layer on: the first may have what all others use."""
+def _counts(source: ConfigSource) -> dict[str, int]:
+    """Return the keys of a config that count layers, with their values."""
+    found = {name: source.config.get(name) for name in _COUNTS}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def _repeats(stack: list[_Look], period: int) -> bool:
+    """Compare from the second layer on: the first may hold what all others use."""
     return all(stack[index] == stack[index - period] for index in range(1 + period, len(stack)))
 
 
-def _look(layer: torch.nn.Module) -> Any:
+def _look(layer: torch.nn.Module) -> _Look:
     return [
         (
             name,

@@ -1,8 +1,8 @@
-"""The largest micro-batch that fits, for every way to run that is asked about; the effective batch stays what it is.
+"""Find the largest micro-batch that fits for each way to run; the effective batch stays the same.
 
 A micro-batch is a divisor of the rows that one card has between two optimizer steps, so that
-accumulation makes up for it exactly. What is tried is predicted from few layers (`extrapolate`)
-where that is proven, the best way in full.
+accumulation makes up for it exactly. Candidates are predicted from few layers (`extrapolate`) if
+that is proven to be the same, and the best one in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from trainer_plugins.planner.request import ConfigSource, PlanRequest
 
 _CARDS_OF_A_MACHINE = 8
 
-# Shipped launch files, the plainest first; without a file it is what the flags alone ask for.
+# Shipped launch files, the plainest first; False: no file is needed, the flags alone do it.
 _ON_ONE_CARD = (("single_device", False), ("one_gpu_7b_offload", True))
 _ON_MANY = (
     ("ddp", False),
@@ -28,43 +28,44 @@ _ON_MANY = (
     ("zero3_offload_all", True),
 )
 AS_GIVEN = "as given"
-"""The strategy of a run that brings its own."""
+"""The name for the strategy of a run that brings its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """A search from one run on."""
+    """Describes a search that starts from one run."""
 
     run: PlanRequest
-    """Its rows and accumulation say what the effective batch is."""
+    """The run; its rows and accumulation give the effective batch."""
 
     lengths: tuple[int, ...]
+    """The lengths to try, in tokens."""
 
     @property
     def num_ways(self) -> int:
-        """The most ways to run that are looked at."""
+        """Return how many ways to run are tried at most."""
         return 2 * len(self.lengths) * len(_ON_ONE_CARD if self.run.num_gpus <= 1 else _ON_MANY)
 
     @property
     def device(self) -> str:
-        """The kind of device predicted for."""
+        """Return the type of device that is planned for."""
         return self.run.device
 
     @property
     def card(self) -> Card | None:
-        """The card that has to be enough."""
+        """Return the card on which the run has to fit."""
         return self.run.card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLine:
-    """One way to run, with the largest micro-batch that fits; where none does, with the smallest.
+    """Holds one way to run with the largest micro-batch that fits, or with the smallest of all.
 
     Sizes in bytes.
     """
 
     strategy: str
-    """A launch file that comes with the package, or `AS_GIVEN`."""
+    """The name of a shipped launch file, or `AS_GIVEN`."""
 
     gradient_checkpointing: bool
     sequence_length: int
@@ -79,16 +80,16 @@ class SearchLine:
     margin_bytes: int
     host_ram_bytes_per_node: int
     in_full: bool
-    """Whether every layer was run for these figures; else they are from few layers, by repetition."""
+    """Whether all layers were run for these figures; else they are extrapolated from few layers."""
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of one forward pass on one card."""
+        """Return the tokens of one forward pass on one card."""
         return self.micro_batch * self.sequence_length
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The TrainingArguments that make it."""
+    def arguments(self) -> dict[str, object]:
+        """Return the TrainingArguments that select this way to run."""
         return {
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation_steps,
@@ -97,12 +98,12 @@ class SearchLine:
 
     @property
     def flags(self) -> str:
-        """The same as flags."""
+        """Return the same arguments as flags."""
         return " ".join(f"--{name} {value}" for name, value in self.arguments.items())
 
     @property
     def hydra_overrides(self) -> str:
-        """The same for a Hydra app that has its TrainingArguments at `trainer.args`."""
+        """Return the same for a Hydra app that has its TrainingArguments at `trainer.args`."""
         return " ".join(
             f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
         )
@@ -110,27 +111,30 @@ class SearchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search found."""
+    """Holds the result of a search."""
 
     lines: tuple[SearchLine, ...]
-    """Each way to run that can be predicted, in the order they were asked for."""
+    """Each way to run that can be predicted, in the order in which they were tried."""
 
     best: SearchLine | None
-    """The most tokens in one forward pass; of equals without checkpointing, the plainest strategy, the longest rows."""
+    """The line that fits and has the most tokens in one forward pass; None if nothing fits.
+
+    Of equals: without checkpointing, then the plainest strategy, then the longest rows.
+    """
 
     best_plan: MemoryPlan | None
     refused: tuple[tuple[str, str], ...]
-    """Strategies that nothing can be said about, each with the reason."""
+    """Strategies that cannot be predicted, each with the reason."""
 
     effective_batch: int
-    """Rows between two optimizer steps on all cards, which no line changes."""
+    """Rows between two optimizer steps on all cards, the same in each line."""
 
     num_gpus: int
     gpu: str
     capacity_bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON knows it, with what is to be copied from the best line."""
+    def to_dict(self) -> dict[str, object]:
+        """Return the result for JSON, with flags and overrides to copy for the best line."""
         found = asdict(self)
         if self.best is not None:
             copies = {"flags": self.best.flags, "hydra_overrides": self.best.hydra_overrides}
@@ -161,7 +165,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to run, whose micro-batch is looked for."""
+    """Describes one way to run; its micro-batch is searched."""
 
     strategy: str
     launch_file: str | None
@@ -176,31 +180,30 @@ class _Way:
             "gradient_accumulation_steps": rows // micro_batch,
             "gradient_checkpointing": self.gradient_checkpointing,
         }
-        flags = [
-            text for name, value in changed.items() for text in (f"--{name}", str(value))
-        ]  # the last one counts
+        # of a flag given twice, the last one counts
+        flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]
         arguments = (*run.source.arguments, *flags)
         source = replace(run.source, arguments=arguments, sequence_length=self.sequence_length)
         return replace(run, source=source, launch_file=self.launch_file)
 
 
 Foresee = Callable[[PlanRequest], tuple[MemoryPlan, bool]]
-"""Predict a run, fast where that is proven, and say whether it was in full."""
+"""Predicts a run, fast if that is proven, and returns also whether all layers were run."""
 
 
 def search(
     asked: SearchRequest, args: Any, foresee: Foresee, predict: Callable[[PlanRequest], MemoryPlan]
 ) -> SearchResult:
-    """Look for the largest micro-batch of each way to run. Only for the subprocess of a prediction.
+    """Find the largest micro-batch of each way to run. Only for the subprocess of a prediction.
 
     Args:
         asked: what to search.
         args: the TrainingArguments of its run.
-        foresee: predicts what is tried.
-        predict: predicts the best in full.
+        foresee: predicts the candidates.
+        predict: predicts the best one in full.
 
     Raises:
-        PlanError: there is no card to fit on, or the run cannot be searched.
+        PlanError: no card was named, or no way to run can be predicted.
     """
     run, card = asked.run, asked.card
     if card is None:
@@ -208,7 +211,8 @@ def search(
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if rows < 1 or min(asked.lengths, default=0) < 1:
         raise PlanError(
-            f"a batch needs rows and tokens, got {rows} rows of {min(asked.lengths, default=0)} tokens"
+            f"a batch needs rows and tokens, got {rows} rows of "
+            f"{min(asked.lengths, default=0)} tokens"
         )
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     found: dict[_Way, SearchLine] = {}
@@ -223,9 +227,8 @@ def search(
                 except PlanError as error:
                     refused[strategy, str(error)] = error
                     break
-                candidates = [
-                    size for size in candidates if size <= line.micro_batch
-                ]  # longer rows take more
+                # longer rows need more memory
+                candidates = [size for size in candidates if size <= line.micro_batch]
     if not found:
         raise next(iter(refused.values()))
     best = _best(found, run, sizes, rows, foresee, predict)
@@ -260,7 +263,7 @@ def _strategies(run: PlanRequest, args: Any) -> list[tuple[str, str | None]]:
 def _largest(
     way: _Way, run: PlanRequest, sizes: Sequence[int], rows: int, foresee: Foresee
 ) -> SearchLine:
-    """Bisect: a larger micro-batch takes more. The smallest where none fits."""
+    """Bisect, because a larger micro-batch needs more memory. If none fits, return the smallest."""
     first = _line(way, sizes[0], rows, *foresee(way.request(run, sizes[0], rows)))
     if not first.fits:
         return first
@@ -285,7 +288,7 @@ def _best(
 ) -> tuple[SearchLine, MemoryPlan] | None:
     """Predict the best line in full.
 
-    Should it not fit then, it goes down to what does, and another may be the best.
+    If it does not fit then, its micro-batch is reduced until it does, and another line may be best.
     """
     order = sorted(found, key=lambda way: -way.sequence_length)
     plainest = [*dict.fromkeys(way.strategy for way in found)]

@@ -1,1 +1,1 @@
-"""A card that is not there: what torch would find, choose and compute on it."""
+"""Simulate a card that is not there: what torch would find, choose and compute on it."""

@@ -1,10 +1,13 @@
-"""Which kernel attention takes on a card.
+"""Choose the attention kernel that a card would take. Imports torch.
 
-Without a card torch always takes the one that stores all scores.
+Without a card, torch always takes the kernel that stores all scores.
+
+A tensor that is replaced here must not be kept by another name: it would be counted as allocated
+while the kernel runs.
 """
 
 import math
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.nn import functional
@@ -15,119 +18,150 @@ _FLASH_MAX_HEAD = 256
 _AMPERE = (8, 0)
 _MASK_ALIGNMENT = 16
 
+_Mask: TypeAlias = torch.Tensor | None
+
 
 def cuda_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
     capability: tuple[int, int],
-) -> Any:
-    """`scaled_dot_product_attention` as CUDA chooses, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+) -> torch.Tensor:
+    """Compute `scaled_dot_product_attention` by the kernel that CUDA chooses.
 
-    In half precision without a mask flash, which knows groups of heads; with a mask, or in float32,
-    the memory-efficient kernel, which does not; what neither takes is computed with all scores in
-    memory. cuDNN's kernel, which some builds prefer on compute capability 9 and 10, keeps what
-    flash keeps.
+    In half precision without a mask, that is flash, which can share keys among groups of heads.
+    With a mask or in float32 it is the memory-efficient kernel, which cannot. What neither takes is
+    computed with all scores in memory. On compute capability 9 and 10 some builds prefer cuDNN's
+    kernel, which keeps the same as flash.
 
-    Before compute capability 8.0 there is no flash, and no memory-efficient kernel for bfloat16.
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     if torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.dtype.is_floating_point:
-            attn_mask = attn_mask.to(dtype)
-    size = query.shape[-1]
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    has_flash = is_half and capability >= _AMPERE
-    has_efficient = query.dtype != torch.float64 and (
-        query.dtype != torch.bfloat16 or capability >= _AMPERE
-    )
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # transformers/attention.cpp, convert_boolean_attn_mask: once a layer, and kept for the
-        # backward.
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-            attn_mask.logical_not(), -math.inf
-        )
-    if has_flash and attn_mask is None and size <= _FLASH_MAX_HEAD and value.shape[-1] == size:
-        missing = (-size) % 8
+        query, key, value, attn_mask = _in_autocast("cuda", query, key, value, attn_mask)
+    attn_mask = _added(attn_mask, query.dtype)
+    size, missing = query.shape[-1], 0
+    # sdp_utils_cpp.h: without groups the flag means nothing
+    has_groups = enable_gqa and query.shape[1] != key.shape[1]
+    result: torch.Tensor
+    if _takes_flash(query, value, attn_mask, capability):
         given_scale = scale if scale is not None else size**-0.5
-        if missing:
+        if missing := -size % 8:
             query, key, value = (
                 functional.pad(tensor, (0, missing)) for tensor in (query, key, value)
             )
         result = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=given_scale
         )[0]
-        return result[..., :size] if missing else result
-    has_groups = (
-        enable_gqa and query.shape[1] != key.shape[1]
-    )  # sdp_utils_cpp.h: only then the flag means anything
-    if has_efficient and not has_groups and size % (8 if is_half else 4) == 0:
-        if attn_mask is not None:
-            attn_mask = _aligned(attn_mask)
-            attn_mask = attn_mask.expand(
-                query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-            )
-        needs_gradient = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (query, key, value)
-        )
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
+    elif _takes_efficient(query, capability) and not has_groups:
+        attn_mask = _aligned(attn_mask, (*query.shape[:3], key.shape[2]))
+        trains = _needs_gradient(query, key, value)
+        result = aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
         )[0]
-    if has_groups:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
-    )[0]
-
-
-def _aligned(mask: Any) -> Any:
-    """transformers/attention.cpp, pad_bias: the rows of a mask begin at multiples of 16 elements."""
-    length = mask.shape[-1]
-    missing = -length % _MASK_ALIGNMENT
-    return functional.pad(mask, (0, missing))[..., :length] if missing else mask
+    else:
+        if has_groups:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        result = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+    return result[..., :size] if missing else result
 
 
 def simgpu_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
-    """As the simulated card chooses: what the CPU would take (testing/simgpu/attention.h).
+) -> torch.Tensor:
+    """Compute attention as the simulated card does, by the CPU's choice of a kernel.
 
-    The CPU's flash kernel has no dropout, and takes no mask that needs a gradient; then all scores
-    are stored.
+    The CPU's flash kernel has no dropout, and takes no mask that needs a gradient. In these cases
+    all scores are stored (testing/simgpu/attention.h).
     """
     if torch.is_autocast_enabled("simgpu"):
-        dtype = torch.get_autocast_dtype("simgpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.dtype.is_floating_point:
-            attn_mask = attn_mask.to(dtype)
+        query, key, value, attn_mask = _in_autocast("simgpu", query, key, value, attn_mask)
     needs_scores = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
+    attn_mask = _added(attn_mask, query.dtype)
+    result: torch.Tensor
     if needs_scores:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                attn_mask.logical_not(), -math.inf
-            )
-        return aten._scaled_dot_product_attention_math(
+        result = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-            attn_mask.logical_not(), -math.inf
-        )
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
+    else:
+        result = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    return result
+
+
+def _takes_flash(
+    query: torch.Tensor, value: torch.Tensor, mask: _Mask, capability: tuple[int, int]
+) -> bool:
+    """Return whether flash takes this call; before compute capability 8.0 it does not exist."""
+    size = query.shape[-1]
+    return (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and capability >= _AMPERE
+        and mask is None
+        and size <= _FLASH_MAX_HEAD
+        and value.shape[-1] == size
+    )
+
+
+def _takes_efficient(query: torch.Tensor, capability: tuple[int, int]) -> bool:
+    """Return whether the memory-efficient kernel takes a query; bfloat16 needs capability 8.0."""
+    has_kernel = query.dtype != torch.float64 and (
+        query.dtype != torch.bfloat16 or capability >= _AMPERE
+    )
+    multiple = 8 if query.dtype in (torch.float16, torch.bfloat16) else 4
+    return has_kernel and query.shape[-1] % multiple == 0
+
+
+def _in_autocast(
+    device: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: _Mask
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Mask]:
+    """Cast the arguments as autocast does on this device; a bool mask stays as it is."""
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if mask is not None and mask.dtype.is_floating_point:
+        mask = mask.to(dtype)
+    return query, key, value, mask
+
+
+def _added(mask: _Mask, dtype: torch.dtype) -> _Mask:
+    """Turn a bool mask into numbers to add.
+
+    They are made once a layer, and kept for the backward: transformers/attention.cpp,
+    convert_boolean_attn_mask.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _aligned(mask: _Mask, shape: tuple[int, ...]) -> _Mask:
+    """Expand a mask to a shape; its rows begin at multiples of 16 elements.
+
+    transformers/attention.cpp, pad_bias.
+    """
+    if mask is None:
+        return None
+    length = mask.shape[-1]
+    missing = -length % _MASK_ALIGNMENT
+    padded = functional.pad(mask, (0, missing))[..., :length] if missing else mask
+    return padded.expand(*shape)
+
+
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

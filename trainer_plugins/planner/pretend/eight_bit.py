@@ -1,10 +1,10 @@
-"""The optimizers of bitsandbytes by the sizes of their states, without the package and its kernels.
+"""Allocate what the optimizers of bitsandbytes allocate, without the package and its kernels.
 
 Imports torch.
 
-bitsandbytes/optim/optimizer.py of 0.50.2 (Optimizer1State, Optimizer2State) and ademamix.py say
-what is allocated. The kernels that update a parameter are given its states and nothing else; they
-take nothing from the allocator.
+The sizes are from bitsandbytes 0.50.2, optim/optimizer.py (Optimizer1State, Optimizer2State) and
+optim/ademamix.py. The kernels that update a parameter get only its states, and take nothing from
+the allocator.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.planner.trainer import TrainerLike, optimizer_name
+
 _BLOCK = 256
-"""Elements that share a scale in 8 bits; and the values that 8 bits can mean."""
+"""Elements that share a scale in 8 bits; also the number of values that 8 bits can hold."""
 
 _FEWEST_IN_8_BITS = 4096  # min_8bit_size: a smaller parameter has its states in float32
 _FEWEST_PAGED = 100_000  # get_state_buffer: a smaller parameter is not paged
@@ -22,12 +24,12 @@ _FEWEST_PAGED = 100_000  # get_state_buffer: a smaller parameter is not paged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredStates:
-    """What an optimizer keeps for each parameter."""
+    """Describes what an optimizer keeps for each parameter."""
 
     bits: int
     is_paged: bool
     copies: tuple[int, ...]
-    """The states that share a scale and a map: AdEMAMix keeps two averages in one."""
+    """For each state, how many copies share a scale and a map: AdEMAMix has two averages in one."""
 
 
 def _declared(name: str) -> DeclaredStates:
@@ -44,17 +46,23 @@ OPTIMIZERS = {
         *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
     )
 }
-"""Those that TrainingArguments can name: transformers/trainer_optimizer.py, _get_bitsandbytes_optimizer."""
+"""The optimizers of bitsandbytes that TrainingArguments can name, and what each keeps.
+
+transformers/trainer_optimizer.py, _get_bitsandbytes_optimizer.
+"""
 
 PAGED = (
-    "states of a paged optimizer lie in CUDA's managed memory: they are counted in main memory and not on the card, "
-    "where they take what is free, and torch's allocator does not see them"
+    "states of a paged optimizer are in CUDA's managed memory, which torch's allocator does not "
+    "see: they are counted in main memory; on the card they take what is free"
 )
 
 
-def stand_in(trainer: Any) -> DeclaredStates | None:
-    """Let the Trainer make an optimizer with these states where its arguments name one of bitsandbytes."""
-    declared = OPTIMIZERS.get(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+def stand_in(trainer: TrainerLike) -> DeclaredStates | None:
+    """Replace an optimizer of bitsandbytes in the Trainer's arguments by one with the same states.
+
+    Returns what the optimizer keeps; None if the arguments name none of bitsandbytes.
+    """
+    declared = OPTIMIZERS.get(optimizer_name(trainer.args))
     if (
         declared is None
         or trainer.optimizer is not None
@@ -72,13 +80,13 @@ def stand_in(trainer: Any) -> DeclaredStates | None:
 
 
 class _StandIn(torch.optim.Optimizer):
-    """Allocates, and updates nothing.
+    """Allocates the states of an optimizer of bitsandbytes, and updates nothing.
 
     Args:
-        params: as any optimizer takes them.
-        lr: for the scheduler.
-        declared: what is kept.
-        embeddings: whose weights have 32 bits, as transformers tells bitsandbytes
+        params: the parameters, as any optimizer takes them.
+        lr: the learning rate, which the scheduler needs.
+        declared: what the optimizer keeps.
+        embeddings: modules whose weights get states of 32 bits, as transformers tells bitsandbytes
             (Trainer.create_optimizer).
     """
 
@@ -96,7 +104,7 @@ class _StandIn(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make the states of each parameter that has a gradient, once."""
+        """Make the states of each parameter that has a gradient, in its first step."""
         loss = closure() if closure is not None else None
         in_32_bits = {id(embedding.weight) for embedding in self._embeddings}
         for parameter in (each for group in self.param_groups for each in group["params"]):
@@ -115,15 +123,13 @@ class _StandIn(torch.optim.Optimizer):
         is_paged = self._declared.is_paged and parameter.numel() >= _FEWEST_PAGED
         for number, copies in enumerate(self._declared.copies, start=1):
             shape = (copies, *parameter.shape) if copies > 1 else parameter.shape
-            device = (
-                torch.device("cpu") if is_paged else parameter.device
-            )  # torch sees managed memory as the host's
+            # to torch, managed memory belongs to the host
+            device = torch.device("cpu") if is_paged else parameter.device
             self.state[parameter][f"state{number}"] = torch.zeros(shape, dtype=dtype, device=device)
 
     def _begin_in_8_bits(self, parameter: torch.Tensor) -> None:
-        while len(self._maps) < len(
-            self._declared.copies
-        ):  # of the whole optimizer: signed, and not
+        # one signed and one unsigned map for the whole optimizer
+        while len(self._maps) < len(self._declared.copies):
             self._maps.append(torch.empty(_BLOCK, device=parameter.device))
         self._begin(parameter, torch.uint8)
         blocks = -(-parameter.numel() // _BLOCK)
@@ -133,9 +139,9 @@ class _StandIn(torch.optim.Optimizer):
             self.state[parameter][f"qmap{number}"] = self._maps[number - 1]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """To the device of the parameter, paged or not, each in its dtype, as bitsandbytes does."""
+        """Move each state to the device of its parameter, paged or not, as bitsandbytes does."""
         parameters = [each for group in self.param_groups for each in group["params"]]
-        self._maps.clear()  # a process that resumes has made none
+        self._maps.clear()  # a process that resumes has no maps yet
         for number, states in state_dict["state"].items():
             device = parameters[number].device
             self.state[parameters[number]] = {

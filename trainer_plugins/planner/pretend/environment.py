@@ -1,9 +1,7 @@
-"""The world of a prediction: tensors without bytes that behave as on the card.
+"""Let tensors without bytes behave as on the card. Imports torch and transformers.
 
-Each trap on the way has its function.
-
-Without these a run on fake tensors ends well and gives wrong numbers. `in_world` puts all in place
-and takes all back.
+Without these patches, a run on fake tensors ends well and gives wrong numbers. Each patch has a
+function that says why it is needed. `in_world` installs all of them, and removes them afterwards.
 """
 
 import contextlib
@@ -25,35 +23,35 @@ from trainer_plugins.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What to pretend."""
+    """Describes the card and the batches that are simulated."""
 
     device: str
-    """`cuda`, or `simgpu` where that is this process's accelerator."""
+    """The type of device: `cuda`, or `simgpu` if that is this process's accelerator."""
 
     capability: tuple[int, int] = (9, 0)
-    """The compute capability, which decides what kernels need."""
+    """The compute capability of the card, which decides about kernels."""
 
     memory_bytes: int = 80 * GIB
-    """What a program is told that asks for the size of the card."""
+    """The memory of the card, as a program is told that asks for it."""
 
     has_padding: bool = False
-    """Whether batches have padding: then masks are real, and attention takes another kernel."""
+    """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
 
     is_packed: bool = False
-    """Whether several sequences share a row without padding, told apart by their positions: then too."""
+    """Whether rows hold several sequences, told apart by position ids. Masks are kept then too."""
 
 
 class _Patches:
-    """What was there before, put back in reverse order."""
+    """Replaces attributes, and restores them in reverse order."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: object, name: str, value: object) -> None:
         self._stack.enter_context(patch.object(owner, name, value, create=True))
 
-    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """`wrapper(original, *args, **kwargs)` in place of `original`; nothing where a version has no such function."""
+    def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
+        """Replace a function by `wrapper(original, *args, **kwargs)`, if this version has it."""
         original = getattr(owner, name, None)
         if original is not None:
             self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
@@ -64,7 +62,7 @@ class _Patches:
 
 @contextlib.contextmanager
 def in_world(world: World) -> Iterator[Tracker]:
-    """Live in it: every tensor made inside is fake, and the tracker sees every storage."""
+    """Make every tensor inside the block fake, and let the tracker see every storage."""
     on_cuda = world.device == "cuda"
     tracker = Tracker(
         world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding
@@ -93,10 +91,17 @@ def in_world(world: World) -> Iterator[Tracker]:
 
 
 def _modules_can_be_moved(patches: _Patches) -> None:
-    """Module.to replaces the parameters where they are fake, and an optimizer or an engine would keep the old ones."""
-    original: Any = torch.nn.Module._apply
+    """Let Module.to keep fake parameters, and change only their data.
 
-    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    torch replaces them by new ones, and an optimizer or an engine would keep the old ones.
+    """
+    original: Callable[..., torch.nn.Module] = torch.nn.Module._apply
+
+    def apply(
+        self: torch.nn.Module,
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
+    ) -> torch.nn.Module:
         if not any(
             isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())
         ):
@@ -123,10 +128,10 @@ def _modules_can_be_moved(patches: _Patches) -> None:
 
 
 def _data_can_be_set(patches: _Patches) -> None:
-    """`tensor.data = other` takes the device along, which a fake tensor notes for itself."""
+    """Let `tensor.data = other` change the device too, which a fake tensor keeps for itself."""
     data: Any = torch.Tensor.data
 
-    def set_data(tensor: Any, other: Any) -> None:
+    def set_data(tensor: FakeTensor, other: torch.Tensor) -> None:
         data.__set__(tensor, other)
         if isinstance(other, FakeTensor):
             tensor.fake_device = other.fake_device
@@ -135,17 +140,20 @@ def _data_can_be_set(patches: _Patches) -> None:
 
 
 def _copies_are_of_this_world(patches: _Patches) -> None:
-    """`copy.deepcopy` of a fake tensor copies the mode it is of, and with it weak references to storages.
+    """Let `copy.deepcopy` of a fake tensor keep its mode.
 
-    A copied one (torch/multiprocessing/reductions.py, StorageWeakRef) gives back a count that it
-    never took: memory that belongs to somebody else by then is written to, and the process ends
-    somewhere else.
+    A copied mode has copies of weak references to storages. Such a copy
+    (torch/multiprocessing/reductions.py, StorageWeakRef) releases a count that it never took. It
+    then writes to memory that was reused, and the process crashes somewhere else.
     """
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
 
 def _optimizers_take_lists(patches: _Patches) -> None:
-    """Optimizers choose foreach, which needs a temporary as large as the model, by the exact type of a parameter."""
+    """Let optimizers choose foreach for fake tensors too.
+
+    They choose it by the exact type of a parameter. Its temporaries are as large as the model.
+    """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)
         if hasattr(module, "_foreach_supported_types"):
@@ -155,14 +163,17 @@ def _optimizers_take_lists(patches: _Patches) -> None:
 
 
 def _attention_as_on_the_card(patches: _Patches, world: World) -> None:
-    chosen: Any = attention.simgpu_attention
+    chosen: Callable[..., torch.Tensor] = attention.simgpu_attention
     if world.device == "cuda":
         chosen = functools.partial(attention.cuda_attention, capability=world.capability)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", chosen)
 
 
 def _no_tracing_path(patches: _Patches) -> None:
-    """Fake tensors are to transformers a graph that is being traced: it makes every mask, and leaves flash."""
+    """Let transformers take fake tensors for real ones.
+
+    It believes that a graph is being traced otherwise: it then makes every mask, and avoids flash.
+    """
     import transformers.utils.import_utils as module
 
     if hasattr(module, "is_fake_tensor"):
@@ -170,18 +181,19 @@ def _no_tracing_path(patches: _Patches) -> None:
 
 
 def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
-    """Whether a mask is all ones decides whether there is a mask: a question to values, which are not there.
+    """Answer questions about masks without values.
 
-    The tracker answers `mask.all()`; this is the other way to ask, of transformers 5. And whether
-    the positions of a row begin anew in its middle, which is asked by `all` too.
+    transformers drops a mask that is all ones. The tracker answers `mask.all()`; `fast_all` is the
+    other way to ask, of transformers 5. Whether the positions of a row begin anew in its middle is
+    asked by `all` too.
     """
     import transformers.masking_utils as module
 
-    def fast_all(original: Any, tensor: Any) -> bool:
+    def fast_all(original: Callable[..., object], tensor: torch.Tensor) -> bool:
         original(tensor)
         return not world.has_padding
 
-    def find_packed(original: Any, positions: Any) -> Any:
+    def find_packed(original: Callable[..., object], positions: torch.Tensor) -> object:
         tracker.checks_hold = not world.is_packed
         try:
             return original(positions)
@@ -193,9 +205,11 @@ def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
 
 
 def _resized_storages_are_seen(patches: _Patches, tracker: Tracker) -> None:
-    """FSDP frees and takes memory by `resize_`, which is no operation and so is not dispatched."""
+    """Tell the tracker of `resize_`, by which FSDP takes and frees memory: it is not dispatched."""
 
-    def resize_(original: Any, storage: Any, num_bytes: int) -> Any:
+    def resize_(
+        original: Callable[..., object], storage: torch.UntypedStorage, num_bytes: int
+    ) -> object:
         result = original(storage, num_bytes)
         tracker.resized(storage)
         return result
@@ -204,13 +218,13 @@ def _resized_storages_are_seen(patches: _Patches, tracker: Tracker) -> None:
 
 
 def _shapes_of_dtensor_are_not(patches: _Patches, tracker: Tracker) -> None:
-    """DTensor works out shapes with fake tensors of its own, of the whole size, that no card ever holds."""
+    """Do not count the fake tensors of whole size with which DTensor infers shapes."""
     try:
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
     except ImportError:
         return
 
-    def paused(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def paused(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         tracker.paused = True
         try:
             return original(*args, **kwargs)
@@ -221,10 +235,12 @@ def _shapes_of_dtensor_are_not(patches: _Patches, tracker: Tracker) -> None:
 
 
 def _kv_cache_is_known(patches: _Patches, tracker: Tracker) -> None:
-    """What a cache returns is what it keeps."""
+    """Tag what a KV cache returns: that is what it keeps."""
     from transformers import cache_utils
 
-    def update(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        original: Callable[..., tuple[torch.Tensor, ...]], *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, ...]:
         kept = original(*args, **kwargs)
         tracker.tag(kept, "KV cache")
         return kept
@@ -233,7 +249,7 @@ def _kv_cache_is_known(patches: _Patches, tracker: Tracker) -> None:
 
 
 def _predictions_become_arrays(patches: _Patches) -> None:
-    """Evaluation turns predictions into numpy arrays; here into arrays of their shape without bytes of their own."""
+    """Let evaluation turn predictions into numpy arrays of their shape that share one element."""
     import numpy
     from transformers import trainer, trainer_pt_utils
 
@@ -254,7 +270,7 @@ def _predictions_become_arrays(patches: _Patches) -> None:
 
 
 def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
-    """What programs ask torch.cuda before and between steps."""
+    """Answer what programs ask torch.cuda before and between steps."""
 
     class Properties:
         name = "a card that is not there"
@@ -264,7 +280,7 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
         gcnArchName = ""  # noqa: N815 - torch's name
         uuid = "00000000-0000-0000-0000-000000000000"
 
-    answers: dict[str, Any] = {
+    answers: dict[str, object] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -299,5 +315,5 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
     for name, answer in answers.items():
         patches.set(torch.cuda, name, answer)
     patches.set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    # FakeTensorMode would begin CUDA to learn the number of the current device.
+    # FakeTensorMode would initialise CUDA to learn the number of the current device.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))

@@ -1,19 +1,19 @@
-"""Let tensors on a CUDA device that is not there have gradients, in this process and for good.
+"""Let fake tensors on a CUDA device have gradients without a card, in this process and for good.
 
 Imports torch.
 
-Stock torch cannot: a build without CUDA ends the process at the first backward, and a build with
-CUDA and no card refuses it, because autograd asks the device's guard and CUDA's hooks.
-`fake_cuda.cpp` answers both in sixty lines; it is compiled once for each torch, in two seconds.
-Where there is no compiler, `_by_hand` plants the same answers from Python by the order of virtual
-functions, which the headers of a torch fix and nothing promises.
+Stock torch cannot do that: autograd asks the device's guard and CUDA's hooks. A build without CUDA
+ends the process at the first backward, and a build with CUDA and no card refuses it.
+`fake_cuda.cpp` answers both in sixty lines. It is compiled once for each torch, in two seconds.
+Without a compiler, `_by_hand` installs the same answers from Python, by the order of virtual
+functions. The headers of a torch fix that order, but nothing promises it.
 
-Before the first backward of the process: autograd counts its devices once. Whoever calls this is a
-subprocess.
+Call this in a subprocess, before its first backward: autograd counts its devices once.
 """
 
 import ctypes
 import platform
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,16 @@ _TIMEOUT_SECONDS = 120
 
 
 class NoFakeCuda(RuntimeError):  # noqa: N818 - says a state
-    """Neither way works with this torch."""
+    """Says that no fake CUDA device works with this torch."""
 
 
 def install() -> str:
-    """Install it, and prove it by a backward pass. Returns how: `compiled` or `by hand`.
+    """Install the fake device, and prove it by a backward pass.
+
+    Returns how it was installed: `compiled` or `by hand`.
 
     Raises:
-        NoFakeCuda: neither way works here.
+        NoFakeCuda: neither way works with this torch, or there is no compiler.
     """
     refusals = []
     for name, way in (("compiled", _compiled), ("by hand", _by_hand)):
@@ -63,6 +65,12 @@ def install() -> str:
         )
     _prove()
     return name
+
+
+@cache
+def install_once() -> str:
+    """Install the fake device if this process has none yet; see `install`."""
+    return install()
 
 
 def _prove() -> None:
@@ -102,14 +110,14 @@ def _by_hand() -> None:
         raise RuntimeError("needs torch 2.10, or a C++ compiler")
     root = Path(torch.__file__).parent / "lib"
     c10, torch_cpu = (ctypes.CDLL(str(root / name)) for name in ("libc10.so", "libtorch_cpu.so"))
-    # Two C functions that ignore their arguments: one returns 0, and one 1.
+    # Two C functions that ignore their arguments: one returns 0, the other 1.
     zero = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     one = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
     guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-    core._ensureCUDADeviceGuardSet()  # a build with CUDA and no card: torch takes its own guard out
+    core._ensureCUDADeviceGuardSet()  # with CUDA and no card, torch removes its own guard
     if not guards[_CUDA]:
-        # torch replaces a guard that counts no devices with one that does nothing, and replaces
-        # only what is there.
+        # torch replaces a guard that counts no devices by one that does nothing, but only if there
+        # is a guard.
         functions = (ctypes.c_void_p * _MANY)(*[zero] * _MANY)
         guard = (ctypes.c_void_p * 8)(ctypes.addressof(functions))
         _leak(functions, guard)
@@ -133,7 +141,7 @@ def _by_hand() -> None:
         raise RuntimeError("torch's hooks are laid out otherwise")
 
 
-def _leak(*objects: Any) -> None:
-    """Static objects of C++ die after the interpreter and look here once more."""
+def _leak(*objects: object) -> None:
+    """Keep objects for good: static objects of C++ use them after the interpreter has ended."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -1,27 +1,26 @@
-"""Streams of a card that is not there: in whose pool memory is taken. Imports torch.
+"""Simulate the streams of a card, which decide from whose pool memory is taken. Imports torch.
 
-A block that is freed goes back to the pool of the stream it was taken on, and can be had there at
-once. That is what CUDA's allocator does as long as nobody calls `record_stream`, and neither FSDP2
-nor DDP does: they order streams by events, and hold what another stream still reads. When such an
-event comes, which a real card decides, is the order of the program here.
+A freed block goes back to the pool of its stream, and can be reused there at once. CUDA's allocator
+does that unless `record_stream` is called. Neither FSDP2 nor DDP call it: they order streams by
+events, and hold tensors that another stream still reads. On a real card the card decides when such
+an event comes; here it comes in the order of the program.
 """
 
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from trainer_plugins.planner.tracing.trace import Tracker
 
 
 class _Event:
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def record(self, *_: Any) -> "_Event":
+    def record(self, *_: object) -> "_Event":
         return self
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, *_: object) -> None:
         pass
 
     def query(self) -> bool:
@@ -31,20 +30,20 @@ class _Event:
         pass
 
 
-def answers(tracker: Tracker) -> dict[str, Any]:
-    """What `torch.cuda` is asked about streams, by name."""
+def answers(tracker: Tracker) -> dict[str, object]:
+    """Return what stands in for the names of `torch.cuda` that are about streams."""
     numbers = itertools.count(1)
 
     class Stream:
-        def __init__(self, *_: Any, **__: Any) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             self.number = next(numbers)
 
-        def wait_stream(self, _: Any) -> None:
+        def wait_stream(self, _: object) -> None:
             pass
 
         wait_event = wait_stream
 
-        def record_event(self, event: Any = None) -> Any:
+        def record_event(self, event: object = None) -> object:
             return event if event is not None else _Event()
 
         def synchronize(self) -> None:
@@ -62,13 +61,13 @@ def answers(tracker: Tracker) -> dict[str, Any]:
         def __hash__(self) -> int:
             return hash(self.number)
 
-    def current(*_: Any) -> Stream:
+    def current(*_: object) -> Stream:
         stream = Stream.__new__(Stream)
         stream.number = tracker.stream
         return stream
 
     @contextlib.contextmanager
-    def use(stream: Any) -> Iterator[None]:
+    def use(stream: Stream | None) -> Iterator[None]:
         before = tracker.stream
         tracker.stream = stream.number if stream is not None else before
         try:

@@ -1,1 +1,1 @@
-"""The Trainer of a request is built, or received from the caller's process, and run on tensors without bytes."""
+"""Build the Trainer of a request, or receive the user's, and run it on tensors without bytes."""

@@ -1,8 +1,8 @@
-"""Send classes and functions by what they are made of, where another process cannot import them by their names.
+"""Pickle classes and functions by their content if another process cannot import them by name.
 
-That is all that a script, a notebook or standard input defines (`__main__`), and what is defined
-inside of a function. Nothing of a script is run twice for that, so it needs no `if __name__ ==
-"__main__":`. The other process has the same Python and the same libraries.
+These are all that a script, a notebook or standard input defines (`__main__`), and what is defined
+inside a function. The script is not run again, so it needs no `if __name__ == "__main__":`. The
+other process must have the same Python and the same libraries.
 """
 
 import builtins
@@ -29,16 +29,16 @@ from types import (
 from typing import Any
 
 _HOME = "__mp_main__"
-"""The module that stands in the other process for all that cannot be imported; named as multiprocessing names it."""
+"""The module in the other process for all that cannot be imported, named as by multiprocessing."""
 
 _MADE_ANEW = frozenset(
     {"__dict__", "__weakref__", "__module__", "__qualname__", "__abstractmethods__", "_abc_impl"}
 )
-_HEAP_TYPE = 1 << 9  # Include/object.h, Py_TPFLAGS_HEAPTYPE: a class that Python has made
+_HEAP_TYPE = 1 << 9  # Include/object.h, Py_TPFLAGS_HEAPTYPE: a class made in Python
 _numbers: "weakref.WeakKeyDictionary[type, int]" = weakref.WeakKeyDictionary()
 _counted = itertools.count()
 _made: dict[int, type] = {}
-"""Of the classes sent, here, and of those received, there: what comes in several pickles is one class."""
+"""The received classes by number: a class that comes in several pickles is made once."""
 
 _MARKS = {
     id(getattr(dataclasses, name)): name
@@ -52,21 +52,21 @@ _MARKS = {
     )
     if hasattr(dataclasses, name)
 }
-"""What dataclasses knows by identity."""
+"""Markers that dataclasses compares by identity."""
 
 
 class ByValue:
-    """Reduces, in one pickle, what cannot be imported.
+    """Reduces the values of one pickle that cannot be imported.
 
     Args:
-        can_be_sent: whether a value can be pickled by a pickler that has this one.
-        names_sent: names of the script that this pickle has already, or is about to have.
-        names_refused: for each name that was looked at whether it cannot be sent.
+        can_be_sent: whether a pickler that uses this object can pickle a value.
+        names_sent: names of the script that the pickle already has, or is about to have.
+        names_refused: for each name that was tried, whether it cannot be sent.
     """
 
     def __init__(
         self,
-        can_be_sent: Callable[[Any, "ByValue"], bool],
+        can_be_sent: Callable[[object, "ByValue"], bool],
         names_sent: set[str] | None = None,
         names_refused: dict[str, bool] | None = None,
     ) -> None:
@@ -74,22 +74,23 @@ class ByValue:
         self._names_sent = names_sent if names_sent is not None else set()
         self._names_refused = names_refused if names_refused is not None else {}
         self.last_class = ""
-        """The last class that was sent so, which is named where something in it cannot be."""
+        """The last class that was sent by its content; errors name it."""
 
-    def reduce(self, value: Any) -> Any:
-        """What `pickle.Pickler.reducer_override` returns: NotImplemented where pickle knows a way.
+    def reduce(self, value: object) -> Any:
+        """Return what `pickle.Pickler.reducer_override` has to return.
+
+        That is NotImplemented if pickle itself can send the value.
 
         Raises:
-            pickle.PicklingError: it is of a module that the other process cannot have.
+            pickle.PicklingError: it belongs to a module that the other process cannot have.
         """
         if isinstance(value, type):
             is_by_name = not value.__flags__ & _HEAP_TYPE or _has_a_name(value)
             return NotImplemented if is_by_name else self._class(value)
         if isinstance(value, FunctionType):
             return NotImplemented if _has_a_name(value) else self._function(value)
-        if isinstance(
-            value, MethodType
-        ):  # by its name pickle would find the method of the class in a replaced one
+        # by its name, pickle would find the method of the class in place of one that replaced it
+        if isinstance(value, MethodType):
             return _method, (value.__func__, value.__self__)
         if isinstance(value, ModuleType) and _can_be_imported(value.__name__):
             return importlib.import_module, (value.__name__,)
@@ -101,25 +102,22 @@ class ByValue:
             return _cached_property, (value.func, value.attrname)
         if isinstance(value, MappingProxyType):
             return _mapping, (dict(value),)
-        if isinstance(
-            value, (KeysView, ValuesView)
-        ):  # of a dict, as in the choices of a field of TrainingArguments
+        # keys and values of a dict, as in the choices of a field of TrainingArguments
+        if isinstance(value, (KeysView, ValuesView)):
             return list, ([*value],)
         if id(value) in _MARKS:
             return getattr, (dataclasses, _MARKS[id(value)])
         return NotImplemented
 
-    def _class(self, kind: type) -> tuple[Any, ...]:
+    def _class(self, kind: type) -> tuple[object, ...]:
         self.last_class = kind.__qualname__
         home = _home_of(kind.__module__)
         number = _numbers.setdefault(kind, next(_counted))
         if isinstance(kind, enum.EnumMeta):
             values = [(name, member.value) for name, member in vars(kind)["_member_map_"].items()]
             return _make_enum, (number, kind.__bases__, kind.__name__, home, values)
-        descriptors = (
-            MemberDescriptorType,
-            GetSetDescriptorType,
-        )  # which a class with __slots__ makes for itself
+        # a class with __slots__ makes these for itself
+        descriptors = (MemberDescriptorType, GetSetDescriptorType)
         content = {
             name: value
             for name, value in vars(kind).items()
@@ -131,7 +129,7 @@ class ByValue:
         made = (number, type(kind), kind.__name__, kind.__bases__, {"__module__": home, **slots})
         return _make_class, made, (kind.__qualname__, content), None, None, _fill_class
 
-    def _function(self, function: FunctionType) -> tuple[Any, ...]:
+    def _function(self, function: FunctionType) -> tuple[object, ...]:
         home = _home_of(function.__globals__.get("__name__"))
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         told = {
@@ -146,10 +144,10 @@ class ByValue:
         made = (marshal.dumps(function.__code__), home, len(cells))
         return _make_function, made, (cells, told, names), None, None, _fill_function
 
-    def _names_of(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
-        """The names that it uses of its script.
+    def _names_of(self, function: FunctionType) -> Iterator[tuple[str, object]]:
+        """Yield the names of its script that a function uses, with their values.
 
-        One that cannot be sent is missing there, should it be asked for.
+        A name that cannot be sent is left out, and is missing in the other process.
         """
         for name in sorted(set(_names_in(function.__code__)) - self._names_sent):
             if name not in function.__globals__ or name == "__builtins__":
@@ -157,9 +155,8 @@ class ByValue:
             value = function.__globals__[name]
             self._names_sent.add(name)
             if name not in self._names_refused:
-                self._names_refused[name] = (
-                    False  # what refers to itself can be sent if the rest of it can
-                )
+                # what refers to itself can be sent if the rest of it can
+                self._names_refused[name] = False
                 beneath = ByValue(self._can_be_sent, {*self._names_sent}, self._names_refused)
                 self._names_refused[name] = not self._can_be_sent(value, beneath)
             if not self._names_refused[name]:
@@ -174,20 +171,23 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _has_a_name(value: Any) -> bool:
-    """Whether another process finds it by its name, and not another one or nothing."""
+    """Return whether another process finds this very value under its name."""
     if not _can_be_imported(value.__module__):
         return False
-    found: Any = sys.modules[value.__module__]
+    found: object = sys.modules[value.__module__]
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is value
 
 
-def _can_be_imported(module: Any) -> bool:
-    return module != "__main__" and getattr(sys.modules.get(module), "__spec__", None) is not None
+def _can_be_imported(module: str | None) -> bool:
+    return (
+        module != "__main__"
+        and getattr(sys.modules.get(module or ""), "__spec__", None) is not None
+    )
 
 
-def _home_of(module: Any) -> str:
+def _home_of(module: str | None) -> str:
     return str(module) if _can_be_imported(module) else _HOME
 
 
@@ -195,16 +195,15 @@ def _module(name: str) -> ModuleType:
     if name != _HOME:
         return importlib.import_module(name)
     found = sys.modules.get(name)
-    if (
-        found is None or found is sys.modules["__main__"]
-    ):  # which multiprocessing gives that name too
+    # multiprocessing gives that name to `__main__` too
+    if found is None or found is sys.modules["__main__"]:
         found = sys.modules[name] = ModuleType(name)
         vars(found)["__builtins__"] = builtins  # as in every module that is run
     return found
 
 
 def _make_class(
-    number: int, metaclass: type, name: str, bases: tuple[type, ...], first: dict[str, Any]
+    number: int, metaclass: type, name: str, bases: tuple[type, ...], first: dict[str, str]
 ) -> type:
     if number not in _made:
         _module(first["__module__"])  # code looks there for the names of its annotations
@@ -214,7 +213,7 @@ def _make_class(
     return _made[number]
 
 
-def _fill_class(kind: type, state: tuple[str, dict[str, Any]]) -> None:
+def _fill_class(kind: type, state: tuple[str, dict[str, object]]) -> None:
     kind.__qualname__, content = state
     for name, value in content.items():
         setattr(kind, name, value)
@@ -225,9 +224,9 @@ def _fill_class(kind: type, state: tuple[str, dict[str, Any]]) -> None:
 
 
 def _make_enum(
-    number: int, bases: tuple[type, ...], name: str, home: str, members: list[tuple[str, Any]]
+    number: int, bases: tuple[type, ...], name: str, home: str, members: list[tuple[str, object]]
 ) -> type:
-    def fill(namespace: dict[str, Any]) -> None:
+    def fill(namespace: dict[str, object]) -> None:
         for member, value in (("__module__", home), *members):
             # one by one: that is how an enum learns of them
             namespace[member] = value  # noqa: PERF403
@@ -237,17 +236,18 @@ def _make_enum(
     return _made[number]
 
 
-def _method(
-    function: Any, owner: Any
-) -> Any:  # the classes of these two are in no module by their names
+# pickle cannot import the classes MethodType and MappingProxyType by their names
+def _method(function: Callable[..., object], owner: object) -> MethodType:
     return MethodType(function, owner)
 
 
-def _mapping(content: dict[Any, Any]) -> Any:
+def _mapping(content: dict[object, object]) -> MappingProxyType[object, object]:
     return MappingProxyType(content)
 
 
-def _cached_property(function: Any, name: str | None) -> Any:
+def _cached_property(
+    function: Callable[[object], object], name: str | None
+) -> functools.cached_property[object]:
     made = functools.cached_property(function)
     made.attrname = name
     return made
@@ -261,7 +261,7 @@ def _make_function(code: bytes, home: str, num_cells: int) -> FunctionType:
 
 
 def _fill_function(
-    function: FunctionType, state: tuple[list[Any], dict[str, Any], dict[str, Any]]
+    function: FunctionType, state: tuple[list[object], dict[str, object], dict[str, object]]
 ) -> None:
     cells, told, names = state
     for cell, content in zip(function.__closure__ or (), cells, strict=True):

@@ -1,6 +1,6 @@
-"""Look at somebody's Trainer: its longest batch, its arguments, its model.
+"""Read a request from the user's Trainer: its longest batch, its arguments, its model.
 
-It is left as it was. Imports torch.
+The Trainer stays as it was. Imports torch.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sized
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
+from trainer_plugins.planner.trainer import TrainerLike, text_of
 
 _MOST_ROWS_READ = 20_000
 _COUNTED = (
@@ -33,14 +34,32 @@ _ANSWERS = ("chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_id
 _SIMGPU = "simgpu"
 
 
+@runtime_checkable
+class _Row(Protocol):
+    """Describes a row or a batch: a dict, or an object with its `get` and `[name]`."""
+
+    def get(self, name: str, /) -> Any:
+        """Return a column, or None."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """Return a column."""
+
+
 def request_of(
     trainer: Any, card: Card | None, allocator: str, num_gpus: int | None, has_padding: bool | None
 ) -> PlanRequest:
-    """Gather what a prediction needs.
+    """Make the request for the run of a Trainer.
+
+    Args:
+        trainer: a Trainer before training.
+        card: the card to plan for; None is the card that the Trainer runs on, if there is one.
+        allocator: the allocator settings.
+        num_gpus: how many cards train together; None is the number of the Trainer's ranks.
+        has_padding: whether batches have padding; None looks at the batch.
 
     Raises:
-        PlanError: there is no data to find a batch in, or something cannot be sent to another
-            process.
+        PlanError: there is no data to take a batch from, or a part of the Trainer cannot be
+            pickled.
         NotPredicted: its model is spread over several cards.
     """
     if getattr(trainer, "is_model_parallel", False):
@@ -52,18 +71,7 @@ def request_of(
     rows = args.per_device_train_batch_size
     with _undisturbed(trainer):
         batch, is_padded = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
-        evaluation, num_batches = None, 0
-        evaluates = (
-            str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.do_eval
-        )
-        if evaluates and trainer.eval_dataset is not None:
-            dataset = trainer.eval_dataset
-            if isinstance(dataset, dict):
-                dataset = max(dataset.values(), key=_length)
-            evaluation, _ = _longest_batch(
-                trainer, dataset, args.per_device_eval_batch_size, "eval_dataset"
-            )
-            num_batches = max(1, -(-_length(dataset) // args.per_device_eval_batch_size))
+        evaluation, num_batches = _evaluation_of(trainer)
         try:
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
@@ -91,28 +99,41 @@ def request_of(
     )
 
 
+def _evaluation_of(trainer: Any) -> tuple[object, int]:
+    """Return the longest batch of an evaluation and their number; None and 0 if there is none."""
+    args, dataset = trainer.args, trainer.eval_dataset
+    evaluates = text_of(args.eval_strategy) != "no" or args.do_eval
+    if not evaluates or dataset is None:
+        return None, 0
+    if isinstance(dataset, dict):
+        dataset = max(dataset.values(), key=_length)
+    rows = args.per_device_eval_batch_size
+    batch, _ = _longest_batch(trainer, dataset, rows, "eval_dataset")
+    return batch, max(1, -(-_length(dataset) // rows))
+
+
 def _num_nodes(num_gpus: int) -> int:
-    """Machines, where a launcher has said how many of these processes each of them has; else 0."""
+    """Return the number of machines if a launcher exported the processes of each, else 0."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     is_told = os.environ.get("WORLD_SIZE") == str(num_gpus) and local.isdigit() and int(local)
     return num_gpus // int(local) if is_told and not num_gpus % int(local) else 0
 
 
 def _exported() -> dict[str, str]:
-    """What the launcher of this process has exported for accelerate."""
+    """Return what the launcher of this process exported for accelerate."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     wanted = ("FSDP_", "ACCELERATE_USE_FSDP")
     return {name: value for name, value in os.environ.items() if name.startswith(wanted)}
 
 
-def _deepspeed(trainer: Any) -> dict[str, Any] | None:
+def _deepspeed(trainer: TrainerLike) -> dict[str, object] | None:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return plugin.deepspeed_config if plugin is not None else None
 
 
 def _card_here(device: torch.device) -> Card | None:
-    """The card that the Trainer runs on, where there is one."""
+    """Return the card that the Trainer runs on, if there is one."""
     module = getattr(torch, device.type, None)
     if device.type == "cpu" or module is None:
         return None
@@ -124,16 +145,17 @@ def _card_here(device: torch.device) -> Card | None:
             capacity_bytes=properties.total_memory,
             capability=capability,
             context_bytes=0,
-            context_source="it has none",
+            context_source="a simulated card has none",
         )
     return Card(name=properties.name, capacity_bytes=properties.total_memory, capability=capability)
 
 
 @contextlib.contextmanager
 def _undisturbed(trainer: Any) -> Iterator[None]:
-    """Datasets and collators may draw random numbers; the run draws the same ones afterwards.
+    """Restore the random states and the Trainer's columns afterwards.
 
-    And the Trainer notes which columns its model takes, when it is first asked.
+    Datasets and collators may draw random numbers; the run must draw the same ones later. And the
+    Trainer keeps which columns its model takes, once it is asked.
     """
     columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate()
@@ -149,15 +171,13 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[Any, bool]:
-    """The longest rows of a dataset together, through the Trainer's collator: the worst that a sampler can draw.
+def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, bool]:
+    """Collate the longest rows of a dataset: the worst batch that a sampler can draw.
 
-    And whether there is padding, in this batch or where one of its rows is a short one.
+    Returns the batch, and whether batches have padding: this one, or one with a short row in it.
     """
     if dataset is None:
-        raise PlanError(
-            f"the Trainer has no {name}, in which its longest batch would be looked for"
-        )
+        raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
     columns_removed = trainer.args.remove_unused_columns
     if columns_removed and type(dataset).__module__.startswith("datasets."):
         dataset = trainer._remove_unused_columns(dataset, description="planning")
@@ -175,9 +195,8 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[An
         chosen, shortest = read[:rows], read[-1] if read else None
     if not chosen:
         raise PlanError(f"the {name} is empty")
-    chosen = list(
-        itertools.islice(itertools.cycle(chosen), rows)
-    )  # a small dataset may be all there is to look at
+    # a dataset may have fewer rows than a batch
+    chosen = list(itertools.islice(itertools.cycle(chosen), rows))
     collator = trainer.data_collator
     if columns_removed and not type(dataset).__module__.startswith("datasets."):
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
@@ -185,9 +204,9 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[An
     return batch, _is_padded(batch) or (rows > 1 and _is_padded(collator([*chosen[1:], shortest])))
 
 
-def _size(row: Any) -> int:
-    """The tokens of a row, and of its label; of preference data those of the prompt and the longer answer."""
-    if not hasattr(row, "get"):
+def _size(row: object) -> int:
+    """Count the tokens of a row and its label; of preference data, the prompt and longer answer."""
+    if not isinstance(row, _Row):
         return 0
     answers = [len(row[name]) for name in _ANSWERS if row.get(name) is not None]
     if answers:
@@ -202,19 +221,18 @@ def _size(row: Any) -> int:
     )
 
 
-def _length(dataset: Any) -> int:
-    return len(dataset) if hasattr(dataset, "__len__") else 1
+def _length(dataset: object) -> int:
+    return len(dataset) if isinstance(dataset, Sized) else 1
 
 
-def _is_padded(batch: Any) -> bool:
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+def _is_padded(batch: object) -> bool:
+    mask = batch.get("attention_mask") if isinstance(batch, _Row) else None
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
 
-def _is_packed(batch: Any) -> bool:
-    positions = batch.get("position_ids") if hasattr(batch, "get") else None
-    if (
-        not isinstance(positions, torch.Tensor) or positions.ndim != 2
-    ):  # three: time, height and width of a picture
+def _is_packed(batch: object) -> bool:
+    positions = batch.get("position_ids") if isinstance(batch, _Row) else None
+    # three dimensions are the time, height and width of a picture
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return False
     return bool((positions.diff(dim=-1) != 1).any())

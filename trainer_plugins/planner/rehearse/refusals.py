@@ -1,30 +1,31 @@
-"""What nothing here can say anything about, by name.
-
-Asked before and after the Trainer is built.
-"""
+"""Refuse by name what the planner cannot predict, before and after the Trainer is built."""
 
 import sys
 from typing import Any
 
+import torch
+
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
+from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
+_FLASH_ATTN = "attention of the package flash-attn"
 _WITHOUT_RULE = {
-    "flash_attention_2": "attention of the package flash-attn (attn_implementation=flash_attention_2)",
-    "flash_attention_3": "attention of the package flash-attn (attn_implementation=flash_attention_3)",
+    "flash_attention_2": f"{_FLASH_ATTN} (attn_implementation=flash_attention_2)",
+    "flash_attention_3": f"{_FLASH_ATTN} (attn_implementation=flash_attention_3)",
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
 _OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer"})
-"""The Trainers of TRL that train on what their data set has; most others generate in their steps."""
+"""The Trainers of TRL that train on their dataset as it is; most others generate in each step."""
 
 
-def refuse_trainer(trainer: Any) -> None:
-    """Look at the class of a Trainer, and at an optimizer that it was given.
+def refuse_trainer(trainer: TrainerLike) -> None:
+    """Check the class of a Trainer, and an optimizer that it was given.
 
     Raises:
-        NotPredicted: it is one of TRL's whose steps are not known here, or the optimizer has
-            kernels of its own.
+        NotPredicted: it is a Trainer of TRL that is not supported, or the optimizer has kernels of
+            its own.
     """
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if of_trl and of_trl[0] not in _OF_TRL:
@@ -35,7 +36,7 @@ def refuse_trainer(trainer: Any) -> None:
         and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
     ):
         raise NotPredicted(
-            "DPO of a TRL without a head of its own, as 0.24: its loss keeps what masks pick"
+            "DPO of a TRL without its own head, as 0.24: what its loss keeps depends on masks"
         )
     home = type(trainer.optimizer).__module__.partition(".")[0]
     if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
@@ -44,19 +45,21 @@ def refuse_trainer(trainer: Any) -> None:
         )
 
 
-def refuse_arguments(args: Any) -> None:
-    """Look at TrainingArguments.
+def refuse_arguments(args: Arguments) -> None:
+    """Check TrainingArguments.
 
     Raises:
-        NotPredicted: they ask for kernels without a rule.
+        NotPredicted: they ask for kernels whose memory is not known here.
     """
     if getattr(args, "torch_compile", False):
-        raise NotPredicted("torch.compile (torch_compile), which plans memory anew")
+        raise NotPredicted(
+            "torch.compile (torch_compile), which changes the memory of every operation"
+        )
     if getattr(args, "use_liger_kernel", False):
         raise NotPredicted("Liger kernels (use_liger_kernel), which are written in Triton")
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = optimizer_name(args)
     if optimizer in OPTIMIZERS:
         return
     for word in (
@@ -76,36 +79,38 @@ def refuse_arguments(args: Any) -> None:
 
 
 def fsdp_in_force(plugin: Any) -> str:
-    """Say which FSDP a run has, where its arguments name none: that depends on the version of transformers."""
+    """Say which version of FSDP a run has: without one in its arguments, transformers decides."""
     import accelerate
     import transformers
 
     return (
-        f"FSDP{plugin.fsdp_version}, which is what transformers {transformers.__version__} and accelerate "
-        f"{accelerate.__version__} make of these arguments; transformers 4 makes FSDP1 unless fsdp_config has version 2"
+        f"FSDP{plugin.fsdp_version}, which is what transformers {transformers.__version__} and "
+        f"accelerate {accelerate.__version__} make of these arguments; transformers 4 makes FSDP1 "
+        "unless fsdp_config has version 2"
     )
 
 
 GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
 
 
-def refuse_other_inputs(model: Any) -> None:
-    """Look at what a model that is built from a config takes.
+def refuse_other_inputs(model: object) -> None:
+    """Check the inputs of a model that was built from a config.
 
     Raises:
-        NotPredicted: it takes pictures or sound, whose sizes no flag says.
+        NotPredicted: it takes pictures or sound, whose sizes no flag gives.
     """
     if (takes := getattr(model, "main_input_name", "input_ids")) != "input_ids":
         raise NotPredicted(
-            f"{type(model).__name__} from a config alone, which takes {takes} and no tokens: {GIVE_A_TRAINER}"
+            f"{type(model).__name__} from a config alone, which takes {takes} and no tokens: "
+            f"{GIVE_A_TRAINER}"
         )
 
 
 def refuse_attention(name: object) -> None:
-    """Look at an attn_implementation.
+    """Check an attn_implementation.
 
     Raises:
-        NotPredicted: its kernel has no rule.
+        NotPredicted: the memory of its kernel is not known here.
     """
     if isinstance(name, str) and (name in _WITHOUT_RULE or "/" in name):
         raise NotPredicted(
@@ -113,11 +118,11 @@ def refuse_attention(name: object) -> None:
         )
 
 
-def refuse_model(model: Any) -> None:
-    """Look at a model.
+def refuse_model(model: torch.nn.Module) -> None:
+    """Check a model and its layers.
 
     Raises:
-        NotPredicted: it has layers without a rule.
+        NotPredicted: it is quantized, or has layers whose memory is not known here.
     """
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
     if (

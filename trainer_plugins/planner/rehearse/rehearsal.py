@@ -1,7 +1,8 @@
-"""Run an unmodified Trainer on tensors without bytes: three optimizer steps, and whatever else its run will do."""
+"""Run an unmodified Trainer on tensors without bytes: three optimizer steps and what follows."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +11,39 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainer_plugins.planner.request import OPTIMIZER_STEPS
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
+from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
 
-Batch = dict[str, Any]
+Batch = dict[str, object]
 
 _MICRO_STEPS_RUN = 2
-"""The second micro-batch of a step adds to gradients; the third does what the second did, until the
-last, in which ranks reduce."""
+"""How many micro-steps of a step really run, besides the last one, in which the ranks reduce. The
+second adds to the gradients of the first; those after it do the same."""
 
 _EVALUATION_STEPS_RUN = 2
 
 
-def rehearse(run: Any, tracker: Tracker) -> None:
-    """Train, evaluate where there is something to evaluate, save, and resume.
+@dataclass(slots=True)
+class Rehearsed:
+    """Holds a Trainer and its batches, and what the rehearsal of its run includes."""
+
+    trainer: TrainerLike
+    make_batch: Callable[[], Batch]
+    make_evaluation_batch: Callable[[], Batch] | None
+    """Makes a batch for the evaluation; None if the run does not evaluate."""
+
+    num_evaluation_batches: int
+    saves: bool
+    resumes: bool
+    has_padding: bool
+    assumptions: list[str]
+
+
+def rehearse(run: Rehearsed, tracker: Tracker) -> None:
+    """Train; then evaluate, save and resume, if the run does so.
 
     Args:
-        run: the `build.Rehearsed`. Its Trainer has its model on the card, and is used up.
-        tracker: sees what happens.
+        run: the Trainer with its model on the card. It cannot be used again afterwards.
+        tracker: sees all that happens.
     """
     trainer = run.trainer
     num_batches = OPTIMIZER_STEPS * trainer.args.gradient_accumulation_steps
@@ -37,12 +55,10 @@ def rehearse(run: Any, tracker: Tracker) -> None:
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer)
         trainer.train()
-        _name_parameters(trainer.model, tracker)  # those of now: a strategy may have replaced them
+        _name_parameters(trainer.model, tracker)  # a strategy may have replaced the parameters
         if run.make_evaluation_batch is not None:
-            num_batches = run.num_evaluation_batches
-            trainer.get_eval_dataloader = lambda *_, **__: _loader(
-                trainer, run.make_evaluation_batch, num_batches
-            )
+            make, num_batches = run.make_evaluation_batch, run.num_evaluation_batches
+            trainer.get_eval_dataloader = lambda *_, **__: _loader(trainer, make, num_batches)
             _skip_like_evaluation_steps(trainer, num_batches)
             with tracker.during("evaluation"):
                 trainer.evaluate()
@@ -53,8 +69,8 @@ def rehearse(run: Any, tracker: Tracker) -> None:
             (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
 
 
-def other_models(trainer: Any) -> list[Any]:
-    """Models that a Trainer holds beside the one it trains: a reference, a teacher, a reward."""
+def other_models(trainer: TrainerLike) -> list[torch.nn.Module]:
+    """Return the models of a Trainer that it does not train: a reference, a teacher, a reward."""
     trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
     others = {
         id(value): value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)
@@ -62,7 +78,8 @@ def other_models(trainer: Any) -> list[Any]:
     return [value for key, value in others.items() if key not in trained]
 
 
-def _name_parameters(model: Any, tracker: Tracker) -> None:
+def _name_parameters(model: torch.nn.Module, tracker: Tracker) -> None:
+    """Tell the tracker the category and the module of each parameter and buffer."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [
         tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad
@@ -75,8 +92,8 @@ def _name_parameters(model: Any, tracker: Tracker) -> None:
             storage.module = name.rpartition(".")[0]
 
 
-def _name_after(parameter: Any, tensors: Iterable[Any], tracker: Tracker) -> None:
-    """What belongs to a parameter is of its module, whatever has made it."""
+def _name_after(parameter: torch.Tensor, tensors: Iterable[torch.Tensor], tracker: Tracker) -> None:
+    """Count tensors for the module of the parameter they belong to, whatever made them."""
     owner = tracker.storage_of(parameter)
     for tensor in tensors:
         storage = tracker.storage_of(tensor)
@@ -85,17 +102,18 @@ def _name_after(parameter: Any, tensors: Iterable[Any], tracker: Tracker) -> Non
 
 
 @contextlib.contextmanager
-def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
-    """Follow the run from moment to moment, and say what its tensors turn out to be."""
-    training_step, backward = trainer.training_step, torch.autograd.backward
+def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
+    """Tell the tracker each moment of the run, and what gradients and optimizer states are."""
+    training_step = trainer.training_step
+    backward: Callable[..., None] = torch.autograd.backward
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         tracker.moment = "forward"
         return training_step(*args, **kwargs)
 
-    def run_backward(*args: Any, **kwargs: Any) -> None:
+    def run_backward(*args: object, **kwargs: object) -> None:
         with tracker.graph.backward():
-            if tracker.moment == "backward":  # reentrant checkpointing: one inside of another
+            if tracker.moment == "backward":  # reentrant checkpointing runs a backward in another
                 backward(*args, **kwargs)
                 return
             tracker.moment = "backward"
@@ -104,17 +122,18 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
             if parameter.grad is not None:
                 tracker.tag([parameter.grad], "gradients")
                 _name_after(parameter, [parameter.grad], tracker)
-        tracker.moment = "optimizer step"  # clipping belongs to it
+        tracker.moment = "optimizer step"  # clipping is part of it
 
-    def stepped(optimizer: Any, *_: Any) -> None:
+    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for parameter, state in optimizer.state.items():
             states = [value for value in state.values() if isinstance(value, torch.Tensor)]
             tracker.tag(states, "optimizer states")
             _name_after(parameter, states, tracker)
 
-    generate = getattr(trainer.model, "generate", None)
+    model: Any = trainer.model
+    generate = getattr(model, "generate", None)
 
-    def generate_in_its_moment(*args: Any, **kwargs: Any) -> Any:
+    def generate_in_its_moment(*args: object, **kwargs: object) -> object:
         assert generate is not None
         with tracker.during("generation"):
             return generate(*args, **kwargs)
@@ -123,7 +142,7 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
     torch.autograd.backward = run_backward
     hook = register_optimizer_step_post_hook(stepped)
     if generate is not None:
-        trainer.model.generate = generate_in_its_moment
+        model.generate = generate_in_its_moment
     try:
         yield
     finally:
@@ -132,17 +151,17 @@ def _moments(trainer: Any, tracker: Tracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
-    """Know the innermost module that is running, and that in whose forward a node of the backward was made."""
+def _modules(model: torch.nn.Module, tracker: Tracker) -> Iterator[None]:
+    """Tell the tracker which module is running its forward, where backward nodes are made."""
     names = {id(module): name for name, module in model.named_modules()}
     outer: list[str] = []
 
-    def enter(module: Any, _: Any) -> None:
+    def enter(module: torch.nn.Module, _: object) -> None:
         outer.append(tracker.module)
         tracker.module = names.get(id(module), tracker.module)
         tracker.graph.enter(tracker.module)
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         tracker.module = outer.pop() if outer else ""
         tracker.graph.enter(tracker.module)
 
@@ -157,8 +176,8 @@ def _modules(model: Any, tracker: Tracker) -> Iterator[None]:
             hook.remove()
 
 
-def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
-    loader: Any = torch.utils.data.DataLoader(
+def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -> object:
+    loader: object = torch.utils.data.DataLoader(
         range(num_batches * trainer.accelerator.num_processes),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
@@ -166,28 +185,29 @@ def _loader(trainer: Any, make: Callable[[], Batch], num_batches: int) -> Any:
     return trainer.accelerator.prepare_data_loader(loader)
 
 
-def _skip_like_micro_steps(trainer: Any) -> None:
-    """Do nothing in the micro-steps that repeat the one before; their batches are on the card all the same."""
+def _skip_like_micro_steps(trainer: TrainerLike) -> None:
+    """Skip micro-steps that repeat the one before. Their batches still go to the card."""
     training_step = trainer.training_step
     count = 0
 
-    def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         nonlocal count
         position = count % trainer.args.gradient_accumulation_steps
         count += 1
         if _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1:
             return torch.zeros((), device=trainer.args.device)
-        return training_step(model, inputs, *args, **kwargs)
+        return training_step(*args, **kwargs)
 
     trainer.training_step = step
 
 
-def _skip_like_evaluation_steps(trainer: Any, num_batches: int) -> None:
-    """Of the evaluation steps in the middle only make the predictions, which may stay on the card."""
+def _skip_like_evaluation_steps(trainer: TrainerLike, num_batches: int) -> None:
+    """Skip the middle evaluation steps, but make their predictions, which may stay on the card."""
     prediction_step = trainer.prediction_step
-    count, shapes = 0, None
+    count = 0
+    shapes: object = None
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         nonlocal count, shapes
         count += 1
         if _EVALUATION_STEPS_RUN < count < num_batches and shapes is not None:
@@ -199,9 +219,20 @@ def _skip_like_evaluation_steps(trainer: Any, num_batches: int) -> None:
     trainer.prediction_step = step
 
 
-def _shapes(value: Any) -> Any:
+class _Shape:
+    """Keeps the shape, dtype and device of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+
+def _shapes(value: object) -> object:
+    """Return a nested value with shapes in place of tensors, and None for anything else."""
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device)
+        return _Shape(value)
     if isinstance(value, (list, tuple)):
         return [_shapes(each) for each in value]
     return (
@@ -209,33 +240,43 @@ def _shapes(value: Any) -> Any:
     )
 
 
-def _like(shapes: Any) -> Any:
-    if isinstance(shapes, tuple):
-        return torch.empty(shapes[0], dtype=shapes[1], device=shapes[2])
+def _like(shapes: object) -> object:
+    """Return what `_shapes` was given, with new tensors."""
+    if isinstance(shapes, _Shape):
+        return shapes.empty()
     if isinstance(shapes, list):
         return tuple(_like(each) for each in shapes)
-    return {name: _like(each) for name, each in shapes.items()} if shapes is not None else None
+    return (
+        {name: _like(each) for name, each in shapes.items()} if isinstance(shapes, dict) else None
+    )
 
 
-def _save(trainer: Any, tracker: Tracker) -> None:
-    """Tensors go to the host one by one: transformers/modeling_utils.py, save_pretrained, and torch.save."""
+def _save(trainer: TrainerLike, tracker: Tracker) -> None:
+    """Copy the weights to the host one by one, as saving does.
+
+    See transformers/modeling_utils.py, save_pretrained, and torch.save.
+    """
     with tracker.during("save"):
-        states = trainer.model.state_dict()
+        states: Mapping[str, torch.Tensor] = trainer.model.state_dict()
         if trainer.is_deepspeed_enabled:
-            with contextlib.suppress(ValueError):  # it refuses where weights shall not be gathered
+            # ValueError: the settings forbid to gather the weights
+            with contextlib.suppress(ValueError):
                 states = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         for tensor in states.values():
             tensor.to("cpu")
 
 
-def _resume(trainer: Any, tracker: Tracker) -> None:
-    """States are loaded to the host, and moved: transformers/trainer.py, _load_optimizer_and_scheduler."""
-    if trainer.optimizer is None:
+def _resume(trainer: TrainerLike, tracker: Tracker) -> None:
+    """Load the optimizer's states to the host and move them to the card, as resuming does.
+
+    See transformers/trainer.py, _load_optimizer_and_scheduler.
+    """
+    optimizer = bare_optimizer(trainer)
+    if optimizer is None:
         return
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     with tracker.during("resume"):
         loaded = _on_host(optimizer.state_dict())
-        optimizer.state.clear()  # a fresh optimizer has none
+        optimizer.state.clear()  # a new optimizer has no states
         optimizer.load_state_dict(loaded)
         states = (value for state in optimizer.state.values() for value in state.values())
         tracker.tag(

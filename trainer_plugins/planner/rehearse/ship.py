@@ -1,4 +1,7 @@
-"""Send a Trainer to another process without the bytes of its tensors: shapes, dtypes, and who shares a storage."""
+"""Send a Trainer to another process without the bytes of its tensors.
+
+Shapes, dtypes and which tensors share a storage are sent. Imports torch.
+"""
 
 import io
 import pickle
@@ -7,9 +10,10 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.rehearse.by_value import ByValue
+from trainer_plugins.planner.trainer import bare_optimizer
 
-# What the other process makes anew, or never needs. Everything else of the user's Trainer comes
-# along, so that a subclass finds what its own constructor has left there.
+# Attributes that the other process makes anew or never needs. All others of the user's Trainer are
+# sent, so that a subclass finds what its constructor has set.
 _LEFT_HERE = frozenset(
     {
         *(
@@ -35,7 +39,7 @@ _LEFT_HERE = frozenset(
 
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
-    """Pickle what a rehearsal needs of a Trainer; the names of what could not be are returned too.
+    """Pickle what a rehearsal needs of a Trainer, and name the attributes that cannot be pickled.
 
     Raises:
         pickle.PicklingError: its class, its model or its arguments cannot be pickled.
@@ -44,7 +48,7 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         "class": type(trainer),
         "args": trainer.args,
         "model": trainer.model,
-        "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+        "optimizer": bare_optimizer(trainer),
         "has_metrics": trainer.compute_metrics is not None,
     }
     others = {
@@ -59,31 +63,28 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
     return dumps({**essential, "others": sent}), left_out
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle, with shapes in place of tensors.
+def dumps(value: object) -> bytes:
+    """Pickle a value, with shapes in place of tensors.
 
     Raises:
-        pickle.PicklingError: something in it cannot be pickled; other errors are told as this one.
+        pickle.PicklingError: something in it cannot be pickled, whatever error that raised.
     """
     by_value = ByValue(_can_be_sent)
     try:
         return _dumps(value, by_value)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
-        of = (
-            f" (the last class of the script that was sent is {by_value.last_class})"
-            if by_value.last_class
-            else ""
-        )
-        raise pickle.PicklingError(f"{error}{of}") from error
+        last = by_value.last_class
+        where = f" (the last class of the script that was sent is {last})" if last else ""
+        raise pickle.PicklingError(f"{error}{where}") from error
 
 
-def _dumps(value: Any, by_value: ByValue) -> bytes:
+def _dumps(value: object, by_value: ByValue) -> bytes:
     file = io.BytesIO()
     _Pickler(file, by_value).dump(value)
     return file.getvalue()
 
 
-def _can_be_sent(value: Any, by_value: ByValue) -> bool:
+def _can_be_sent(value: object, by_value: ByValue) -> bool:
     try:
         _dumps(value, by_value)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError):
@@ -92,7 +93,7 @@ def _can_be_sent(value: Any, by_value: ByValue) -> bool:
 
 
 def loads(content: bytes) -> Any:
-    """Read it in a process where tensors are fake: each is made on the host."""
+    """Unpickle what `dumps` made in a process with fake tensors; tensors are made on the host."""
     _storages.clear()
     try:
         return pickle.loads(content)
@@ -106,16 +107,15 @@ class _Pickler(pickle.Pickler):
         self._by_value = by_value
         self._without_bytes: list[torch.Tensor] = []
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.nn.Parameter):
             extra = {
                 name: each
                 for name, each in vars(value).items()
                 if isinstance(each, (bool, int, float, str))
             }
-            if hasattr(
-                value, "ds_shape"
-            ):  # DeepSpeed has this rank's part of it elsewhere; the rehearsal divides anew
+            # DeepSpeed keeps this rank's part elsewhere; the rehearsal divides the parameter again
+            if hasattr(value, "ds_shape"):
                 whole = torch.empty(value.ds_shape, dtype=value.dtype, device="meta")
                 plain = {name: each for name, each in extra.items() if not name.startswith("ds_")}
                 return _parameter, (self._shape_of(whole), value.requires_grad, plain)
@@ -130,27 +130,31 @@ class _Pickler(pickle.Pickler):
             return _without_what_accelerate_did(value)
         return self._by_value.reduce(value)
 
-    def _shape_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _shape_of(self, tensor: torch.Tensor) -> "_ShapeOf":
         storage = tensor.untyped_storage()
         if storage.data_ptr() == 0:
-            self._without_bytes.append(tensor)  # its id is its own as long as it is here
+            self._without_bytes.append(tensor)  # kept, so that no other tensor gets its id
         shared = (storage.data_ptr() or id(tensor), storage.nbytes())
         return (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, shared)
 
 
-def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[Any, ...]:
-    """A model prepared by accelerate refuses to be pickled with autocast around its `forward`."""
+_ShapeOf = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, torch.dtype, tuple[int, int]]
+"""Shape, stride, offset and dtype of a tensor; the identity and the bytes of its storage."""
+
+
+def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[object, ...]:
+    """Reduce a model to its original `forward`: accelerate's autocast cannot be pickled."""
     made: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state = dict(made[2])
     state["forward"] = state.pop("_original_forward")
     return (made[0], made[1], state, *made[3:])
 
 
-# Of the unpickling that is going on: the storages that several tensors share.
+# The storages of the current unpickling, which several tensors may share.
 _storages: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def _tensor(shape_of: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
+def _tensor(shape_of: _ShapeOf, requires_grad: bool) -> torch.Tensor:
     shape, stride, offset, dtype, shared = shape_of
     if shared not in _storages:
         _storages[shared] = torch.empty(shared[1], dtype=torch.uint8)
@@ -159,7 +163,7 @@ def _tensor(shape_of: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
 
 
 def _parameter(
-    shape_of: tuple[Any, ...], requires_grad: bool, extra: dict[str, Any]
+    shape_of: _ShapeOf, requires_grad: bool, extra: dict[str, object]
 ) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(_tensor(shape_of, False), requires_grad)
     vars(parameter).update(extra)

@@ -1,1 +1,1 @@
-"""One rank of a run of many cards: DDP, FSDP2 and ZeRO, by torch's and DeepSpeed's own code."""
+"""Run one rank of many under DDP, FSDP2 and ZeRO, by torch's and DeepSpeed's own code."""

@@ -1,11 +1,15 @@
-"""FSDP2: torch's own `fully_shard`, as accelerate and the Trainer call it, on tensors without bytes. Imports torch."""
+"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes. Imports torch.
+
+It is called by accelerate and the Trainer, as in a real run.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -15,19 +19,21 @@ from trainer_plugins.planner.pretend.pinned import PinnedMemory
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.tracing.trace import Tracker
+from trainer_plugins.planner.trainer import TrainerLike, optimizer_name
 
-# transformers/integrations/fsdp.py, is_fsdp_enabled: then only the first rank of a node loads the
-# weights.
+# transformers/integrations/fsdp.py, is_fsdp_enabled: if both are true, only the first rank of a
+# node loads the weights.
 _ONE_LOADS = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+_Patch: TypeAlias = contextlib.AbstractContextManager[object]
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
 
 class Fsdp2:
-    """Weights, gradients and optimizer states divided among the cards, and gathered layer by layer."""
+    """Divides weights, gradients and optimizer states among the cards; gathers them by layer."""
 
     not_predicted: tuple[str, ...] = (OF_NCCL,)
     not_reliable: tuple[str, ...] = (
-        "FSDP2: gathers and reductions are those of torch's own fully_shard; checked on CPU, and against nobody's GPU",
+        "FSDP2: torch's own fully_shard gathers and reduces; checked on CPU, not on a GPU",
     )
 
     def __init__(self, request: PlanRequest) -> None:
@@ -37,9 +43,9 @@ class Fsdp2:
     def around(self, tracker: Tracker) -> Iterator[None]:
         self._tracker = tracker
         with as_first_rank(self._request, tracker) as stack, PinnedMemory(tracker):
-            self._num_local = tracker.host_ranks
+            self._num_local = tracker.host.ranks
             if all(os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS):
-                tracker.host_ranks = 1
+                tracker.host.ranks = 1
             for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
                 stack.enter_context(_as_buffers(name, tracker))
             stack.enter_context(_gradients_are_known(tracker))
@@ -48,38 +54,39 @@ class Fsdp2:
                 stack.enter_context(each)
             yield
 
-    def prepare(self, trainer: Any) -> None:
-        version = trainer.accelerator.state.fsdp_plugin.fsdp_version
+    def prepare(self, trainer: TrainerLike) -> None:
+        state: Any = trainer.accelerator.state
+        version = state.fsdp_plugin.fsdp_version
         if version != 2:
-            raise NotPredicted(f"FSDP1 (fsdp_version {version}); version 2 in fsdp_config is")
-        optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+            raise NotPredicted(f"FSDP1 (fsdp_version {version}); set version 2 in fsdp_config")
+        optimizer = optimizer_name(trainer.args)
         if optimizer in OPTIMIZERS:
             raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under FSDP2")
-        self._tracker.host_ranks = self._num_local
+        self._tracker.host.ranks = self._num_local
 
     def host_pinned_bytes_per_node(self) -> int:
-        return self._tracker.pinned_peak_bytes
+        return self._tracker.host.pinned_peak_bytes
 
 
-def _as_buffers(name: str, tracker: Tracker) -> Any:
+def _as_buffers(name: str, tracker: Tracker) -> _Patch:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
     original = getattr(module, name)
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         with tracker.as_category("sharding buffers"):
             return original(*args, **kwargs)
 
     return patch.object(module, name, counted)
 
 
-def _gradients_are_known(tracker: Tracker) -> Any:
-    """Those that are not reduced yet are whole, and belong to no parameter of the model."""
+def _gradients_are_known(tracker: Tracker) -> _Patch:
+    """Tag gradients that are not reduced yet: they are whole, and no parameter holds them."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    original = FSDPParamGroup.post_backward
+    original: Callable[..., object] = FSDPParamGroup.post_backward
 
-    def told(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def told(group: Any, *args: object, **kwargs: object) -> object:
         result = original(group, *args, **kwargs)
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
@@ -93,38 +100,39 @@ def _gradients_are_known(tracker: Tracker) -> Any:
     return patch.object(FSDPParamGroup, "post_backward", told)
 
 
-def _mesh_has_values() -> Any:
-    """A DeviceMesh is a table of the numbers of ranks, which it reads."""
+def _mesh_has_values() -> _Patch:
+    """Make a DeviceMesh with real values: it is a table of ranks, which it reads."""
     from torch.distributed.fsdp._fully_shard import _fsdp_init
 
     module: Any = _fsdp_init
     original = module.init_device_mesh
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def made(*args: object, **kwargs: object) -> object:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
     return patch.object(module, "init_device_mesh", made)
 
 
-def _parameters_have_addresses() -> Iterator[Any]:
-    """Accelerate knows by its address which parameter of the optimizer a sharded one takes the place of.
+def _parameters_have_addresses() -> Iterator[_Patch]:
+    """Give fake parameters an address while accelerate needs one.
 
-    Only there: whoever else finds an address behind it copies bytes, and there are none.
+    By its address, accelerate finds the parameter of the optimizer that a sharded one replaces.
+    Elsewhere an address must not be found: code that finds one copies bytes, and there are none.
     """
     from accelerate import accelerator as module
 
     addresses = patch.object(FakeTensor, "data_ptr", _address, create=True)
     prepare, shard = module.Accelerator._prepare_fsdp2, module.fsdp2_prepare_model
 
-    def prepared(*args: Any) -> Any:
+    def prepared(*args: object) -> object:
         addresses.start()
         try:
             return prepare(*args)
         finally:
             addresses.stop()
 
-    def sharded(*args: Any, **kwargs: Any) -> Any:
+    def sharded(*args: object, **kwargs: object) -> object:
         addresses.stop()
         try:
             return shard(*args, **kwargs)
@@ -135,5 +143,5 @@ def _parameters_have_addresses() -> Iterator[Any]:
     yield patch.object(module, "fsdp2_prepare_model", sharded)
 
 
-def _address(tensor: Any) -> int:
+def _address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""What a launch file starts, as `accelerate launch` reads it.
+"""Read a launch file as `accelerate launch` does.
 
 Imports accelerate: only for the subprocess.
 """
@@ -15,7 +15,7 @@ from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
-# Findings of form that stop a launch, or would make it another one than was written.
+# Findings about the form of a file that stop a launch, or launch something else than was written.
 _MALFORMED = (
     "config-duplicate-key",
     "config-unknown-key",
@@ -31,15 +31,15 @@ _REFUSED = {
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _FREE_PORT = "0"
 GPUS_PER_NODE = 8
-"""Where nobody says how many."""
+"""Cards of a node, if nobody says how many."""
 
 
 def resolved(request: PlanRequest) -> PlanRequest:
-    """The same request with what its launch file says: how many cards and nodes, DeepSpeed's config, the environment.
+    """Complete a request by its launch file: cards and nodes, DeepSpeed's config, the environment.
 
     Raises:
-        PlanError: the file cannot be read, has keys that nobody reads, or contradicts `num_gpus`.
-        NotPredicted: it launches what there is no strategy for.
+        PlanError: the file cannot be read, has unknown keys, or contradicts `num_gpus`.
+        NotPredicted: the planner cannot predict what it launches.
     """
     if request.launch_file is None:
         num_gpus = max(1, request.num_gpus)
@@ -74,7 +74,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
     if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
-        raise NotPredicted(f"FSDP1 ({name}; fsdp_version 2 is)")
+        raise NotPredicted(f"FSDP1 ({name}; set fsdp_version 2)")
     return replace(
         request,
         num_gpus=num_gpus,
@@ -85,7 +85,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
-    """Of so many cards; as many in each as the file has, should it be launched with another number of them."""
+    """Return the number of nodes, each with as many cards as the file says."""
     machines, processes = config.get("num_machines", 1), config.get("num_processes")
     if not isinstance(machines, int) or machines < 1:
         raise PlanError(f"{name} has num_machines {machines}: it is 1 or more")
@@ -95,7 +95,7 @@ def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
 
 
 def nodes_of(num_gpus: int, most_in_each: int = GPUS_PER_NODE) -> int:
-    """The fewest nodes, all alike, that have no more cards than that."""
+    """Return the fewest nodes that share the cards evenly, with at most `most_in_each` each."""
     return num_gpus // max(count for count in range(1, most_in_each + 1) if num_gpus % count == 0)
 
 
@@ -109,7 +109,8 @@ def _document(path: str) -> Document:
         raise PlanError(f"--accelerate-config: {_told(malformed[0])}")
     if document.accelerate is None or "distributed_type" not in document.accelerate:
         raise PlanError(
-            f"--accelerate-config: {path} has no distributed_type: it is not a config file of accelerate"
+            f"--accelerate-config: {path} has no distributed_type: "
+            "it is not a config file of accelerate"
         )
     if document.json_problem is not None:
         raise PlanError(f"--accelerate-config: deepspeed_config_file: {document.json_problem}")
@@ -150,12 +151,13 @@ def _num_processes(config: dict[str, Any], name: str) -> int:
     if config["distributed_type"] == "NO":
         return 1
     raise PlanError(
-        f"{name} runs a process on each card (num_processes: {number}): say how many with --num-gpus"
+        f"{name} runs a process on each card (num_processes: {number}): "
+        "say how many with --num-gpus"
     )
 
 
 def _environment(path: str, num_gpus: int) -> dict[str, str]:
-    """What accelerate exports to the processes that it starts, by its own code."""
+    """Return what accelerate exports to the processes that it starts, by its own code."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
@@ -175,7 +177,7 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
     with patch.multiple(launch, **launchers):
         launch.launch_command(launch.launch_command_parser().parse_args(asked))
     (args,) = started
-    args.num_machines = 1  # it would look for the others
+    args.num_machines = 1  # with several, accelerate would look for the others
     if args.use_deepspeed:
         _, exported = prepare.prepare_deepspeed_cmd_env(args)
     elif args.use_fsdp or args.multi_gpu:
@@ -187,10 +189,10 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
     }
 
 
-def _deepspeed(environment: dict[str, str]) -> dict[str, Any]:
-    """The config that accelerate gives to DeepSpeed, its "auto" as it is."""
+def _deepspeed(environment: dict[str, str]) -> dict[str, object]:
+    """Return the config that accelerate gives to DeepSpeed, with each "auto" as it is."""
     from accelerate import DeepSpeedPlugin
 
     with patch.dict(os.environ, environment):
-        config: dict[str, Any] = DeepSpeedPlugin().deepspeed_config
+        config: dict[str, object] = DeepSpeedPlugin().deepspeed_config
     return config

@@ -1,14 +1,12 @@
-"""Be one rank of many, in one process: the first, which holds the most. Imports torch.
+"""Be one rank of many in one process: the first rank, which holds the most. Imports torch.
 
-The group of processes is torch's own fake one: each collective returns at once, and its results
-have their shapes. What the ranks are then made of (DDP, FSDP2, accelerate, the Trainer) is the real
-code.
+The process group is torch's own fake one: each collective returns at once, with results of the
+right shapes. All else (DDP, FSDP2, accelerate, the Trainer) is the real code.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,17 +19,17 @@ from trainer_plugins.planner.pretend import streams
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tracing.trace import Tracker
 
-OF_NCCL = "memory of NCCL's communicators, outside of torch's allocator"
+OF_NCCL = "memory of NCCL's communicators, outside torch's allocator"
 
 
 @contextlib.contextmanager
 def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib.ExitStack]:
     """Let torch, accelerate and transformers find a launched process.
 
-    Yields where to put what else is needed.
+    Yields a stack for further patches, which are removed at the end of the block.
 
     Raises:
-        NotPredicted: this torch cannot.
+        NotPredicted: this torch's collectives take no fake tensors.
     """
     from accelerate import Accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -47,10 +45,10 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "29500",
         }
-    )  # the worker gives each prediction an environment of its own
-    # what was told to arguments that were read before it was known that there are ranks
+    )  # restored after each prediction
+    # accelerate's state is from arguments that were read before there were ranks
     forget_accelerate()
-    tracker.host_ranks = num_local
+    tracker.host.ranks = num_local
     with contextlib.ExitStack() as stack:
         with _disable_current_modes():
             dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
@@ -62,15 +60,14 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
             patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream)
         )
         stack.enter_context(patch.object(torch.cuda, "device_count", lambda: num_local))
-        # Of the two ways to ask which accelerator there is, one looks at how torch was built.
+        # One of the two ways to ask for the accelerator looks at how torch was built.
         stack.enter_context(
             patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device))
         )
         stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
-        # The first rank has what it sends; and it would send tensors without bytes.
+        # The first rank keeps what it sends. It would send tensors without bytes.
         stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
-        # All ranks have batches of one size; here their sizes would be asked of tensors that have
-        # no values.
+        # All ranks have batches of the same size. Comparing sizes would need values.
         stack.enter_context(_generation_ends_with_this_rank())
         stack.enter_context(
             patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
@@ -79,13 +76,15 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         yield stack
 
 
-def _generation_ends_with_this_rank() -> Any:
-    """`generate` asks whether another rank goes on; here their batches end when this one's does."""
+def _generation_ends_with_this_rank() -> contextlib.AbstractContextManager[object]:
+    """End generation with this rank: `generate` asks whether another rank goes on."""
     from transformers import GenerationMixin
 
     unfinished = GenerationMixin._has_unfinished_sequences
 
-    def alone(model: Any, this_peer_finished: bool, _: bool, device: Any) -> bool:
+    def alone(
+        model: object, this_peer_finished: bool, _: bool, device: torch.device | None
+    ) -> bool:
         return bool(unfinished(model, this_peer_finished, False, device))
 
     return patch.object(GenerationMixin, "_has_unfinished_sequences", alone)
@@ -101,7 +100,7 @@ def _prove() -> None:
 
 
 def forget_accelerate() -> None:
-    """A process has one state of accelerate; each prediction is another run."""
+    """Reset accelerate's state: a process has one, and each prediction is another run."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, PartialState, GradientState):

@@ -1,17 +1,22 @@
-"""Saving and resuming under FSDP2: torch's own state dicts, without the files. Imports torch."""
+"""Save and resume under FSDP2 by torch's own state dicts, without files. Imports torch."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_plugins.planner.tracing.trace import Tracker
+from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
-def save(trainer: Any, tracker: Tracker) -> None:
-    """accelerate/utils/fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer: states are made, written, and dropped.
+def save(trainer: TrainerLike, tracker: Tracker) -> None:
+    """Make the states of the model and the optimizer, as saving does.
 
-    As FULL_STATE_DICT each tensor is gathered on the cards, and the first rank keeps it on the
-    host.
+    With FULL_STATE_DICT, each tensor is gathered on the cards, and the first rank keeps it on the
+    host. accelerate/utils/fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer.
     """
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
@@ -22,17 +27,20 @@ def save(trainer: Any, tracker: Tracker) -> None:
     with _on_the_host(trainer, tracker), tracker.during("save"):
         get_model_state_dict(trainer.model, options=options)
         if not trainer.args.save_only_model:
-            get_optimizer_state_dict(trainer.model, _optimizer(trainer), options=options)
+            get_optimizer_state_dict(trainer.model, _optimizers(trainer), options=options)
 
 
-def resume(trainer: Any, tracker: Tracker) -> None:
-    """accelerate/utils/fsdp_utils.py, load_fsdp_optimizer: what was saved is dealt out again."""
+def resume(trainer: TrainerLike, tracker: Tracker) -> None:
+    """Divide the saved states of the optimizer among the ranks, as resuming does.
+
+    accelerate/utils/fsdp_utils.py, load_fsdp_optimizer.
+    """
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
         set_optimizer_state_dict,
     )
 
-    optimizer = _optimizer(trainer)
+    optimizer = _optimizers(trainer)
     with _on_the_host(trainer, tracker):
         with tracker.during("save"):  # in place of a file
             loaded = get_optimizer_state_dict(trainer.model, optimizer, options=_options(trainer))
@@ -40,23 +48,30 @@ def resume(trainer: Any, tracker: Tracker) -> None:
             set_optimizer_state_dict(trainer.model, optimizer, loaded, options=_options(trainer))
 
 
-def _options(trainer: Any) -> Any:
+def _options(trainer: TrainerLike) -> "StateDictOptions":
     from accelerate.utils.fsdp_utils import _prepare_sd_options
 
-    return _prepare_sd_options(trainer.accelerator.state.fsdp_plugin)
+    options: StateDictOptions = _prepare_sd_options(_plugin(trainer))
+    return options
 
 
-def _optimizer(trainer: Any) -> Any:
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+def _plugin(trainer: TrainerLike) -> Any:
+    state: Any = trainer.accelerator.state
+    return state.fsdp_plugin
+
+
+def _optimizers(trainer: TrainerLike) -> "torch.optim.Optimizer | tuple[()]":
+    optimizer = bare_optimizer(trainer)
+    return () if optimizer is None else optimizer
 
 
 @contextlib.contextmanager
-def _on_the_host(trainer: Any, tracker: Tracker) -> Iterator[None]:
-    """As FULL_STATE_DICT only the first rank has it there."""
-    before = tracker.host_ranks
-    if "FULL" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
-        tracker.host_ranks = 1
+def _on_the_host(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
+    """Count the host once per node with FULL_STATE_DICT: only the first rank keeps the states."""
+    before = tracker.host.ranks
+    if "FULL" in str(_plugin(trainer).state_dict_type):
+        tracker.host.ranks = 1
     try:
         yield
     finally:
-        tracker.host_ranks = before
+        tracker.host.ranks = before

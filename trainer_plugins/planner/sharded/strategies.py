@@ -1,43 +1,44 @@
-"""How work is divided among cards.
+"""Choose how work is divided among cards.
 
-A strategy surrounds the rehearsal, which is then that of one rank of many.
+A strategy surrounds the rehearsal, which then runs as one rank of many.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
+from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
 
 class Strategy(Protocol):
-    """What a division of work changes."""
+    """Says what one way to divide the work changes."""
 
     not_predicted: tuple[str, ...]
-    """What such a run does that its figures leave out."""
+    """Memory of such a run that its figures leave out."""
 
     not_reliable: tuple[str, ...]
-    """What to tell the reader about its figures."""
+    """Which of its figures are less reliable, and why."""
 
     def around(self, tracker: Tracker) -> contextlib.AbstractContextManager[None]:
-        """Be in force while the Trainer is built and runs."""
+        """Patch torch and others while the Trainer is built and runs."""
 
-    def prepare(self, trainer: Any) -> None:
-        """Look at the Trainer before it runs.
+    def prepare(self, trainer: TrainerLike) -> None:
+        """Check the Trainer before it runs.
 
         Raises:
-            NotPredicted: it cannot be divided so.
+            NotPredicted: its run cannot be predicted under this strategy.
         """
 
     def host_pinned_bytes_per_node(self) -> int:
-        """Pinned memory of all ranks of one node."""
+        """Return the pinned memory of all ranks of one node, in bytes."""
 
 
 class SingleGpu:
-    """Everything on one card."""
+    """Keeps everything on one card."""
 
     not_predicted: tuple[str, ...] = ()
     not_reliable: tuple[str, ...] = ()
@@ -46,24 +47,23 @@ class SingleGpu:
     def around(self, tracker: Tracker) -> Iterator[None]:
         yield
 
-    def prepare(self, trainer: Any) -> None:
+    def prepare(self, trainer: TrainerLike) -> None:
         pass
 
     def host_pinned_bytes_per_node(self) -> int:
         return 0
 
 
-def strategy_of(request: PlanRequest, args: Any) -> Strategy:
-    """Choose by what the launch and the arguments ask for.
+def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
+    """Choose the strategy that the launch and the arguments ask for.
 
     Raises:
-        PlanError: what they ask for contradicts itself.
-        NotPredicted: there is no strategy here for it.
+        PlanError: they contradict each other.
+        NotPredicted: the planner has no such strategy.
     """
     _refuse_other_batches(request, args)
-    deepspeed = (
-        getattr(args, "deepspeed", None) or request.deepspeed
-    )  # the Trainer's arguments go before a launcher's
+    # the Trainer's arguments win over a launcher's
+    deepspeed = getattr(args, "deepspeed", None) or request.deepspeed
     if deepspeed is not None:
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
@@ -82,8 +82,8 @@ def strategy_of(request: PlanRequest, args: Any) -> Strategy:
     return SingleGpu()
 
 
-def _refuse_other_batches(request: PlanRequest, args: Any) -> None:
-    """Of what makes the micro-batch of a rank another one than its arguments say."""
+def _refuse_other_batches(request: PlanRequest, args: Arguments) -> None:
+    """Refuse settings that change the micro-batch of a rank."""
     if getattr(args, "parallelism_config", None) is not None:
         raise NotPredicted("tensor, context and replicated parallelism (parallelism_config)")
     loading, rows = args.accelerator_config, args.per_device_train_batch_size

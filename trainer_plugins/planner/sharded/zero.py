@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-1, 2 and 3: DeepSpeed's own engine, on one rank of many, on tensors without bytes.
+"""Run ZeRO-1, 2 and 3 by DeepSpeed's own engine, as one rank of many, on tensors without bytes.
 
 Imports torch.
 """
@@ -7,7 +7,7 @@ import base64
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -15,19 +15,20 @@ from trainer_plugins.planner.request import OPTIMIZER_STEPS, PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.sharded.zero_config import refuse_batches, refuse_config
 from trainer_plugins.planner.tracing.trace import Tracker
+from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
 
 class Zero:
-    """Optimizer states, gradients and weights in parts, each of them on one rank."""
+    """Divides optimizer states, gradients and weights into parts, one for each rank."""
 
     not_predicted: tuple[str, ...] = (OF_NCCL, "resuming under ZeRO")
     not_reliable: tuple[str, ...] = (
-        "ZeRO: the figures are those of DeepSpeed's own engine run on tensors without bytes; it has been held against "
-        "the same engine with bytes on CPU, and against nobody's GPU figure yet",
-        "ZeRO, reserved: a block that another stream still reads is taken to be free at once",
+        "ZeRO: DeepSpeed's own engine runs on tensors without bytes; checked against the same "
+        "engine with bytes on CPU, not on a GPU",
+        "ZeRO, reserved: a freed block counts as free at once, even if another stream reads it",
     )
 
-    def __init__(self, config: dict[str, Any], request: PlanRequest) -> None:
+    def __init__(self, config: Mapping[str, Any], request: PlanRequest) -> None:
         from trainer_plugins.planner.sharded.zero_engine import PinnedBlocks
 
         self._request = request
@@ -50,7 +51,7 @@ class Zero:
                     "DeepSpeed: in this run no engine takes the steps of the Trainer"
                 )
 
-    def prepare(self, trainer: Any) -> None:
+    def prepare(self, trainer: TrainerLike) -> None:
         pass
 
     def host_pinned_bytes_per_node(self) -> int:
@@ -58,19 +59,22 @@ class Zero:
 
 
 def _exported(request: PlanRequest) -> dict[str, str]:
-    """What `accelerate launch` tells its processes: accelerate/utils/launch.py, prepare_deepspeed_cmd_env."""
+    """Return what `accelerate launch` exports for DeepSpeed.
+
+    accelerate/utils/launch.py, prepare_deepspeed_cmd_env.
+    """
     if request.deepspeed is None:
         return {}
     config = base64.urlsafe_b64encode(json.dumps(request.deepspeed).encode()).decode()
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}
 
 
-def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Any) -> Zero:
-    """Plan for an engine of this DeepSpeed config; "auto" is resolved by the Trainer itself, in the rehearsal.
+def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Arguments) -> Zero:
+    """Check a DeepSpeed config, and return its strategy. The Trainer resolves "auto" later.
 
     Raises:
-        PlanError: DeepSpeed does not know a key of it, or is not installed.
-        NotPredicted: it asks for what nothing here can say anything about.
+        PlanError: DeepSpeed does not know a key, or is not installed.
+        NotPredicted: the config asks for what the planner cannot predict.
     """
     try:
         import deepspeed  # noqa: F401
@@ -81,6 +85,6 @@ def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Any) -> Ze
     if request.device != "cuda":
         raise NotPredicted("DeepSpeed on the simulated card, which it does not know")
     refuse_config(config)
-    if request.deepspeed is None:  # accelerate completes its own
+    if request.deepspeed is None:  # accelerate completes the batches of a launcher's config
         refuse_batches(config, args)
     return Zero(config, request)

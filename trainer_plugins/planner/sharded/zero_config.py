@@ -1,11 +1,11 @@
-"""What of a DeepSpeed config can be planned for.
+"""Read a DeepSpeed config, and refuse what cannot be planned for.
 
-Its keys are those of `launch/lint`, in the words of that page.
+Its keys are checked by `launch/lint`.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from trainer_plugins.launch.lint.document import ConfigError, Document, read_map
 from trainer_plugins.launch.lint.schema import part, schema_findings
 from trainer_plugins.launch.lint.zero import zero_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.trainer import Arguments
 
-# What changes no memory of a card (text, counters, a profile of time), or what the engine does here
-# as it will there.
+# Keys that change no memory of a card (logs, counters, timers), or that the engine here obeys as in
+# the real run.
 _PLANNED = frozenset(
     {
         *(
@@ -60,8 +61,8 @@ _PLANNED = frozenset(
         ),
         *(
             "disable_python_gc",
-            "activation_checkpointing",
-        ),  # the latter does nothing to a model of transformers
+            "activation_checkpointing",  # does nothing to a model of transformers
+        ),
     }
 )
 _BATCHES = {
@@ -76,10 +77,10 @@ _ZERO_PLUS_PLUS = (
 
 
 def read_config(given: Any) -> dict[str, Any]:
-    """A DeepSpeed config as TrainingArguments take it: a mapping, the path of a file, or its text.
+    """Read a DeepSpeed config as TrainingArguments do: from a mapping, a file's path, or JSON text.
 
     Raises:
-        PlanError: there is no such file, or it is no mapping of JSON.
+        PlanError: there is no such file, or it is not a mapping in JSON.
     """
     if isinstance(given, dict):
         return given
@@ -95,15 +96,14 @@ def read_config(given: Any) -> dict[str, Any]:
 
 
 def refuse_config(config: dict[str, Any]) -> None:
-    """Look at a DeepSpeed config as the user wrote it.
+    """Check a DeepSpeed config as the user wrote it.
 
     Raises:
-        PlanError: DeepSpeed does not know a key of it, or stops at a value.
-        NotPredicted: it asks for what nothing here can say anything about, by name.
+        PlanError: DeepSpeed does not know a key, or refuses a value.
+        NotPredicted: it asks for what the planner cannot predict.
     """
-    written = {
-        key: value for key, value in config.items() if value != math.inf
-    }  # accelerate's steps_per_print
+    # accelerate sets steps_per_print to infinity
+    written = {key: value for key, value in config.items() if value != math.inf}
     document = Document(name="deepspeed", deepspeed=written)
     for finding in schema_findings(document):
         if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
@@ -115,22 +115,24 @@ def refuse_config(config: dict[str, Any]) -> None:
             raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")
 
 
-def refuse_batches(config: dict[str, Any], args: Any) -> None:
-    """Look at what the config says of batches, before DeepSpeed does in the middle of building a model.
+def refuse_batches(config: Mapping[str, object], args: Arguments) -> None:
+    """Check the batch sizes of a config, which DeepSpeed would do only while it builds a model.
 
     Raises:
-        PlanError: it says something else than the arguments, or nothing.
+        PlanError: the config contradicts the arguments, or has no batch size.
     """
     said = {key: config[key] for key in ("train_batch_size", *_BATCHES) if key in config}
     if not said:
         raise PlanError(
-            'the DeepSpeed config says nothing of batches: set train_micro_batch_size_per_gpu to "auto"'
+            "the DeepSpeed config says nothing of batches: "
+            'set train_micro_batch_size_per_gpu to "auto"'
         )
     for key, name in _BATCHES.items():
         if said.get(key, "auto") not in ("auto", getattr(args, name)):
             asked = f"{name} {getattr(args, name)}"
             raise PlanError(
-                f'the DeepSpeed config has {key} {said[key]}, the arguments {asked}: set it to "auto"'
+                f"the DeepSpeed config has {key} {said[key]}, the arguments {asked}: "
+                'set it to "auto"'
             )
 
 

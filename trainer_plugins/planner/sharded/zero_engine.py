@@ -1,26 +1,28 @@
 """Let DeepSpeed's own engine run on tensors without bytes. Imports torch and DeepSpeed.
 
-What is replaced is what a machine without a card, or a rank without peers, cannot do; each has a
-function, and the place in DeepSpeed 0.19.8 that asks for it. Which parameters are gathered, when
-they are released, how large each buffer is: that is the engine's own code.
+Replaced is only what a machine without a card, or a rank without peers, cannot do. Each patch has a
+function that names the place in DeepSpeed 0.19.8 that needs it. The engine's own code decides which
+parameters are gathered, when they are released, and how large each buffer is.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 
-from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.plan import Category, NotPredicted
 from trainer_plugins.planner.sharded import zero_views
 from trainer_plugins.planner.tracing.trace import Tracker
 
-_HELD_HERE = 2  # by the tensor, and by the Python object of the storage
+_Views: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+
+_HELD_HERE = 2  # references: the tensor, and the Python object of the storage
 
 
 class PinnedBlocks:
-    """torch's allocator of pinned memory: blocks of powers of two, which are kept when a tensor dies.
+    """Allocates pinned memory as torch does: in blocks of powers of two, which it keeps.
 
     ATen/core/CachingHostAllocator.h: `size_t roundSize = c10::llvm::PowerOf2Ceil(size)`, and free
     lists by that size.
@@ -31,16 +33,16 @@ class PinnedBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """What this process has pinned."""
+        """Return the bytes that this process has pinned."""
         return sum(block.numel() for block in self._blocks)
 
-    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A pinned tensor."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Make a pinned tensor."""
         length = torch.Size(shape).numel() * dtype.itemsize
         return self._block(1 << max(0, length - 1).bit_length())[:length].view(dtype).view(shape)
 
     def _block(self, size: int) -> torch.Tensor:
-        use_count: Any = torch._C._storage_Use_Count
+        use_count = torch._C._storage_Use_Count
         for block in self._blocks:
             if block.numel() == size and use_count(block.untyped_storage()._cdata) == _HELD_HERE:
                 return block
@@ -50,7 +52,7 @@ class PinnedBlocks:
 
 @contextlib.contextmanager
 def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[list[Any]]:
-    """Be in force while an engine is made and runs. Yields the engines that are made."""
+    """Patch DeepSpeed while an engine is made and runs. Yields the engines that are made."""
     engines: list[Any] = []
     with contextlib.ExitStack() as stack:
         _state_ends(stack)
@@ -65,9 +67,10 @@ def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[lis
 
 
 def _state_ends(stack: contextlib.ExitStack) -> None:
-    """DeepSpeed keeps groups, counters and a replaced `linear` for the process; the next prediction is another run.
+    """Restore what DeepSpeed keeps for the process: the next prediction is another run.
 
-    And transformers keeps the config, by which it finds out whether there is DeepSpeed at all.
+    DeepSpeed keeps groups, counters and a replaced `linear`. transformers keeps the config, which
+    tells it that DeepSpeed is used at all.
     """
     import deepspeed.comm.comm as comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
@@ -90,18 +93,21 @@ def _state_ends(stack: contextlib.ExitStack) -> None:
     stack.callback(unset_hf_deepspeed_config)
 
 
-def _is_state(name: str, value: Any) -> bool:
+def _is_state(name: str, value: object) -> bool:
     return name == "linear" or (not name.startswith("__") and not callable(value)) or value is None
 
 
-def _restore(owner: Any, before: dict[str, Any]) -> None:
+def _restore(owner: object, before: dict[str, object]) -> None:
     for name, value in before.items():
         if getattr(owner, name, None) is not value:
             setattr(owner, name, value)
 
 
 def _ranks_agree(stack: contextlib.ExitStack) -> None:
-    """Stage 3 compares the order of modules with rank 0, by values: partitioned_param_coordinator.py, reset_step."""
+    """Skip the comparison of the order of modules with rank 0, which needs values.
+
+    Stage 3 does it in partitioned_param_coordinator.py, reset_step.
+    """
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
@@ -111,7 +117,7 @@ def _ranks_agree(stack: contextlib.ExitStack) -> None:
 
 
 def _gradients_are_finite(stack: contextlib.ExitStack) -> None:
-    """has_overflow of both stages looks, which takes memory, and then asks for what it has seen."""
+    """Let has_overflow of both stages look at gradients, which takes memory, and find none."""
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     for module, kind in (
@@ -122,8 +128,8 @@ def _gradients_are_finite(stack: contextlib.ExitStack) -> None:
         stack.enter_context(patch.object(module, "is_invalid_grad_norm", lambda norm: False))
 
 
-def _and_says_no(has_overflow: Any) -> Any:
-    def looked(*args: Any, **kwargs: Any) -> bool:
+def _and_says_no(has_overflow: Callable[..., object]) -> Callable[..., bool]:
+    def looked(*args: object, **kwargs: object) -> bool:
         has_overflow(*args, **kwargs)
         return False
 
@@ -131,11 +137,11 @@ def _and_says_no(has_overflow: Any) -> Any:
 
 
 def _streams(stack: contextlib.ExitStack) -> None:
-    """The engine gathers on a stream of its own.
+    """Let the engine find a default stream; it gathers on its own stream.
 
-    A block that another stream still reads is free at once here.
+    A freed block is free at once here, even if another stream still reads it.
     """
-    first: Any = torch.cuda.current_stream()
+    first: object = torch.cuda.current_stream()
     stack.enter_context(patch.object(torch.cuda, "default_stream", lambda device=None: first))
     stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
     for name in ("range_push", "range_pop"):
@@ -143,16 +149,16 @@ def _streams(stack: contextlib.ExitStack) -> None:
 
 
 class _Op:
-    """An operation of DeepSpeed in C++ or CUDA; those of Adam change numbers in place, and take no memory."""
+    """Stands in for an operation of Adam in C++ or CUDA, which works in place without memory."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
-    """csrc/adam: cpu_adam_impl.cpp and multi_tensor_adam.cu.
+    """Do not compile the operations of Adam; the optimizers make their states in Python.
 
-    Their states are made in Python, by the optimizers.
+    csrc/adam: cpu_adam_impl.cpp and multi_tensor_adam.cu.
     """
     from deepspeed.ops.adam import cpu_adam, fused_adam
 
@@ -161,7 +167,10 @@ def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
 
 
 def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedBlocks) -> None:
-    """accelerator/abstract_accelerator.py: everything that the engine pins goes through these two."""
+    """Replace the two functions through which the engine pins memory.
+
+    accelerator/abstract_accelerator.py.
+    """
     from deepspeed.accelerator import get_accelerator
 
     kind = type(get_accelerator())
@@ -174,12 +183,12 @@ def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedBlocks) -> None
 
 
 def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
-    """What is gathered is a buffer, and so is what gradients are reduced in."""
+    """Tag gathered weights, and the buckets in which gradients are reduced, as sharding buffers."""
     from deepspeed.runtime.zero import stage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    makers: tuple[tuple[Any, str, Any], ...] = (
+    makers: tuple[tuple[object, str, _Views], ...] = (
         (PartitionedParameterCoordinator, "fetch_sub_module", zero_views.while_gathering),
         (stage3, "reduce_scatter_coalesced", zero_views.while_reducing),
     )
@@ -197,8 +206,10 @@ def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
     stack.enter_context(patch.object(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up))
 
 
-def _making_buffers(original: Any, tracker: Tracker, views: Any) -> Any:
-    def made(*args: Any, **kwargs: Any) -> Any:
+def _making_buffers(
+    original: Callable[..., object], tracker: Tracker, views: _Views
+) -> Callable[..., object]:
+    def made(*args: object, **kwargs: object) -> object:
         with tracker.as_category("sharding buffers"), views():
             return original(*args, **kwargs)
 
@@ -206,30 +217,33 @@ def _making_buffers(original: Any, tracker: Tracker, views: Any) -> Any:
 
 
 def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines: list[Any]) -> None:
-    """What an engine makes at its start belongs to the load; and a step that it skips would be a number too low."""
+    """Count what an engine makes at its start as load, and refuse an engine that skips a step.
+
+    The figures of a skipped step would be too low.
+    """
     from deepspeed import DeepSpeedEngine
 
     make, step = DeepSpeedEngine.__init__, DeepSpeedEngine.step
     consolidate = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
 
-    def made(engine: Any, *args: Any, **kwargs: Any) -> None:
+    def made(engine: object, *args: object, **kwargs: object) -> None:
         with tracker.during("load"):
             make(engine, *args, **kwargs)
         engines.append(engine)
 
-    def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def stepped(engine: Any, *args: object, **kwargs: object) -> object:
         _name_parts(engine, tracker)
         done = step(engine, *args, **kwargs)
         if engine.skipped_steps:
-            raise NotPredicted("this DeepSpeed: its engine skips steps where nothing has a value")
+            raise NotPredicted("this DeepSpeed: its engine skips steps if tensors have no values")
         return done
 
-    def consolidated(*args: Any, **kwargs: Any) -> Any:
-        ranks, tracker.host_ranks = tracker.host_ranks, 1  # only rank 0 keeps what is gathered
+    def consolidated(*args: object, **kwargs: object) -> object:
+        ranks, tracker.host.ranks = tracker.host.ranks, 1  # only rank 0 keeps what is gathered
         try:
             return consolidate(*args, **kwargs)
         finally:
-            tracker.host_ranks = ranks
+            tracker.host.ranks = ranks
 
     stack.enter_context(patch.object(DeepSpeedEngine, "__init__", made))
     stack.enter_context(patch.object(DeepSpeedEngine, "step", stepped))
@@ -239,9 +253,9 @@ def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines:
 
 
 def _name_parts(engine: Any, tracker: Tracker) -> None:
-    """Say what the flat buffers of the engine's optimizer are: stage3.py and stage_1_and_2.py, `__init__`.
+    """Tag the flat buffers of the engine's optimizer, and the parts of weights.
 
-    And what the parts of weights are, of which those that are not trained have no buffer:
+    Weights that are not trained have no flat buffer. stage3.py and stage_1_and_2.py, `__init__`;
     partition_parameters.py.
     """
     optimizer = engine.optimizer
@@ -269,12 +283,12 @@ def _name_parts(engine: Any, tracker: Tracker) -> None:
     tracker.tag(
         (getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers"
     )
-    for storage in of("storages_of_buckets"):  # of stages 1 and 2; gradients were views into them
+    for storage in of("storages_of_buckets"):  # stages 1 and 2: gradients were views into them
         if storage is not None:
             storage.category = "sharding buffers"
 
 
-_PARTS = {
+_PARTS: dict[str, Category] = {
     "fp16_partitioned_groups_flat": "weights",
     "bit16_groups_flat": "weights",
     "fp32_partitioned_groups_flat": "optimizer states",

@@ -1,1 +1,1 @@
-"""A rehearsal is counted here: every tensor that it makes, and what an allocator does with them."""
+"""Count every tensor that a rehearsal makes, and replay them through the allocator's rules."""

@@ -1,11 +1,10 @@
-"""What autograd does in place, and does not to fake tensors because they are a subclass of Tensor.
+"""Find the operations that autograd does in place on a card, but not on fake tensors.
 
-Imports torch.
+Fake tensors are a subclass of Tensor, and autograd makes a new tensor for those. Imports torch.
 """
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,42 +19,41 @@ IN_PLACE = {
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
 }
-"""What autograd does in place, but not to a subclass of Tensor, which a fake tensor is.
+"""Operations that autograd does in place, but not on a subclass of Tensor, with the ones in place.
 
-torch/csrc/autograd: input_buffer.cpp, accumulate, where a second gradient comes to a first one;
-FunctionsManual.cpp and aten/src/ATen/native, areAnyTensorSubclassLike, where a backward (gather,
+torch/csrc/autograd: input_buffer.cpp, accumulate, adds a second gradient to the first one;
+FunctionsManual.cpp and aten/src/ATen/native, areAnyTensorSubclassLike: a backward (of gather,
 indexing, index_select, max) fills zeros.
 """
 
 
-def is_autograds_own(tensor: Any) -> bool:
-    """Whether autograd itself writes to this tensor, and nobody else holds it or its storage.
+def is_autograds_own(tensor: object) -> bool:
+    """Return whether autograd itself writes to this tensor, and nothing else holds its storage.
 
-    Called by autograd there is no Python around the operation.
+    If autograd calls an operation, there is no Python frame around it.
     """
     if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
         return False
-    core: Any = torch._C
-    held_here = 2  # by the tensor, and by the Python object of the storage
+    held_here = 2  # references: the tensor, and the Python object of the storage
     storage = tensor.untyped_storage()
     is_whole = storage.nbytes() == tensor.numel() * tensor.element_size()
     return (
         is_whole
-        and core._current_autograd_node() is not None
-        and core._storage_Use_Count(storage._cdata) == held_here
+        and torch._C._current_autograd_node() is not None
+        and torch._C._storage_Use_Count(storage._cdata) == held_here
     )
 
 
 def _is_called_by_python() -> bool:
-    """Whether there is Python between an operation and autograd, more than what is wrapped around a dispatch.
+    """Return whether Python code between autograd and an operation called that operation.
 
-    That is what torch wraps around it, and the planner's own modes above the tracker (DDP, FSDP2
-    and ZeRO have one): on a card they are not there, and autograd adds in place.
+    Frames around every dispatch do not count: those of torch, and those of the planner's own modes
+    above the tracker (DDP, FSDP2 and ZeRO have one). On a card they are not there, and autograd
+    adds in place.
     """
-    frame = sys._getframe(2).f_back  # what called __torch_dispatch__
+    frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
     wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _PLANNER)
     while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
         frame = frame.f_back
-    return (
-        frame is not None and frame.f_code.co_name != "_engine_run_backward"
-    )  # a backward in a backward
+    # _engine_run_backward: a backward inside a backward
+    return frame is not None and frame.f_code.co_name != "_engine_run_backward"

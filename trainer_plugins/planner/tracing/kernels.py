@@ -1,8 +1,11 @@
-"""What kernels of a card need beside their results, as far as it is known, and where torch cannot say a result."""
+"""Know what kernels of a card allocate beside their results, and results that torch cannot infer.
 
-from collections.abc import Callable, Iterator
+Imports torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,40 +14,53 @@ from trainer_plugins.units import KIB
 
 aten = torch.ops.aten
 
+Operator: TypeAlias = Callable[..., Any]
+"""An overload of an operation, as `__torch_dispatch__` gets it."""
+
+OperatorArgs: TypeAlias = Sequence[Any]
+"""The positional arguments of an operation: tensors, numbers, and lists of them."""
+
+OperatorKwargs: TypeAlias = Mapping[str, Any]
+
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB
-"""aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
+"""The default: aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRules:
-    """What the kernels of one compute capability take from the allocator."""
+    """Holds what the kernels of one compute capability take from the allocator."""
 
     capability: tuple[int, int]
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """One for each thread with a handle: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize."""
+        """Return the workspace of each thread that has a handle of cuBLAS, in bytes.
+
+        aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
+        """
         return 4096 * 8 * KIB if self.capability[0] in (9, 10) else (4096 * 2 + 16 * 8) * KIB
 
-    def workspaces(self, func: Any, args: Any) -> Iterator[tuple[str, int]]:
-        """What libraries keep from their first use in a thread on, by name."""
+    def workspaces(self, func: Operator, args: OperatorArgs) -> Iterator[tuple[str, int]]:
+        """Yield the libraries that an operation uses, and the bytes each takes at its first use.
+
+        A library keeps its workspace for the thread.
+        """
         if func in _MATMULS:
             yield "cuBLAS", self.cublas_workspace_bytes
-        if (
-            func is aten.addmm.default and args[0].dim() == 1
-        ):  # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias
+        # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias
+        if func is aten.addmm.default and args[0].dim() == 1:
             yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
-    def transient_bytes(self, func: Any, args: Any) -> int:
-        """What a kernel takes while it runs and gives back before it returns."""
+    def transient_bytes(self, func: Operator, args: OperatorArgs) -> int:
+        """Return the bytes that a kernel takes while it runs, and frees before it returns."""
         rule = _TRANSIENT.get(func)
         return rule(args) if rule is not None else 0
 
 
-def picks_by_mask(func: Any, args: Any) -> bool:
-    """Whether the size of a result is the number of ones in a mask: `x[mask]`, and what it is made of."""
+def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
+    """Return whether the size of the result is the number of ones in a mask, as in `x[mask]`."""
     if func is aten.masked_select.default:
         return True
     return func is aten.index.Tensor and any(
@@ -52,10 +68,10 @@ def picks_by_mask(func: Any, args: Any) -> bool:
     )
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, around those whose result CUDA knows and torch's shape rules refuse.
+def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
+    """Run an operation, also one that CUDA can do and torch's shape rules refuse.
 
-    A mask has no values here: it picks everything, which is the most that it can.
+    A mask has no values here. It selects everything, which is the worst case.
     """
     if picks_by_mask(func, args):
         if func is aten.masked_select.default:
@@ -66,42 +82,54 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _all_of(index: Any) -> list[Any]:
+def _all_of(index: torch.Tensor | None) -> list[torch.Tensor | None]:
     if index is None or index.dtype != torch.bool:
         return [index]
     return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
-def _flash_backward(args: Any) -> int:
-    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d, in float."""
+def _flash_backward(args: OperatorArgs) -> int:
+    """Count dq_accum and softmax_d, both in float.
+
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
+    """
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     rows, columns = -(-length // 128) * 128, -(-size // 32) * 32
     needed = _rounded(4 * batch * heads * rows * columns) + _rounded(4 * batch * heads * rows)
-    if key.shape[1] != heads:  # dk and dv of each head, before those of a group are added up
+    if key.shape[1] != heads:  # dk and dv of each head, before they are summed up by group
         needed += 2 * _rounded(batch * key.shape[2] * heads * size * query.element_size())
     return needed
 
 
-def _efficient_backward(args: Any) -> int:
-    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta, and gradQ in float where it is not."""
+def _efficient_backward(args: OperatorArgs) -> int:
+    """Count delta, and gradQ in float if the query has another dtype.
+
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu.
+    """
     query = args[1]
     batch, heads, length, size = query.shape
     accumulator = _rounded(4 * batch * heads * length * size) if query.dtype != torch.float32 else 0
     return _rounded(4 * batch * heads * length) + accumulator
 
 
-def _softmax_backward(args: Any) -> int:
-    """aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output`."""
+def _softmax_backward(args: OperatorArgs) -> int:
+    """Count `Tensor tmp = grad * output`.
+
+    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out.
+    """
     gradient, output = args[0], args[1]
     return _rounded(gradient.numel() * max(gradient.element_size(), output.element_size()))
 
 
-def _copied_operands(args: Any) -> int:
-    """aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
+def _copied_operands(args: OperatorArgs) -> int:
+    """Count the operands of a matrix product that are copied for the call.
 
-    cuBLAS reads a matrix by one stride, the other one being 1. What has no such stride is copied
-    for the call: the gradient of a `sum()`, whose strides are 0, is the common case.
+    cuBLAS reads a matrix by one stride; the other one has to be 1. Other operands are copied. The
+    common case is the gradient of a `sum()`, whose strides are 0.
+
+    aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and
+    prepare_batch_matrix_for_cublas.
     """
     return sum(
         _rounded(each.numel() * each.element_size())
@@ -110,7 +138,7 @@ def _copied_operands(args: Any) -> int:
     )
 
 
-def _has_leading_dimension(matrix: Any) -> bool:
+def _has_leading_dimension(matrix: torch.Tensor) -> bool:
     (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
     if (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns)):
         return True
@@ -123,7 +151,7 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
-_TRANSIENT: dict[Any, Callable[[Any], int]] = {
+_TRANSIENT: dict[Operator, Callable[[OperatorArgs], int]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
     aten._softmax_backward_data.default: _softmax_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

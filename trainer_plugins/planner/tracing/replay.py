@@ -1,10 +1,10 @@
-"""Replay a trace through the allocator's arithmetic: what each moment holds, what lives at the peak, what fails."""
+"""Replay a trace through the allocator's rules: peaks by moment, live storages, what fails."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.planner.plan import MOMENTS, MomentPeak
+from trainer_plugins.planner.plan import MOMENTS, Moment, MomentPeak, known_moment
 from trainer_plugins.planner.tracing.trace import ALLOC, EMPTY_CACHE, FREE, Storage, Trace
 
 _TIMELINE_POINTS = 400
@@ -12,43 +12,51 @@ _TIMELINE_POINTS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What one allocator would have made of a trace. Sizes in bytes."""
+    """Holds what one allocator makes of a trace. Sizes in bytes."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    peak_moment: str
+    peak_moment: Moment
     peak_event: int
-    """The index of the event at the allocated peak, -1 where nothing was allocated."""
+    """The index of the event at the allocated peak; -1 if nothing was allocated."""
 
-    moments: Mapping[str, MomentPeak]
+    moments: Mapping[Moment, MomentPeak]
     num_flushes: int
     failed: Storage | None = None
-    """The allocation that the card refused. The replay ends there."""
+    """The allocation that the card refused, at which the replay ends; None if all fit."""
 
     failed_request_bytes: int | None = None
     block_bytes: Mapping[int, int] = field(repr=False)
-    """What each storage got, by its index."""
+    """The size of the block that each storage got, by the index of the storage."""
 
-    timeline: tuple[tuple[str, int, int], ...] = field(repr=False)
+    timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)
+    """Points of the run in order: the moment, allocated bytes, reserved bytes."""
 
 
 def replay(
     trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRules | None = None
 ) -> Replay:
-    """Replay. `capacity_bytes` is what the process can reserve; None is a card without an end."""
+    """Replay a trace.
+
+    Args:
+        trace: the events of one card.
+        capacity_bytes: what the process can reserve; None is an unlimited card.
+        rules: the allocator settings; None is CUDA's defaults.
+    """
     model = AllocatorModel(capacity_bytes, rules)
     blocks: dict[int, Block] = {}
     block_bytes: dict[int, int] = {}
-    peaks: dict[str, MomentPeak] = {}
-    timeline: list[tuple[str, int, int]] = []
+    peaks: dict[Moment, MomentPeak] = {}
+    timeline: list[tuple[Moment, int, int]] = []
     highest, peak_event, peak_moment = 0, -1, MOMENTS[0]
-    moment, failed, failed_bytes = "", None, None
+    moment: Moment | None = None
+    failed, failed_bytes = None, None
     interval = max(1, len(trace.events) // _TIMELINE_POINTS)
     for position, event in enumerate(trace.events):
         if event.moment != moment:
             _note(peaks, moment, model)
             model.reset_peaks()
-            moment = event.moment
+            moment = known_moment(event.moment)  # the plan would leave out an unknown one
         if event.kind == ALLOC:
             storage = trace.storages[event.number]
             try:
@@ -66,7 +74,7 @@ def replay(
         point = (event.moment, model.allocated_bytes, model.reserved_bytes)
         if position % interval == 0 or event.moment != timeline[-1][0]:
             timeline.append(point)
-        else:  # the most of each stretch, so that no peak is lost
+        else:  # keep the maximum of each stretch, so that no peak is lost
             timeline[-1] = (
                 event.moment,
                 max(point[1], timeline[-1][1]),
@@ -88,9 +96,9 @@ def replay(
 
 
 def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
-    """The storages that live at the peak, each with what it got, the largest first.
+    """Return the storages that are live at the peak with their block sizes, the largest first.
 
-    The sum is the allocated peak.
+    The sizes add up to the allocated peak.
     """
     live: dict[int, Storage] = {}
     for event in trace.events[: replayed.peak_event + 1]:
@@ -102,8 +110,8 @@ def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def _note(peaks: dict[str, MomentPeak], moment: str, model: AllocatorModel) -> None:
-    if moment:
+def _note(peaks: dict[Moment, MomentPeak], moment: Moment | None, model: AllocatorModel) -> None:
+    if moment is not None:
         before = peaks.get(moment, MomentPeak(allocated_bytes=0, reserved_bytes=0))
         peaks[moment] = MomentPeak(
             allocated_bytes=max(before.allocated_bytes, model.peak_allocated_bytes),

@@ -1,0 +1,205 @@
+"""Make a PlanRequest from what users give: a config, flags or arguments, and the name of a card.
+
+The command line and `plan_run` both build their requests here.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.contexts import with_measured_context
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.request import (
+    DEFAULT_EVALUATION_BATCHES,
+    DEFAULT_SEQUENCE_LENGTH,
+    ConfigSource,
+    PlanRequest,
+)
+
+_ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
+_OF_A_TRAINER = {
+    "training_args": "its own count (trainer.args)",
+    "seq_length": _ITS_BATCH,
+    "target_length": _ITS_BATCH,
+    "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
+    "peft_config": "its model is planned as it is: make the Trainer with a model of peft",
+    "accelerate_config": (
+        "how it is launched is read from the process that made it; "
+        "num_gpus changes the number of cards"
+    ),
+}
+"""What belongs to a config, and why a Trainer does not take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigInputs:
+    """Holds what is given with the config of a model, and not with a Trainer."""
+
+    training_args: object = None
+    """TrainingArguments, a dict of their fields, or a sequence of flags."""
+
+    seq_length: int | None = None
+    """Tokens of each row; None is 2048."""
+
+    target_length: int | None = None
+    """Tokens of each label of an encoder-decoder; None is `seq_length`."""
+
+    dtype: str | None = None
+    """The dtype of the loaded weights; None is what `from_pretrained` chooses."""
+
+    peft_config: object = None
+    """A PeftConfig, or a dict of its fields."""
+
+    accelerate_config: str | os.PathLike[str] | None = None
+    """accelerate's config file."""
+
+    num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """Holds what is given with a config or with a Trainer."""
+
+    gpu: str | None = None
+    """The name or the size of a card; None is the Trainer's card, or no card."""
+
+    calibration: bool = True
+    """Whether to use the context that was measured here for this card."""
+
+    allocator: str | None = None
+    """The allocator settings; None takes those of this process."""
+
+    num_gpus: int | None = None
+    """How many cards train together; None takes the number from the launch."""
+
+    has_padding: bool | None = None
+    """Whether batches have padding; None looks at the batch, or assumes it for several rows."""
+
+
+def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
+    """Make the request for a run.
+
+    Args:
+        trainer_or_config: a Trainer before training; or a PretrainedConfig, a dict, or the path of
+            a config.json or of its folder.
+        details: what belongs to a config.
+        run: the cards and the launch.
+
+    Raises:
+        PlanError: an input is wrong, or a Trainer comes with what belongs to a config.
+        NotPredicted: the planner cannot predict this Trainer.
+    """
+    if run.num_gpus is not None and run.num_gpus < 1:
+        raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
+    if hasattr(trainer_or_config, "training_step"):
+        request = _of_trainer(trainer_or_config, details, run)
+    else:
+        request = _of_config(trainer_or_config, details, run)
+    if run.calibration and request.card is not None:
+        return replace(request, card=with_measured_context(request.card))
+    return request
+
+
+def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
+    for name, why in _OF_A_TRAINER.items():
+        if getattr(details, name) is not None:
+            raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {why}")
+    from trainer_plugins.planner.rehearse import gather
+
+    card = card_of(run.gpu) if run.gpu is not None else None
+    return gather.request_of(trainer, card, _settings(run), run.num_gpus, run.has_padding)
+
+
+def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
+    length, file = details.seq_length, details.accelerate_config
+    return PlanRequest(
+        card=card_of(run.gpu) if run.gpu is not None else None,
+        source=ConfigSource(
+            config=_config(given),
+            arguments=arguments_to_send(details.training_args),
+            sequence_length=DEFAULT_SEQUENCE_LENGTH if length is None else length,
+            target_length=details.target_length,
+            dtype=details.dtype,
+            peft=_peft(details.peft_config),
+            num_evaluation_batches=details.num_evaluation_batches,
+        ),
+        allocator=_settings(run),
+        num_gpus=run.num_gpus or 0,
+        launch_file=os.fspath(file) if file is not None else None,
+        has_padding=run.has_padding,
+    )
+
+
+def _settings(run: RunInputs) -> str:
+    return allocator_text() if run.allocator is None else run.allocator
+
+
+def allocator_text() -> str:
+    """Return the allocator settings of this process.
+
+    Which environment variable counts depends on the version of torch.
+    """
+    variables = Variables.of(os.environ)
+    name = variables.read_by(gather_machine(os.environ))
+    return variables.texts[name] if name is not None else ""
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Read a config.json from its path or from its folder.
+
+    Raises:
+        PlanError: there is no such file, or it is not a mapping in JSON.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise PlanError(
+            f"no config of a model at {path}: {error.strerror}. "
+            "Give a file or folder on disk; nothing is read from the hub"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{file} is not the config of a model: it holds no mapping")
+    return content
+
+
+def _config(given: object) -> dict[str, object]:
+    if to_dict := getattr(given, "to_dict", None):
+        return dict(to_dict())
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, (str, os.PathLike)):
+        return read_config(Path(given))
+    raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
+
+
+def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
+    """Return flags as they are, and pickle the class and the fields of TrainingArguments."""
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        from transformers import Seq2SeqTrainingArguments
+
+        return pickle.dumps((Seq2SeqTrainingArguments, dict(given)))
+    if isinstance(given, Sequence):
+        return tuple(given)
+    return pickle.dumps(
+        (type(given), {each.name: getattr(given, each.name) for each in fields(given) if each.init})
+    )
+
+
+def _peft(given: Any) -> dict[str, object] | None:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {name: value for name, value in given.to_dict().items() if value is not None}

@@ -1,0 +1,110 @@
+"""Apply the allocator's rules of a card to a rehearsal, and make a plan of it."""
+
+from collections import defaultdict
+
+from trainer_plugins.allocator.model import AllocatorRules
+from trainer_plugins.allocator.settings import parse
+from trainer_plugins.planner import progress
+from trainer_plugins.planner.cards import Card, about_context
+from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, TensorAtPeak
+from trainer_plugins.planner.rehearse.watch import Watched
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
+from trainer_plugins.planner.tracing.trace import Storage
+from trainer_plugins.planner.tried import installed, known_error, untried
+
+_TOP_TENSORS = 10
+
+
+def rules_of(request: PlanRequest) -> AllocatorRules:
+    """Read the allocator settings of a request.
+
+    Raises:
+        PlanError: torch would refuse them, or they name a backend that is not modelled.
+    """
+    try:
+        rules = AllocatorRules.of(parse(request.allocator))
+    except ValueError as error:
+        raise PlanError(f"allocator settings: {error}") from error
+    if request.device == "simgpu":  # it has rules of its own, whatever the settings say
+        return AllocatorRules(rising_segment_bytes=0)
+    return rules
+
+
+def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:
+    """Replay a rehearsal through the allocator of the card, and make a plan of it."""
+    progress.step("replaying its allocations")
+    card, trace, versions = request.card, watched.trace, installed()
+    unlimited = replay(trace, None, rules)
+    on_card = _on_card(card, watched, rules)
+    shown = on_card if on_card is not None and on_card.failed is None else unlimited
+    context = card.context_bytes if card is not None else 0
+    live = live_at_peak(trace, unlimited)
+    return MemoryPlan(
+        allocated_peak_bytes=unlimited.allocated_peak_bytes,
+        reserved_peak_bytes=shown.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=shown.reserved_peak_bytes + context,
+        host_ram_bytes_per_node=trace.host_peak_bytes,
+        host_pinned_bytes_per_node=watched.host_pinned_bytes_per_node,
+        capacity_bytes=card.capacity_bytes if card is not None else None,
+        fits=on_card.failed is None if on_card is not None else None,
+        moment=unlimited.peak_moment,
+        breakdown=_breakdown(live),
+        top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
+        moments=shown.moments,
+        num_flushes=on_card.num_flushes if on_card is not None else 0,
+        failed_request_bytes=on_card.failed_request_bytes if on_card is not None else None,
+        failed_request=_failed_request(on_card),
+        not_predicted=watched.not_predicted,
+        not_reliable=(*untried(versions), *watched.not_reliable),
+        assumptions=(*watched.assumptions, *_about_context(card)),
+        known_error=(
+            known_error(versions)
+            if request.device == "cuda"
+            else "in the tests, plans for the simulated card are within 1 %"
+        ),
+        device=request.device,
+        gpu=card.name if card is not None else None,
+        num_gpus=watched.num_gpus,
+        context_bytes=context,
+        num_parameters=watched.num_parameters,
+        num_trainable_parameters=watched.num_trainable_parameters,
+        versions=versions,
+        timeline=shown.timeline,
+    )
+
+
+def _on_card(card: Card | None, watched: Watched, rules: AllocatorRules) -> Replay | None:
+    if card is None:
+        return None
+    return replay(watched.trace, card.capacity_bytes - card.context_bytes, rules)
+
+
+def _breakdown(live: list[tuple[Storage, int]]) -> dict[Category, int]:
+    found: dict[Category, int] = defaultdict(int)
+    for storage, num_bytes in live:
+        found[storage.category] += num_bytes
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def _tensor(storage: Storage, num_bytes: int) -> TensorAtPeak:
+    return TensorAtPeak(
+        num_bytes=num_bytes,
+        category=storage.category,
+        module=storage.module,
+        operation=storage.operation,
+        moment=storage.moment,
+        shape=storage.shape,
+        dtype=storage.dtype,
+    )
+
+
+def _failed_request(on_card: Replay | None) -> str | None:
+    if on_card is None or on_card.failed is None:
+        return None
+    failed = on_card.failed
+    return f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}"
+
+
+def _about_context(card: Card | None) -> list[str]:
+    return [about_context(card)] if card is not None and card.context_bytes else []

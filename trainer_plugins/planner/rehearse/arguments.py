@@ -1,0 +1,114 @@
+"""Read the user's TrainingArguments, and change them for a short run that writes nothing."""
+
+import contextlib
+import dataclasses
+import io
+import pickle
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.rehearse import ship
+from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource
+from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
+from trainer_plugins.planner.trainer import Arguments
+
+# The rehearsal decides about these itself: it is short, silent, and writes nothing.
+_REHEARSED = {
+    "max_steps": OPTIMIZER_STEPS,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "auto_find_batch_size": False,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": None,
+    "dataloader_persistent_workers": False,
+    "dataloader_pin_memory": False,
+    "resume_from_checkpoint": None,
+    "skip_memory_metrics": True,
+    "tf32": None,  # asks the card, and changes no size
+    "full_determinism": False,
+    "lr_scheduler_type": "constant",  # some others need an evaluation
+    "do_train": True,
+}
+
+
+def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
+    """Return the user's TrainingArguments, as they were given.
+
+    Raises:
+        PlanError: transformers refuses them.
+    """
+    if isinstance(source, TrainerSource):
+        of_trainer: Arguments = ship.loads(source.trainer)["args"]
+        return of_trainer
+    try:
+        if isinstance(source.arguments, bytes):
+            kind, fields = pickle.loads(source.arguments)
+            _check_deepspeed(fields.get("deepspeed"))
+            of_fields: Arguments = kind(**fields)
+            return of_fields
+        _check_deepspeed(_value_of("--deepspeed", source.arguments))
+        return _parsed(source.arguments)
+    except PlanError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        raise PlanError(first_line(error)) from error
+
+
+def rehearsed_arguments(args: Any, output_dir: str) -> Any:
+    """Copy TrainingArguments for a run of three steps that writes nothing."""
+    given = {
+        field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init
+    }
+    changed = {name: value for name, value in _REHEARSED.items() if name in given}
+    return type(args)(**{**given, **changed, "output_dir": output_dir})
+
+
+def _parsed(flags: Sequence[str]) -> Arguments:
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+    parser = HfArgumentParser(
+        Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False
+    )
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            args, unknown = parser.parse_args_into_dataclasses(
+                [*flags], return_remaining_strings=True
+            )
+    except SystemExit as exit_:
+        lines = errors.getvalue().strip().splitlines()
+        raise PlanError(
+            lines[-1].partition("error: ")[2] if lines else "the flags cannot be read"
+        ) from exit_
+    if unknown:
+        near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
+        raise PlanError(
+            f"neither plan nor TrainingArguments knows {unknown[0]}"
+            + (f": is it {near[0]}?" if near else "")
+        )
+    parsed: Arguments = args
+    return parsed
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    for text, following in zip(arguments, (*arguments[1:], None), strict=True):
+        if text == flag:
+            return following
+        if text.startswith(f"{flag}="):
+            return text.partition("=")[2]
+    return None
+
+
+def _check_deepspeed(given: object) -> None:
+    """Check a DeepSpeed config before transformers reads it, which expects a correct form."""
+    if given:
+        refuse_config(read_config(given))

@@ -1,0 +1,70 @@
+"""Turn the errors of a rehearsal into one line for the user. Imports torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torch._subclasses import fake_tensor
+
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+
+_Result = TypeVar("_Result")
+
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+_NO_GRADIENT_BECAUSE = (
+    "the loss depends on nothing that is trained. Reentrant checkpointing does that if a layer's "
+    "input needs no gradient, as after frozen embeddings (LoRA): pass "
+    "--gradient_checkpointing_kwargs '{\"use_reentrant\": false}', or call "
+    "model.enable_input_require_grads() before the Trainer is made. Without checkpointing, no "
+    "tensor behind the loss has requires_grad"
+)
+
+
+def told_in_one_line(work: Callable[[], _Result]) -> _Result:
+    """Run a part of the rehearsal, and turn what it raises into one line.
+
+    Raises:
+        NotPredicted: an operation needs values, which the rehearsal does not have.
+        PlanError: the part raised another error.
+    """
+    try:
+        return work()
+    except PlanError:
+        raise
+    except (
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
+        raise NotPredicted(f"{error.func}, whose result depends on values") from error
+    except fake_tensor.DataDependentOutputException as error:
+        raise NotPredicted(f"{error.func}, which asks for a value") from error
+    except Exception as error:  # the user's own code runs here, and may raise anything
+        if _NO_GRADIENT in str(error):
+            raise PlanError(
+                f"the rehearsal of the run failed, as the run will: {_NO_GRADIENT_BECAUSE}"
+            ) from error
+        raise PlanError(
+            f"the rehearsal of the run failed: {type(error).__name__}: "
+            f"{first_line(error)}{_where(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error in one line; add its second line if the first only announces it."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def _where(error: BaseException) -> str:
+    """Name the innermost line that is neither torch's nor the planner's."""
+    trace = error.__traceback__
+    place = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if (
+            "/torch/" not in code.co_filename
+            and "/trainer_plugins/planner/" not in code.co_filename
+        ):
+            place = f" (in {Path(code.co_filename).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,191 @@
+"""Build the model of a config, and batches for it. Imports torch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.rehearse import refusals
+from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.rehearse.rehearsal import Batch
+from trainer_plugins.planner.request import ConfigSource
+
+_ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "electra",
+    "albert",
+    "deberta",
+    "deberta-v2",
+    "xlm-roberta",
+    "modernbert",
+)
+
+
+def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
+    """Build a model from its config on the host, as `from_pretrained` leaves it.
+
+    Returns the model, and the choices that were made because the config leaves them open.
+
+    Raises:
+        PlanError: the config is wrong, or PEFT refuses its own.
+        NotPredicted: the planner cannot predict such a model.
+    """
+    import transformers
+
+    assumptions: list[str] = []
+    kind = source.config.get("model_type")
+    if not isinstance(kind, str):
+        raise PlanError("the config has no model_type: it is not the config.json of a model")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
+    if source.config.get("quantization_config"):
+        raise NotPredicted("a quantized model (quantization_config)")
+    refusals.refuse_attention(
+        source.config.get("attn_implementation") or source.config.get("_attn_implementation")
+    )
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(source.config))
+        dtype = _dtype(source, config, assumptions)
+        model = _class_of(config)._from_config(config, dtype=dtype)
+        if source.config.get("tie_word_embeddings") is False:
+            _untie(model)
+    except PlanError:
+        raise
+    except Exception as error:  # a config may be wrong in any way, and raise anything
+        raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
+    if source.peft is not None:
+        model = _with_peft(model, source.peft)
+    return model, assumptions
+
+
+def _untie(model: Any) -> None:
+    """Give the head its own weights if the config's class has overruled the config, as T5's does.
+
+    `from_pretrained` does so too (modeling_utils.py, tie_weights) if a checkpoint holds both, as
+    that of T5 1.1 does.
+    """
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None or head.weight is not embeddings.weight:
+        return
+    head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
+    for name, module in model.named_modules():
+        if module is head:  # transformers 5 keeps a table of tied weights
+            getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
+
+
+def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torch.dtype:
+    import transformers
+
+    given = source.dtype
+    if given is None:
+        # transformers 4 loads in float32 unless it is told otherwise
+        newer = int(transformers.__version__.partition(".")[0]) >= 5
+        of_config = getattr(config, "dtype", None) if newer else None
+        given = str(of_config or "float32")
+        assumptions.append(
+            f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
+            "see --dtype"
+        )
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
+    name = given.removeprefix("torch.")
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PlanError(f"--dtype needs float32, bfloat16 or float16, got {given!r}")
+    return dtype
+
+
+def _class_of(config: Any) -> Any:
+    """Return the class that `architectures` names if it can be trained, else the usual one."""
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if named is not None and "For" in named.__name__:
+        return named
+    autos = (
+        (AutoModelForSeq2SeqLM,)
+        if config.is_encoder_decoder
+        else (AutoModelForCausalLM, AutoModelForMaskedLM)
+    )
+    if (
+        not config.is_encoder_decoder
+        and not getattr(config, "is_decoder", False)
+        and config.model_type in _ENCODERS
+    ):
+        autos = (AutoModelForMaskedLM,)
+    for auto in autos:
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise NotPredicted(f"{config.model_type} without `architectures` in its config")
+
+
+def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise PlanError("LoRA and other adapters need the package peft") from error
+    kind = str(fields.get("peft_type", "LORA")).upper()
+    mapping = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    if kind not in mapping:
+        raise PlanError(f"peft {peft.__version__} knows no peft_type {kind!r}")
+    known = {field.name for field in dataclasses.fields(mapping[kind])}
+    unknown = sorted(set(fields) - known - {"peft_version", "auto_mapping"})
+    if unknown:
+        raise PlanError(
+            f"the adapter's config has keys that peft {peft.__version__} does not know: "
+            f"{', '.join(unknown)}"
+        )
+    given = {
+        name: value for name, value in fields.items() if name in known and name != "inference_mode"
+    }
+    try:
+        adapted: torch.nn.Module = peft.get_peft_model(model, mapping[kind](**given))
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
+    return adapted
+
+
+def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> Callable[[], Batch]:
+    """Return a function that makes the batches that a collator would make for this model.
+
+    Args:
+        model: a model that was built from a config.
+        rows: rows of each batch.
+        length: tokens of each row.
+        target_length: tokens of each label of an encoder-decoder; None is `length`.
+
+    Raises:
+        NotPredicted: the model takes other inputs than tokens.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name, config = type(inner).__name__, inner.config
+    refusals.refuse_other_inputs(inner)
+
+    def tokens(columns: int = length) -> torch.Tensor:
+        return torch.ones((rows, columns), dtype=torch.long)
+
+    def one_each() -> torch.Tensor:
+        return torch.zeros(rows, dtype=torch.long)
+
+    if config.is_encoder_decoder:
+        labels: dict[str, Callable[[], torch.Tensor]] = {
+            "labels": lambda: tokens(target_length or length)
+        }
+    elif name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):
+        labels = {"labels": tokens}
+    elif name.endswith("ForSequenceClassification"):
+        labels = {"labels": one_each}
+    elif name.endswith("ForQuestionAnswering"):
+        labels = {"start_positions": one_each, "end_positions": one_each}
+    else:
+        raise NotPredicted(f"{name} from a config alone: {refusals.GIVE_A_TRAINER}")
+
+    def make() -> Batch:
+        made: Batch = {"input_ids": tokens(), "attention_mask": tokens()}
+        return {**made, **{key: label() for key, label in labels.items()}}
+
+    return make

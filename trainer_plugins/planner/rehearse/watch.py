@@ -1,0 +1,167 @@
+"""Rehearse the run of a request, and keep what one rank allocates and frees. Imports torch."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer_plugins.planner import progress
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.pretend import eight_bit, fake_cuda
+from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.rehearse import refusals
+from trainer_plugins.planner.rehearse.arguments import arguments_of
+from trainer_plugins.planner.rehearse.build import rehearsal_of
+from trainer_plugins.planner.rehearse.failures import told_in_one_line
+from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
+from trainer_plugins.planner.request import PlanRequest, TrainerSource
+from trainer_plugins.planner.sharded.launched import resolved
+from trainer_plugins.planner.sharded.ranks import forget_accelerate
+from trainer_plugins.planner.sharded.strategies import Strategy, strategy_of
+from trainer_plugins.planner.tracing.trace import Trace, Tracker
+from trainer_plugins.planner.trainer import Arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Holds what a rehearsal showed, before the allocator's rules are applied."""
+
+    trace: Trace
+    num_gpus: int
+    num_parameters: int
+    num_trainable_parameters: int
+    host_pinned_bytes_per_node: int
+    not_predicted: tuple[str, ...]
+    not_reliable: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+
+@contextmanager
+def environment_restored() -> Iterator[None]:
+    """Restore os.environ afterwards: TrainingArguments writes to it."""
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def read_arguments(request: PlanRequest) -> Arguments:
+    """Make the TrainingArguments of a request. They ask the card what it can do.
+
+    Raises:
+        PlanError: transformers refuses them, or no card can be simulated here.
+    """
+    _make_ready(request.device)
+    with environment_restored(), in_world(World(device=request.device)):
+        return arguments_of(request.source)
+
+
+@environment_restored()
+def watch(request: PlanRequest) -> Watched:
+    """Rehearse the run, and keep what one rank allocates and frees.
+
+    Raises:
+        PlanError: the input is wrong.
+        NotPredicted: the planner cannot predict this run.
+    """
+    request = resolved(request)
+    os.environ.update(request.environment)
+    _make_ready(request.device)
+    forget_accelerate()
+    with tempfile.TemporaryDirectory() as folder, in_world(_world_of(request)) as tracker:
+        args = arguments_of(request.source)
+        refusals.refuse_arguments(args)
+        strategy = strategy_of(request, args)
+        with strategy.around(tracker):
+            rehearsed, notes = _rehearsed(request, strategy, tracker, folder)
+        if tracker.masks_pick_all:
+            rehearsed.assumptions.append(
+                "a mask, as in x[mask], is counted as if it selects everything: the worst case"
+            )
+        trace = tracker.trace()
+        parameters = [*rehearsed.trainer.model.parameters()]
+        pinned = strategy.host_pinned_bytes_per_node()
+    if request.num_nodes > 1:
+        rehearsed.assumptions.append(
+            f"{request.gpus_per_node} GPUs in each of {request.num_nodes} nodes"
+        )
+    return Watched(
+        trace=trace,
+        num_gpus=request.num_gpus,
+        num_parameters=_num_elements(parameters),
+        num_trainable_parameters=_num_elements(each for each in parameters if each.requires_grad),
+        host_pinned_bytes_per_node=pinned,
+        not_predicted=strategy.not_predicted,
+        not_reliable=(*notes, *strategy.not_reliable, *_left_out(request)),
+        assumptions=tuple(rehearsed.assumptions),
+    )
+
+
+def _rehearsed(
+    request: PlanRequest, strategy: Strategy, tracker: Tracker, folder: str
+) -> tuple[Rehearsed, list[str]]:
+    """Build the Trainer and run it; return also which figures are less reliable because of it."""
+    progress.step("building the model")
+    rehearsed = told_in_one_line(lambda: rehearsal_of(request.source, request.has_padding, folder))
+    trainer = rehearsed.trainer
+    refusals.refuse_trainer(trainer)
+    refusals.refuse_model(trainer.model)
+    tracker.vocabulary = _vocabulary_of(trainer.model)
+    states = eight_bit.stand_in(trainer)
+    strategy.prepare(trainer)
+    progress.step("rehearsing the training")
+    told_in_one_line(lambda: rehearse(rehearsed, tracker))
+    if (fsdp := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
+        rehearsed.assumptions.append(refusals.fsdp_in_force(fsdp))
+    return rehearsed, [eight_bit.PAGED] if states is not None and states.is_paged else []
+
+
+def _world_of(request: PlanRequest) -> World:
+    world = World(
+        device=request.device,
+        has_padding=request.has_padding is True,
+        is_packed=request.is_packed,
+    )
+    if request.card is None:
+        return world
+    return replace(
+        world, capability=request.card.capability, memory_bytes=request.card.capacity_bytes
+    )
+
+
+def _make_ready(device: str) -> None:
+    """Let fake tensors on this type of device have gradients, in this process and for good."""
+    if device == "cuda":
+        progress.step("compiling a fake CUDA device")
+        try:
+            fake_cuda.install_once()
+        except fake_cuda.NoFakeCuda as error:
+            raise PlanError(str(error)) from error
+
+
+def _left_out(request: PlanRequest) -> list[str]:
+    source = request.source
+    if not isinstance(source, TrainerSource) or not source.left_out:
+        return []
+    return [
+        "attributes of the Trainer that cannot be pickled were left out: "
+        f"{', '.join(source.left_out)}"
+    ]
+
+
+def _vocabulary_of(model: torch.nn.Module) -> int:
+    """Return the size of the model's output layer; -1 if it has none of two dimensions."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    weight = getattr(get_head() if get_head is not None else None, "weight", None)
+    shape: list[int] = [*getattr(weight, "ds_shape", getattr(weight, "shape", ()))]
+    return shape[0] if len(shape) == 2 else -1
+
+
+def _num_elements(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Count the elements of whole parameters, even if this rank holds only a part of each."""
+    return sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
