@@ -1,4 +1,4 @@
-"""How the house is built, counted from its own source: rooms, floors, imports between rooms, long files and functions.
+"""This counts the house from its own source: rooms, floors, imports, long files and functions.
 
 A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python.
 An arrow is a pair of rooms of which one imports the other, anywhere in its code. A room stands one
@@ -83,7 +83,7 @@ def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
 
 
 def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[str]]:
-    """For each room of the package, or of a folder of it that has rooms, those that it imports anywhere in its code.
+    """Return for each room of the package, or of one folder in it, what it imports anywhere.
 
     Args:
         files: see `trees`.
@@ -103,7 +103,7 @@ def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[s
 
 
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: no bodies of functions, nothing for type checkers alone."""
+    """Yield the nodes that run at import: no function bodies, nothing for type checkers alone."""
     for child in ast.iter_child_nodes(tree):
         is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not is_for_types and not isinstance(

@@ -121,30 +121,7 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             evidence=f"asked by {asked.source}; runs {runs}",
             remedy=lost[1],
         )
-    for what, where in asked.offload.items():
-        on_drive = runs.homes.get("nvme", 0) > 0
-        in_force = runs.offload.get(what)
-        if in_force == where and not (what == "param" and where == "nvme" and not on_drive):
-            continue
-        if in_force == where:
-            remedy = (
-                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for "
-                "weights this small `device: cpu` is what runs, so write that"
-            )
-            summary = "the weights were to be offloaded to a drive, but none of them is there"
-        else:
-            summary = (
-                f"{what} offload to {where} was asked for, but {in_force or 'none'} is in"
-                f" force{lost[0]}"
-            )
-            remedy = lost[1]
-        yield Finding(
-            code="offload-not-in-force",
-            severity=Severity.ERROR,
-            summary=summary,
-            evidence=f"asked by {asked.source}; runs {runs}; parameters on {dict(runs.homes)}",
-            remedy=remedy,
-        )
+    yield from _offload(asked, runs)
     divides = runs.world_size > 1 or "param" in asked.offload
     if runs.zero_stage == 3 and divides and runs.partitioned_fraction < _LEAST_PARTITIONED_FRACTION:
         yield Finding(
@@ -197,4 +174,33 @@ def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing,"
             " not DeepSpeed's",
             remedy="Give --gradient_checkpointing to the script, and remove the block",
+        )
+
+
+def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:
+    """Judge whether what was to be offloaded is where it was to be."""
+    lost = _lost(asked)
+    for what, where in asked.offload.items():
+        on_drive = runs.homes.get("nvme", 0) > 0
+        in_force = runs.offload.get(what)
+        if in_force == where and not (what == "param" and where == "nvme" and not on_drive):
+            continue
+        if in_force == where:
+            remedy = (
+                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for "
+                "weights this small `device: cpu` is what runs, so write that"
+            )
+            summary = "the weights were to be offloaded to a drive, but none of them is there"
+        else:
+            summary = (
+                f"{what} offload to {where} was asked for, but {in_force or 'none'} is in"
+                f" force{lost[0]}"
+            )
+            remedy = lost[1]
+        yield Finding(
+            code="offload-not-in-force",
+            severity=Severity.ERROR,
+            summary=summary,
+            evidence=f"asked by {asked.source}; runs {runs}; parameters on {dict(runs.homes)}",
+            remedy=remedy,
         )

@@ -296,7 +296,8 @@ def finishes_here() -> bool:
         torch.autograd.graph.register_multi_grad_hook(hidden, fail)
         mark = GradientMark(weights)
         noticed: list[torch.Tensor] = []
-        weights[0].register_post_accumulate_grad_hook(noticed.append)  # type: ignore[no-untyped-call]
+        hook = weights[0].register_post_accumulate_grad_hook
+        hook(noticed.append)  # type: ignore[no-untyped-call]
         try:
             loss.backward()
         except RuntimeError:
