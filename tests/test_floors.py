@@ -61,6 +61,15 @@ def late():
     assert arrows_between(files, "")["devices"] >= {"units", "oom", "cli"}
 
 
+def test_what_contributors_are_sent_to_is_there() -> None:
+    """Paths in CONTRIBUTING.md, but for those that name what is to be added."""
+    paths = re.findall(r"`((?:[a-z_]+/)+[\w.]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(paths) > 30
+    to_be_added = ("NAME", "SUBJECT", "KIND")
+    there = [path for path in paths if not any(name in path for name in to_be_added)]
+    assert [path for path in there if not (ROOT / path).exists()] == []
+
+
 def test_the_fast_tier_reaches_every_room() -> None:
     """By its folder, by its name, or as what a room that is named so imports."""
     files = [ROOT / name for name in (ROOT / "tests" / "fast.txt").read_text().split()]
