@@ -10,7 +10,7 @@ Not modelled: private pools of CUDA graphs, and blocks that wait for another str
 from bisect import bisect_left
 
 from trainer_plugins.allocator.blocks import Block, Pool, drop, insert_behind, room_of
-from trainer_plugins.allocator.rules import UNLIMITED, AllocatorRules
+from trainer_plugins.allocator.placement import UNLIMITED, AllocatorRules
 from trainer_plugins.allocator.settings import NUM_INTERVALS
 from trainer_plugins.units import MIB
 

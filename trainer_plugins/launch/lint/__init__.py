@@ -9,13 +9,13 @@ from pathlib import Path
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.accelerate import accelerate_findings
+from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import Document, read_document
 from trainer_plugins.launch.lint.memory import memory_findings
 from trainer_plugins.launch.lint.names import name_findings
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.launch.lint.text import ConfigError
 from trainer_plugins.launch.lint.training import training_arguments, training_findings
-from trainer_plugins.launch.lint.zero import zero_findings
 
 __all__ = ["ConfigError", "Document", "check", "judge", "read_document", "training_arguments"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugins.finding import Severity
+from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_mapping
 from trainer_plugins.launch.lint.schema import part, schema_findings
-from trainer_plugins.launch.lint.zero import zero_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.trainer import Arguments
 
