@@ -39,6 +39,7 @@ from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import ForgetsEachStep
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
+from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 from trainer_plugins.survival.run import memo_of
@@ -73,6 +74,17 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.kept.append(whole(p.grad for p in model.parameters()))
+
+
+class AttachesEachStep(TrainerCallback):
+    """Attaches survival anew at each step, so that each measures, and an error may fall into that."""
+
+    def __init__(self, trainer, survival: Survival) -> None:
+        self.trainer, self.survival = trainer, survival
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.survival.detach()
+        self.survival = survive_oom(self.trainer)
 
 
 class KnownLimit(TrainerCallback):
@@ -214,9 +226,9 @@ def counted_votes():
 
 def run_case(folder: Path, case: dict, reference: Run) -> dict:
     trainer = make(folder, case)
-    survival = survive_oom(trainer, **case.get("options", {}))
+    anew = AttachesEachStep(trainer, survive_oom(trainer, **case.get("options", {})))
     if "sweep" in case:
-        trainer.add_callback(ForgetsEachStep(trainer))
+        trainer.add_callback(anew if "and" in case["sweep"] else ForgetsEachStep(trainer))
     fail_at = {
         int(n): [
             max(1, int(reference.num_allocations[int(n)] * part)) + again
@@ -253,7 +265,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     ):
         survived = Run(trainer, fail_at, only_attempts="and" in case.get("sweep", {}), **resume)
     memo = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
-    survival.detach()
+    anew.survival.detach()
     logged = list(
         zip(
             trainer.state.log_history,
