@@ -295,7 +295,7 @@ def test_num_gpus_counts_more_than_the_file(outcomes):
         ),
         ("unknown key", "num_procs"),
         ("unknown key of fsdp", "fsdp_config.fsdp_shard"),
-        ("twice", "num_machines is written twice"),
+        ("twice", "num_machines occurs twice"),
         ("no file", "/no/such/file.yaml cannot be read"),
         ("no type", "is not a config file of accelerate"),
         ("not divisible", "8 GPUs cannot be divided among the 3 machines of d.yaml"),

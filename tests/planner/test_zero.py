@@ -131,7 +131,7 @@ ZERO = {"stage": 3}
     [
         (
             {"zero_optimization": {"stage": 3, "offload_optimiser": {}}},
-            "zero_optimization.offload_optimiser is no key",
+            "zero_optimization.offload_optimiser is not a known key",
         ),
         (
             {"zero_optimization": ZERO, "gradient_clippping": 1.0},
@@ -139,11 +139,11 @@ ZERO = {"stage": 3}
         ),
         (
             {"zero_optimization": ZERO, "comment": "mine", "zero_optimisation": {}},
-            "zero_optimisation is no key",
+            "zero_optimisation is not a known key",
         ),
         (
             {"zero_optimization": {"stage": "three"}},
-            "zero_optimization.stage is 'three', where an integer belongs",
+            "zero_optimization.stage is 'three', but should be an integer",
         ),
     ],
 )
