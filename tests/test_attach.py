@@ -302,7 +302,9 @@ def test_what_fails_in_a_preset_does_not_stop_training(
             trainer.train()
 
     assert [trainer.state.global_step for trainer in trainers] == [2, 2]
-    (said,) = [record for record in caplog.records if "trains without our callbacks" in record.message]
+    (said,) = [
+        record for record in caplog.records if "trains without our callbacks" in record.message
+    ]
     assert "somebody's bug" in said.exc_text
 
 

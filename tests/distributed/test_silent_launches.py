@@ -95,7 +95,9 @@ def test_a_misspelt_deepspeed_config_file_is_zero_2_without_offload(tmp_path: Pa
     assert {"zero-stage-not-in-force", "offload-not-in-force"} == {
         c for c in ran.findings if "-not-" in c
     }
-    assert "`deepspeed_config_fle` is not a known key" in str(ran.findings["zero-stage-not-in-force"])
+    assert "`deepspeed_config_fle` is not a known key" in str(
+        ran.findings["zero-stage-not-in-force"]
+    )
 
 
 def test_a_machine_of_several_trains_alone_without_the_standard_launcher(tmp_path: Path) -> None:

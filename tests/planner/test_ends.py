@@ -56,30 +56,20 @@ def test_a_crash_says_where(make_trainer):
         plan_run(make_trainer(trainer_class=Crashing))
 
 
-@pytest.mark.parametrize(
-    ("compiler", "timeout", "line"),
-    [
-        (
-            "kill -KILL $PPID",
-            "100",
-            "the prediction was killed, most likely because main memory ran out",
-        ),
-        # Slower than the imports before it on any machine where this can be decided at all.
-        ("exec tail -f /dev/null", "40", "the prediction was given up after 40 s, when it was "),
-    ],
-)
-def test_an_early_end_is_one_line_and_exit_code_2(tmp_path, compiler, timeout, line):
-    """The compiler of the fake card is the one program that a prediction starts: here it does not end well."""
+def stuck_at(compiler: str, tmp_path: Path) -> dict[str, str]:
+    """The environment of a prediction whose compiler of the fake card, its one program, ends in another way."""
     script = tmp_path / "compiler"
     script.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/asked\n{compiler}\n")
     script.chmod(0o755)
+    return {"CXX": str(script), "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")}
+
+
+def test_an_early_end_is_one_line_and_exit_code_2(tmp_path):
     done = CliRunner().invoke(
-        app,
-        ["plan", "--model", BERT, "--timeout", timeout],
-        env={"CXX": str(script), "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")},
+        app, ["plan", "--model", BERT], env=stuck_at("kill -KILL $PPID", tmp_path)
     )
     assert done.exit_code == 2
-    assert line in done.stderr
+    assert "the prediction was killed, most likely because main memory ran out" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not _is_alive(int((tmp_path / "asked").read_text()))
 
@@ -262,11 +252,27 @@ class Endless(Trainer):
 
 
 @pytest.mark.slow
-def test_a_prediction_without_an_end_says_where_it_was(make_trainer):
-    """As long as the imports and the two steps before it may take on a busy machine."""
+def test_a_prediction_without_an_end_says_where_it_was(tmp_path, make_trainer):
+    """As long as the imports and the two steps before it may take on a busy machine; two at once."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "trainer_plugins", "plan", "--model", BERT, "--timeout", "60"],
+        env={
+            **os.environ,
+            **stuck_at("exec tail -f /dev/null", tmp_path),
+            "TMPDIR": str(tmp_path / "scratch"),
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     line = r"given up after 60 s, when it was rehearsing the training in compute_loss \(test_ends.py, line \d+\)"
     with pytest.raises(PlanError, match=line):
         plan_run(make_trainer(trainer_class=Endless), timeout_seconds=60)
+
+    _, said = command.communicate()
+    assert command.returncode == 2
+    assert "the prediction was given up after 60 s, when it was " in said
+    assert len(said.strip().splitlines()) == 1
+    assert not _is_alive(int((tmp_path / "asked").read_text()))
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
