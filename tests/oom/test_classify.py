@@ -498,6 +498,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_hostile_text_is_read_in_time() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE], check=True, capture_output=True, text=True, timeout=300
