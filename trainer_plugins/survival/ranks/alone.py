@@ -1,7 +1,7 @@
 """Alone: one process, which owes nobody anything."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -12,23 +12,19 @@ from transformers import Trainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.limit.limit import SLACK, most
-from trainer_plugins.survival.micro_batch import MicroBatch
+from trainer_plugins.survival.ranks.base import Base
 from trainer_plugins.survival.ranks.protocol import HowToRecover
 from trainer_plugins.units import MIB
 
 T = TypeVar("T")
 
 
-class Alone:
+class Alone(Base):
     """Handles one process: it divides, measures and rehearses by itself; see `Ranks`."""
 
     recovery: HowToRecover = "alone"
     forward_is_shared = False
     measures_together = False
-    options: Mapping[str, object] = {}
-
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
-        self.trainer, self.model = trainer, model
 
     @classmethod
     def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
@@ -40,49 +36,6 @@ class Alone:
         if kind != "NO":
             yield f"several processes ({kind}) are not supported yet"
 
-    @property
-    def window(self) -> None:
-        return None
-
-    @property
-    def bare(self) -> nn.Module:
-        """Return the model without its wrapper: computing on it reaches no other rank."""
-        return self.model
-
-    def prepare(self, tiny: Callable[[], object]) -> None:
-        """Do nothing: a tiny pass is of use to ranks that wait for this one."""
-
-    def begin(self, micro: MicroBatch) -> None:
-        """Do nothing: no other rank has to be told."""
-
-    def end(self) -> None:
-        """Do nothing: the model was not changed."""
-
-    def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-        return parameters
-
-    def attempt(
-        self,
-        work: Callable[[], T],
-        release: Callable[[], object] | None = None,
-        *,
-        is_end: bool = True,
-    ) -> T | DidNotFit:
-        return attempt(work, release, self.trainer.args.device)
-
-    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        return ""
-
-    def part_failed(self, error: Exception) -> None:
-        """Do nothing: no rank waits for this one."""
-
-    @contextmanager
-    def piece(self, is_last: bool) -> Iterator[nn.Module]:
-        yield self.model
-
-    def finished(self) -> None:
-        """Do nothing: no other rank waits."""
-
     def agreed(self, limit: float) -> float:
         return limit
 
@@ -93,9 +46,6 @@ class Alone:
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
         return own_gradient(loss, parameters, self.trainer.args.device)
-
-    def forget(self) -> None:
-        """Do nothing: `gradient` accumulates none."""
 
     def rehearsing(
         self, harmless: AbstractContextManager[object]
