@@ -17,3 +17,14 @@ def tiny_llama(**config) -> LlamaForCausalLM:
 def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Tensor]]:
     rows = torch.randint(1, 127, (num_rows, length), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in rows]
+
+
+SMALL_GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 1000,
+    "n_positions": 128,
+}
+"""A config.json of which a plan takes seconds."""

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests import processes
-from tests.distributed.launched import free_port
+from tests.distributed.launched import torchrun
 
 HANGS = """
 import os, sys
@@ -32,16 +32,7 @@ def test_no_rank_outlives_a_launcher_that_hangs(tmp_path: Path) -> None:
     os.mkfifo(here)
     os.mkfifo(never)
     (tmp_path / "hangs.py").write_text(HANGS)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        free_port(),
-    ]
-    launcher = processes.start([*torchrun, tmp_path / "hangs.py", here, never])
+    launcher = processes.start([*torchrun(2), tmp_path / "hangs.py", here, never])
     ranks: list[int] = []
     while len(ranks) < 2:
         ranks += map(int, here.read_text().split())

@@ -59,6 +59,12 @@ class Launched:
         return [record[key] for record in state["log_history"] if key in record]
 
 
+def torchrun(num_ranks: int) -> list[str]:
+    """The words before a script that start so many ranks of it."""
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    return [sys.executable, *words, "--master-port", free_port()]
+
+
 def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -15,7 +15,15 @@ from packaging.version import Version
 from safetensors.torch import load_file
 
 from tests import processes, rounding
-from tests.distributed.launched import QUIET, ROOT, TRAIN, Launched, environment, free_port, launch
+from tests.distributed.launched import (
+    QUIET,
+    ROOT,
+    TRAIN,
+    Launched,
+    environment,
+    launch,
+    torchrun,
+)
 from trainer_plugins.finding import Severity
 
 FOUR_STEPS = (
@@ -180,16 +188,7 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
 def test_fsdp_1_is_read_too(tmp_path: Path) -> None:
     """No file for it is shipped, and it is accelerate's default version of FSDP."""
     script = Path(__file__).with_name("fsdp_1.py")
-    call = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        free_port(),
-    ]
-    done = processes.run([*call, str(script), str(tmp_path)], environ=environment())
+    done = processes.run([*torchrun(2), str(script), str(tmp_path)], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
 
     for rank in (0, 1):

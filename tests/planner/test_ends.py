@@ -16,6 +16,7 @@ import pytest
 from transformers import Trainer
 from typer.testing import CliRunner
 
+from tests.models import SMALL_GPT2
 from trainer_plugins import plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.planner import PlanError
@@ -118,23 +119,13 @@ def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
     assert list(scratch.iterdir()) == []
 
 
-SMALL = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 1000,
-    "n_positions": 128,
-}
-
-
 def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
     """The command runs where a project lies, and finds its relative paths there, but no modules."""
     folder = tmp_path / "project"
     folder.mkdir()
     for name in ("timeit", "calendar", "transformers"):
         (folder / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user was imported')")
-    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "config.json").write_text(json.dumps(SMALL_GPT2))
     (folder / "launch.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     program = (
         Path(sys.executable).parent / "trainer-plugins"

@@ -8,17 +8,10 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
+from tests.models import SMALL_GPT2
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 
-CONFIG = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 1000,
-    "n_positions": 128,
-}
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
 
@@ -57,7 +50,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> tuple[MemoryPlan, str]:
     folder = tmp_path_factory.mktemp("page")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(SMALL_GPT2))
     asked = [
         "--model",
         str(folder),

@@ -3,7 +3,7 @@
 import pytest
 from transformers import Trainer
 
-from tests.models import tiny_llama
+from tests.models import SMALL_GPT2, tiny_llama
 from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
@@ -14,14 +14,7 @@ from trainer_plugins.units import KIB, MIB
 
 LENGTH, HEADS = 640, 4
 GROUPS = tiny(num_key_value_heads=2)
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 1,
-    "n_head": 4,
-    "vocab_size": 1000,
-    "n_positions": 128,
-}
+GPT2 = {**SMALL_GPT2, "n_layer": 1}
 REQUESTS = {
     "heads on t4": request(tiny(), gpu="t4", sequence_length=LENGTH, dtype="float16"),
     "groups on t4": request(GROUPS, gpu="t4", sequence_length=LENGTH, dtype="float16"),

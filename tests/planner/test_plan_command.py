@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.models import SMALL_GPT2
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 
@@ -48,15 +49,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3():
 
 
 def test_the_report_for_people(tmp_path: Path):
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "vocab_size": 1000,
-        "n_positions": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
     done = plan(
         "--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4", "--eval_strategy", "epoch"
     )
@@ -91,15 +84,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str):
 
 
 def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "vocab_size": 1000,
-        "n_positions": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
     asked = ["--model", str(tmp_path), "--seq-length", "64", "--json"]
     by_hand = CliRunner().invoke(
         app,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import processes, rounding
-from tests.distributed.launched import environment, free_port, start
+from tests.distributed.launched import environment, free_port, start, torchrun
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
 
 pytestmark = pytest.mark.slow
@@ -24,16 +24,8 @@ TOLERANCE = {"bf16": rounding.of_sums(2 * 2 * 7, torch.bfloat16)}
 
 
 def told_by(folder: Path, num_ranks: int) -> list[dict]:
-    call = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(num_ranks),
-        "--master-port",
-        free_port(),
-    ]
     done = processes.run(
-        [sys.executable, *call, HERE / "ddp_stories.py", folder], cwd=folder, environ=environment()
+        [*torchrun(num_ranks), HERE / "ddp_stories.py", folder], cwd=folder, environ=environment()
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
