@@ -34,10 +34,6 @@ LONGEST_BATCH = 657
 reserved memory of `FITTED_ROW`, which therefore proves nothing about reserved memory; the other
 rows saw the same batches."""
 
-LEARNED_FROM = "fitcheck 2026-09-15"
-"""The source whose reserved memory taught where new segments lie
-(`AllocatorRules.rising_segment_bytes`), and which therefore proves nothing about it."""
-
 RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
 """The first release after a development version that nobody can install."""
 
@@ -246,9 +242,7 @@ def no_evidence(row: Row, counter: str) -> str:
     """Say what this figure decided, so that it is no evidence for it; empty if nothing."""
     if counter != "reserved":
         return ""
-    return (
-        "fitted" if row.key == FITTED_ROW else "learned from" if row.source == LEARNED_FROM else ""
-    )
+    return "fitted" if row.key == FITTED_ROW else ""
 
 
 def print_rows(rows: Sequence[Row], found: Predicted) -> None:
@@ -280,7 +274,7 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
     lines = []
     for source in [*dict.fromkeys(row.source for row in rows), ""]:
         for counter, name in COUNTERS.items():
-            errors: dict[str, list[float]] = {"": [], "fitted": [], "learned from": []}
+            errors: dict[str, list[float]] = {"": [], "fitted": []}
             for row in rows:
                 if (
                     (source or row.source) == row.source

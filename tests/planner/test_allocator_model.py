@@ -30,7 +30,7 @@ def sizes(chance: random.Random) -> int:
 def test_it_reserves_what_the_simulated_card_reserves(simgpu, seed):
     """The card counts what C++ does with real addresses, out of memory and retries included."""
     capacity = 256 * MIB
-    model = AllocatorModel(capacity, AllocatorRules(rising_segment_bytes=0))
+    model = AllocatorModel(capacity, AllocatorRules(segments="falling"))
     chance = random.Random(seed)
     live: list[tuple[torch.Tensor, Block]] = []
     before = torch.accelerator.memory_stats()

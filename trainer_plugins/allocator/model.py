@@ -9,6 +9,7 @@ Not modelled: private pools of CUDA graphs, and blocks that wait for another str
 
 from bisect import bisect_left
 
+from trainer_plugins.allocator.addresses import Addresses, addresses_in
 from trainer_plugins.allocator.blocks import Block, Pool, drop, insert_behind, room_of
 from trainer_plugins.allocator.placement import UNLIMITED, AllocatorRules
 from trainer_plugins.allocator.settings import NUM_INTERVALS
@@ -23,7 +24,6 @@ _SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
 _ROUND_LARGE_BYTES = 2 * MIB
-_GAP_BYTES = 2 * MIB  # between segments, so that none are neighbours
 
 
 # It names a state, as torch.OutOfMemoryError does.
@@ -43,12 +43,17 @@ class AllocatorModel:
     Args:
         capacity_bytes: what the process can reserve in all; None is a card of unlimited memory.
         rules: the allocator's settings.
+        addresses: where new segments lie; None is as the rules say.
     """
 
     def __init__(
-        self, capacity_bytes: int | None = None, rules: AllocatorRules | None = None
+        self,
+        capacity_bytes: int | None = None,
+        rules: AllocatorRules | None = None,
+        addresses: Addresses | None = None,
     ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
+        self._addresses = addresses_in(self.rules.segments) if addresses is None else addresses
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         fraction = self.rules.memory_fraction
         self._allowed_bytes = int(self.capacity_bytes * fraction) if fraction is not None else None
@@ -58,7 +63,6 @@ class AllocatorModel:
         """Releases of the whole cache because the card was full, as torch's `num_alloc_retries`."""
 
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._highest_address, self._lowest_address = 1 << 45, 1 << 46
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
         self._collect_above_bytes = (
@@ -176,13 +180,6 @@ class AllocatorModel:
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _new_addresses(self, num_bytes: int) -> int:
-        if num_bytes > self.rules.rising_segment_bytes:
-            self._lowest_address -= num_bytes + _GAP_BYTES
-            return self._lowest_address
-        self._highest_address += num_bytes + _GAP_BYTES
-        return self._highest_address - num_bytes
-
     def _grow(self, pool: Pool, size: int) -> Block | None:
         if self.rules.expandable_segments:
             return self._grow_expandable(pool, size)
@@ -190,7 +187,7 @@ class AllocatorModel:
         if not self._has_room(num_bytes):
             return None
         self._reserve(num_bytes)
-        return Block(pool, self._new_addresses(num_bytes), num_bytes, None, mapped=True)
+        return Block(pool, self._addresses.take(num_bytes), num_bytes, None, mapped=True)
 
     # Splitting, and merging.
 
@@ -233,6 +230,7 @@ class AllocatorModel:
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved_bytes -= block.size_bytes
+        self._addresses.give_back(block.address, block.size_bytes)
 
     def _release_available(self, pool: Pool, size: int) -> bool:
         """Before the whole cache goes, release just enough blocks that are too large to split."""
@@ -308,7 +306,7 @@ class AllocatorModel:
                 return first
         page = self._page_bytes(pool)
         num_bytes = _round_up(self.capacity_bytes + self.capacity_bytes // 8, page)
-        start = self._new_addresses(num_bytes)
+        start = self._addresses.take(num_bytes)
         whole = Block(pool, start, num_bytes, start, mapped=False)
         pool.unmapped[start] = whole
         return whole

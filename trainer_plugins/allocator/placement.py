@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from trainer_plugins.allocator.addresses import Order
 from trainer_plugins.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from trainer_plugins.units import MIB
 
@@ -23,18 +24,8 @@ class AllocatorRules:
     """The fraction of the card that this process may reserve; None is all of it."""
 
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
-    rising_segment_bytes: int = 32 * MIB
-    """Size from which new segments are placed downwards instead of upwards.
-
-    A new segment up to this size lies above earlier ones of such a size; a larger one lies below
-    the earlier large ones. This decides between free blocks of one size. No source of CUDA's says
-    so. It was learned from 16 published figures of a T4 (`tests/planner/published.toml`, fitcheck
-    2026-09-15): missed by up to 9 % where all segments rise, 0.3 % where those above 2 MiB fall,
-    0.03 % with any size from 20 to 40 MiB, 0.6 % with 48 and 64. 32 MiB is a choice among those,
-    and so is that what falls lies above what rises. On 53 figures of an L40S, from which nothing of
-    this was learned, all these choices differ by 1 % at most, and by 0.03 % in the mean. 0 is how
-    Linux maps host memory (simgpu).
-    """
+    segments: Order = "chunks"
+    """Where new segments lie, which decides between free blocks of one size."""
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> "AllocatorRules":

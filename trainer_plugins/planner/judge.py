@@ -1,6 +1,7 @@
 """Apply the allocator's rules of a card to a rehearsal, and make a plan of it."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
@@ -10,8 +11,9 @@ from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Tensor
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
-from trainer_plugins.planner.tracing.trace import Storage
+from trainer_plugins.planner.tracing.trace import Storage, Trace
 from trainer_plugins.planner.tried import installed, known_error, untried
+from trainer_plugins.units import size
 
 _TOP_TENSORS = 10
 
@@ -27,7 +29,7 @@ def rules_of(request: PlanRequest) -> AllocatorRules:
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
     if request.device == "simgpu":  # it has rules of its own, whatever the settings say
-        return AllocatorRules(rising_segment_bytes=0)
+        return AllocatorRules(segments="falling")
     return rules
 
 
@@ -57,7 +59,11 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
         failed_request=_failed_request(on_card),
         not_predicted=watched.not_predicted,
         not_reliable=(*untried(versions), *watched.not_reliable),
-        assumptions=(*watched.assumptions, *_about_context(card)),
+        assumptions=(
+            *watched.assumptions,
+            *_about_context(card),
+            *_about_order(trace, rules, unlimited),
+        ),
         known_error=(
             known_error(versions)
             if request.device == "cuda"
@@ -104,6 +110,22 @@ def _failed_request(on_card: Replay | None) -> str | None:
         return None
     failed = on_card.failed
     return f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}"
+
+
+def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list[str]:
+    """Say the other peak, where the addresses that another driver gives out lead to one."""
+    if rules.segments != "chunks" or rules.expandable_segments:
+        return []
+    rising = replay(trace, None, replace(rules, segments="rising")).reserved_peak_bytes
+    here = unlimited.reserved_peak_bytes
+    if rising == here:
+        return []
+    low, high = sorted((here, rising))
+    return [
+        f"the driver places new segments as on Linux; placed as under Windows and WSL2 they reserve"
+        f" {size(rising)} at the peak on an unlimited card, so it is between {size(low)} and"
+        f" {size(high)}"
+    ]
 
 
 def _about_context(card: Card | None) -> list[str]:

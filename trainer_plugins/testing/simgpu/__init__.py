@@ -51,6 +51,7 @@ __all__ = [
     "card",
     "enable",
     "fail_at",
+    "place_next_segment",
     "is_enabled",
     "set_capacity",
     "unavailable_reason",
@@ -136,6 +137,18 @@ def fail_at(n: int) -> None:
     if n < 1:
         raise ValueError(f"allocations are counted from 1, got {n}")
     _require_library().simgpu_fail_at(n)
+
+
+def place_next_segment(address: int) -> None:
+    """Give the next segment that the card hands out this address of the process.
+
+    The addresses decide which of two free blocks of one size is taken, so a trace of a real card
+    can only be repeated at its addresses. If something else lies there, that allocation fails.
+
+    Raises:
+        RuntimeError: simgpu is not enabled.
+    """
+    _require_library().simgpu_place_next(address)
 
 
 def allocations() -> int:

@@ -73,6 +73,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   void fail_at(uint64_t n) { allocations_until_failure_ = n; }
   uint64_t num_allocations() const { return num_allocations_; }
 
+  // The next segment lies here, if nothing of the process does.
+  void place_next(uintptr_t address) { next_address_ = address; }
+
   c10::DeleterFnPtr raw_deleter() const override { return &free_device_memory; }
   void copy_data(void* dest, const void* src, size_t count) const override { std::memcpy(dest, src, count); }
   bool initialized() override { return true; }
@@ -173,7 +176,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     }
     // The host gives pages when they are first written, so a card may be larger than the host's memory.
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* memory = mmap(nullptr, alloc_size, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    const uintptr_t address = next_address_.exchange(0);
+    void* memory = mmap(reinterpret_cast<void*>(address), alloc_size, PROT_READ | PROT_WRITE,
+                        kFlags | (address ? MAP_FIXED_NOREPLACE : 0), -1, 0);
     if (memory == MAP_FAILED) {
       card.release(alloc_size);
       return nullptr;
@@ -329,6 +334,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   std::unordered_map<void*, Block*> allocated_blocks_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
   std::atomic<uint64_t> num_allocations_{0}, allocations_until_failure_{0};
+  std::atomic<uintptr_t> next_address_{0};  // 0: wherever the host puts it
 };
 
 // Never destroyed: tensors in static storage are freed after main, and so after a static of ours would be.

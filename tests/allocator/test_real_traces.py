@@ -1,0 +1,318 @@
+"""What real CUDA cards did, repeated address by address: by the model, and by simgpu's C++.
+
+`docs/allocator_traces.md` says whose traces these are, and what they do not show. Each of these
+changes to the model, alone, turns `test_the_model_does_what_the_card_did` red (`MUTATIONS` applies
+them): large blocks split from 512 B on; large segments of 24 MiB; segments shared below 12 MiB; the
+small pool up to 0.5 MiB; the highest of equal blocks; no merging with the block before; sizes
+rounded to 1024 B; segments rounded to 4 MiB; a cache that keeps its segments.
+"""
+
+import functools
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.snapshots import NotReadableError, Trace, read, write
+from benchmarks.traces import KEPT, ModelCard, Outcome, main, replay
+from trainer_plugins.allocator import model as rules
+from trainer_plugins.allocator.addresses import ChunkedAddresses
+from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.units import GIB, KIB, MIB
+
+FILES = sorted(KEPT.glob("*.json.gz"))
+IDS = [path.name.removesuffix(".json.gz") for path in FILES]
+
+
+@functools.cache
+def trace(name: str) -> Trace:
+    (only,) = read(KEPT / f"{name}.json.gz")
+    return only
+
+
+@functools.cache
+def outcome_of(name: str) -> Outcome:
+    return replay(trace(name), ModelCard(trace(name)))
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_model_does_what_the_card_did(name):
+    only, outcome = trace(name), outcome_of(name)
+    assert outcome.first_difference is None
+    assert outcome.allocations == sum(event.action == "alloc" for event in only.events) > 0
+    assert outcome.same_address == outcome.allocations
+    assert outcome.same_growth == outcome.growths
+    assert outcome.same_release == outcome.releases
+    assert outcome.replayed_peak_bytes == outcome.peak_bytes > 0
+
+
+def test_together_they_show_growth_and_releases_and_both_kinds_of_segments():
+    outcomes = {name: outcome_of(name) for name in IDS}
+    assert len(outcomes) >= 10
+    assert sum(outcome.allocations for outcome in outcomes.values()) > 30_000
+    assert sum(outcome.growths for outcome in outcomes.values()) > 2_000
+    assert sum(outcome.releases for outcome in outcomes.values()) >= 2
+    assert {trace(name).expandable for name in IDS} == {True, False}
+
+
+def _highest_of_equals(model: AllocatorModel, pool: rules.Pool, size: int) -> Block | None:
+    found = [key for key in pool.keys if key[0] >= size]
+    if not found:
+        return None
+    block = pool.blocks[max(key for key in found if key[0] == found[0][0])]
+    pool.remove(block)
+    return block
+
+
+def _merges_behind_only(merge: Callable[..., None]) -> Callable[..., None]:
+    def merged(model: AllocatorModel, block: Block) -> None:
+        before, block.prev = block.prev, None
+        merge(model, block)
+        block.prev = before
+
+    return merged
+
+
+MUTATIONS: dict[str, tuple[object, str, object]] = {
+    "large blocks split from 512 B on": (
+        AllocatorModel,
+        "_should_split",
+        lambda model, block, size: block.size_bytes - size >= 512,
+    ),
+    "large segments of 24 MiB": (AllocatorRules, "large_segment_bytes", 24 * MIB),
+    "segments shared below 12 MiB": (rules, "_MIN_LARGE_BYTES", 12 * MIB),
+    "the small pool up to 0.5 MiB": (rules, "_SMALL_BYTES", 512 * KIB),
+    "the highest of equal blocks": (AllocatorModel, "_find_free", _highest_of_equals),
+    "no merging with the block before": (
+        AllocatorModel,
+        "_merge",
+        _merges_behind_only(AllocatorModel._merge),
+    ),
+    "sizes rounded to 1024 B": (rules, "MIN_BLOCK_BYTES", 1024),
+    "segments rounded to 4 MiB": (rules, "_ROUND_LARGE_BYTES", 4 * MIB),
+    "a cache that keeps its segments": (AllocatorModel, "empty_cache", lambda model: None),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_another_rule_does_not_pass(name, monkeypatch):
+    """A rule that could be changed unseen would not be shown by these traces."""
+    traces = [trace(name) for name in ("cold-wsl-training", "growth-58gib-training", "cold-few")]
+    owner, attribute, changed = MUTATIONS[name]
+    if owner is AllocatorRules:  # its fields are slots: the rules of the model are changed instead
+        before = AllocatorModel.__init__
+
+        def begin(self: AllocatorModel, capacity_bytes: int | None, given, addresses) -> None:
+            before(self, capacity_bytes, replace(given, **{attribute: changed}), addresses)
+
+        monkeypatch.setattr(AllocatorModel, "__init__", begin)
+    else:
+        monkeypatch.setattr(owner, attribute, changed)
+
+    def is_same(only: Trace) -> bool:
+        try:
+            return replay(only, ModelCard(only)).is_same
+        except NotReadableError:  # not even the segments that are there at the start can be made
+            return False
+
+    assert not all(map(is_same, traces))
+
+
+class SimulatedCard:
+    """Replays on simgpu's C++, with the addresses of the trace, moved to where nothing else is."""
+
+    def __init__(self, simgpu, only: Trace) -> None:
+        self._simgpu = simgpu
+        taken = [event.address for event in only.events if event.action == "segment_alloc"]
+        lowest = min([*taken, *(segment.address for segment in only.segments)])
+        self._shift = 0x2000_0000_0000 - lowest // (2 * MIB) * (2 * MIB)
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        return torch.accelerator.memory_reserved()
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.accelerator.memory_stats()["reserved_bytes.all.peak"]
+
+    def start(self, capacity_bytes: int | None) -> None:
+        assert capacity_bytes is None
+        torch.accelerator.reset_peak_memory_stats()
+
+    def place_next(self, address: int, num_bytes: int) -> None:
+        self._simgpu.place_next_segment(address + self._shift)
+
+    def malloc(self, num_bytes: int, stream: int) -> int:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device="simgpu")
+        address = tensor.data_ptr() - self._shift
+        self._tensors[address] = tensor
+        return address
+
+    def free(self, address: int) -> None:
+        del self._tensors[address]
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "name", ["cold-few", "cold-wsl-forward-mixed", "growth-forward-mixed", "warm-growth-bf16"]
+)
+def test_the_simulated_card_does_what_the_card_did(simgpu, name):
+    simgpu.set_capacity(96 * GIB)
+    only = trace(name)
+    outcome = replay(only, SimulatedCard(simgpu, only))
+    assert outcome.first_difference is None
+    assert outcome.same_address == outcome.allocations > 0
+    assert outcome.replayed_peak_bytes == outcome.peak_bytes
+
+
+@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("name", [name for name in IDS if not trace(name).expandable])
+def test_where_a_rule_places_the_segments_the_peak_is_that_of_the_card(name, rising):
+    only = trace(name)
+    outcome = replay(only, ModelCard(only, ChunkedAddresses(rising=rising)))
+    assert outcome.replayed_peak_bytes == outcome.peak_bytes
+
+
+class RecordedModel(AllocatorModel):
+    """Writes a snapshot as torch does, of what the model itself does with expandable segments."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes, AllocatorRules(expandable_segments=True))
+        self.events: list[dict[str, object]] = []
+        self.live: dict[int, tuple[Block, int]] = {}
+
+    def note(self, action: str, address: int, size: int, **more: object) -> None:
+        event = {"action": action, "addr": address, "size": size, "stream": 0, **more}
+        self.events.append(event)
+
+    def _map(self, block: Block, num_bytes: int) -> bool:
+        before, address = self.reserved_bytes, block.address
+        mapped = super()._map(block, num_bytes)
+        if mapped:
+            self.note("segment_map", address, self.reserved_bytes - before)
+        return mapped
+
+    def _unmap(self, block: Block) -> None:
+        before = {b.address for pool in self._pools.values() for b in pool.unmapped.values()}
+        start, size, reserved = block.address, block.size_bytes, self.reserved_bytes
+        page = self._page_bytes(block.pool)
+        super()._unmap(block)
+        if self.reserved_bytes < reserved:
+            base = block.segment_start or 0
+            first = base - (base - start) // page * page
+            assert before is not None
+            self.note("segment_unmap", first, reserved - self.reserved_bytes)
+        assert size > 0
+
+    def alloc(self, size: int) -> int:
+        try:
+            block = self.malloc(size)
+        except AllocatorFull:
+            left = self.capacity_bytes - self.reserved_bytes
+            self.events.append({"action": "oom", "device_free": left, "size": size, "stream": 0})
+            raise
+        self.note("alloc", block.address, size)
+        self.live[block.address] = (block, size)
+        return block.address
+
+    def release(self, address: int) -> None:
+        block, size = self.live.pop(address)
+        self.note("free_requested", address, size)
+        self.note("free_completed", address, size)
+        self.free(block)
+
+    def snapshot(self, last: int) -> dict[str, object]:
+        segments: list[dict[str, object]] = []
+        for (stream, is_small), pool in self._pools.items():
+            found = [block for block, _ in self.live.values() if block.pool is pool]
+            found += pool.free_blocks()
+            for block in sorted(found, key=lambda block: block.address):
+                kind, end = ("small" if is_small else "large"), block.address + block.size_bytes
+                last_one = segments[-1] if segments else None
+                if last_one is None or last_one["end"] != block.address:
+                    last_one = {
+                        "device": 0,
+                        "address": block.address,
+                        "total_size": 0,
+                        "stream": stream,
+                        "segment_type": kind,
+                        "is_expandable": True,
+                        "blocks": [],
+                    }
+                    segments.append(last_one)
+                last_one["end"] = end
+                last_one["total_size"] += block.size_bytes
+                state = "active_allocated" if block.in_use else "inactive"
+                last_one["blocks"].append(
+                    {"address": block.address, "size": block.size_bytes, "state": state}
+                )
+        return {"segments": segments, "device_traces": [[], self.events[-last:]][1:]}
+
+
+@pytest.fixture
+def ran_out(tmp_path: Path) -> Path:
+    """Write the snapshot of a run that ran out of memory, of which the first events are lost."""
+    card = RecordedModel(384 * MIB)
+    held = [card.alloc(size) for size in (30 * MIB, 2 * MIB, 700 * KIB, 45 * MIB, 600 * KIB)]
+    held += [card.alloc(512 * KIB) for _ in range(12)]
+    early = len(card.events)
+    for address in (held[0], held[2]):
+        card.release(address)
+    held += [card.alloc(25 * MIB), card.alloc(70 * MIB), card.alloc(900 * KIB)]
+    for address in (held[1], held[3]):
+        card.release(address)
+    held.append(card.alloc(230 * MIB))  # only with what the cache gives back
+    assert card.num_retries == 1
+    with pytest.raises(AllocatorFull):
+        card.alloc(300 * MIB)
+    card.release(held[-1])
+    card.alloc(12 * MIB)
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(card.snapshot(last=len(card.events) - early)))
+    return path
+
+
+def test_a_run_that_ran_out_of_memory_is_repeated_from_its_middle_on(ran_out, tmp_path):
+    (only,) = read(ran_out)
+    assert only.expandable
+    assert {piece[0] for segment in only.segments for piece in segment.pieces} >= {"used"}
+    outcome = replay(only, ModelCard(only))
+    assert outcome.first_difference is None
+    assert outcome.out_of_memory == outcome.same_out_of_memory == 1
+    assert outcome.releases >= 1
+    assert outcome.growths > 1
+    assert outcome.is_same
+
+    kept = tmp_path / "kept.json.gz"
+    write(only, kept)
+    assert read(kept) == [only]
+
+
+def test_the_command_says_what_differs_and_what_cannot_be_read(tmp_path, capsys):
+    only = trace("cold-few")
+    moved = [event._replace(address=event.address + 512) for event in only.events[-1:]]
+    wrong = tmp_path / "wrong.json.gz"
+    write(replace(only, events=(*only.events[:-1], *moved)), wrong)
+    hostile = tmp_path / "hostile.pickle"
+    hostile.write_bytes(pickle.dumps(print))
+    bare = tmp_path / "bare.pickle"
+    bare.write_bytes(pickle.dumps([{"address": 0}]))
+
+    assert main([str(KEPT / "cold-few.json.gz")]) == 0
+    assert "| 36 | 36 | 9 | 9 | 3606 | +0.00% | +0.00% |" in capsys.readouterr().out
+    assert main([str(wrong), str(hostile), str(bare)]) == 1
+    said = capsys.readouterr().err
+    assert "builtins.print" in said
+    assert "recording was not on" in said
+
+
+def test_an_outcome_that_counts_nothing_alike_is_not_the_same():
+    assert Outcome().is_same
+    assert not Outcome(peak_bytes=1).is_same
+    assert not Outcome(first_difference="event 1: ...").is_same

@@ -1,0 +1,170 @@
+"""Where new segments lie: the addresses decide which of two free blocks of one size is taken.
+
+No source of CUDA's says where cudaMalloc puts memory. The rule of `ChunkedAddresses` was learned
+from published traces of real cards, and holds on others that taught nothing of it;
+`docs/allocator_traces.md` lists them.
+"""
+
+from bisect import insort
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from trainer_plugins.units import MIB
+
+Order = Literal["chunks", "rising", "falling"]
+"""How addresses are given out: as CUDA does on Linux, as it does under Windows and WSL2, and as
+Linux does for host memory (simgpu)."""
+
+_CHUNK_BYTES = 32 * MIB
+_TOP, _BOTTOM = 0x7F00_0000_0000, 0x10_0000_0000
+_GAP_BYTES = 2 * MIB  # between segments of one direction, so that none are neighbours
+
+
+class Addresses(Protocol):
+    """Gives out the addresses of new segments, and hears which segments are given back."""
+
+    def take(self, num_bytes: int) -> int:
+        """Return the address of a new segment."""
+        ...
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        """Note that a segment is gone."""
+        ...
+
+
+class FallingAddresses:
+    """Places each segment below all others, as Linux places what a process maps."""
+
+    def __init__(self) -> None:
+        self._lowest = _TOP
+
+    def take(self, num_bytes: int) -> int:
+        self._lowest -= num_bytes + _GAP_BYTES
+        return self._lowest
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        """Leave a hole: it is not filled again."""
+
+
+class ChunkedAddresses:
+    """Places segments as the CUDA driver does: in chunks of address space, 32 MiB or a multiple.
+
+    A segment lies in the newest chunk that has room for it, at the lowest place there, else at the
+    base of a new chunk. On Linux a new chunk lies where mmap puts one: in the highest range given
+    back before that is large enough, else right below all others. Under Windows and WSL2
+    (`rising`) it lies above all others, and the oldest chunk is filled first. A chunk goes back
+    with its last segment.
+    """
+
+    def __init__(self, *, rising: bool = False) -> None:
+        self._rising = rising
+        self._chunks: list[_Chunk] = []  # the oldest first
+        self._chunk_at: dict[int, _Chunk] = {}  # by the address of a segment
+        self._gaps: list[tuple[int, int]] = []  # given back: low and high address
+        self._end = _BOTTOM if rising else _TOP  # where address space was never taken
+
+    def hold(self, segments: Mapping[int, int]) -> None:
+        """Begin with the segments of a process that runs already: sizes by address.
+
+        Which chunk is how old is not known then: the first ones are taken for the oldest.
+        """
+        for address, num_bytes in sorted(segments.items()):
+            low = address // _CHUNK_BYTES * _CHUNK_BYTES
+            high = -(-(address + num_bytes) // _CHUNK_BYTES) * _CHUNK_BYTES
+            chunk = self._chunks[-1] if self._chunks else None
+            if chunk is None or low >= chunk.end:
+                chunk = _Chunk(low, high - low)
+                self._chunks.append(chunk)
+            elif high > chunk.end:
+                chunk.free_bytes += high - chunk.end
+                chunk.num_bytes = high - chunk.base
+            self._put(chunk, address, num_bytes)
+        if not self._rising:
+            self._chunks.reverse()
+        if self._chunks:
+            newest = self._chunks[-1]
+            self._end = newest.end if self._rising else newest.base
+
+    def take(self, num_bytes: int) -> int:
+        for chunk in self._chunks if self._rising else reversed(self._chunks):
+            address = chunk.room_for(num_bytes)
+            if address is not None:
+                break
+        else:
+            chunk = self._new_chunk(-(-num_bytes // _CHUNK_BYTES) * _CHUNK_BYTES)
+            address = chunk.base
+        self._put(chunk, address, num_bytes)
+        return address
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        """Give a segment back, and its chunk if it was the last one in it."""
+        chunk = self._chunk_at.pop(address)
+        chunk.segments.remove((address, num_bytes))
+        chunk.free_bytes += num_bytes
+        if chunk.segments:
+            return
+        self._chunks.remove(chunk)
+        low, high = chunk.base, chunk.end
+        for gap in [gap for gap in self._gaps if low == gap[1] or gap[0] == high]:
+            self._gaps.remove(gap)
+            low, high = min(low, gap[0]), max(high, gap[1])
+        if self._rising and high == self._end:  # what lies behind all is as if never taken
+            self._end = low
+        elif not self._rising and low == self._end:
+            self._end = high
+        else:
+            self._gaps.append((low, high))
+
+    def _put(self, chunk: "_Chunk", address: int, num_bytes: int) -> None:
+        insort(chunk.segments, (address, num_bytes))
+        chunk.free_bytes -= num_bytes
+        self._chunk_at[address] = chunk
+
+    def _new_chunk(self, num_bytes: int) -> "_Chunk":
+        if self._rising:
+            base = self._end
+            self._end += num_bytes
+        else:
+            fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= num_bytes]
+            if fitting:
+                low, high = max(fitting)
+                base = high - num_bytes
+                self._gaps.remove((low, high))
+                if low < base:
+                    self._gaps.append((low, base))
+            else:
+                base = self._end = self._end - num_bytes
+        chunk = _Chunk(base, num_bytes)
+        self._chunks.append(chunk)
+        return chunk
+
+
+class _Chunk:
+    """Holds a range of address space and the segments in it, by address."""
+
+    def __init__(self, base: int, num_bytes: int) -> None:
+        self.base = base
+        self.num_bytes = self.free_bytes = num_bytes
+        self.segments: list[tuple[int, int]] = []
+
+    @property
+    def end(self) -> int:
+        return self.base + self.num_bytes
+
+    def room_for(self, num_bytes: int) -> int | None:
+        """Return the lowest address with that much room; None if there is none."""
+        if self.free_bytes < num_bytes:
+            return None
+        position = self.base
+        for address, size in self.segments:
+            if address - position >= num_bytes:
+                return position
+            position = address + size
+        return position if self.end - position >= num_bytes else None
+
+
+def addresses_in(order: Order) -> Addresses:
+    """Return a new process's addresses in an order."""
+    if order == "falling":
+        return FallingAddresses()
+    return ChunkedAddresses(rising=order == "rising")
