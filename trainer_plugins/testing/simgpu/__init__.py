@@ -51,8 +51,8 @@ __all__ = [
     "card",
     "enable",
     "fail_at",
-    "place_next_segment",
     "is_enabled",
+    "place_next_segment",
     "set_capacity",
     "unavailable_reason",
 ]
