@@ -207,10 +207,13 @@ class Engine:
             self._follow_accelerator()
             reasons = [*refusals(self._attached.trainer), *self._judged_anew()]
             self._run, self._current = Run(self._attached, model), None
+            if absent := self._run.ranks.absent(is_met=self._have_met(num_items)):
+                reasons.append(absent)
         self._run.ranks.prepare(partial(self._run.tiny_pass, inputs, num_items))
         if is_new:
             if reasons:
                 self._run.is_refused = True
+                self._run.ranks.end()
                 self._run.refuse(reasons)
             try:
                 self._run.layout_of(inputs)
@@ -229,6 +232,11 @@ class Engine:
             self._current, self._run.is_refused = None, True
             self._run.refuse([why])
         return self._run
+
+    def _have_met(self, num_items: torch.Tensor | int | None) -> bool:
+        """Tell whether the ranks have just gathered how many labels the window has."""
+        is_gathered = getattr(self._attached.trainer.args, "average_tokens_across_devices", False)
+        return bool(is_gathered) and num_items is not None
 
     def _judged_anew(self) -> list[str]:
         """Judge the loss once more: `model_init` makes a new model for each training."""

@@ -111,7 +111,7 @@ class StepEndVote:
             _num_begun[question] += 1
             self._key = f"trainer_plugins/vote/{question}/{_num_begun[question]}"
             try:
-                _store().add(self._key, 1)
+                ranks_store().add(self._key, 1)
             except RuntimeError as error:
                 self._stop_asking(str(error).splitlines()[0])
 
@@ -141,14 +141,14 @@ class StepEndVote:
         # its rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
-                _store().add(self._key, -1)
+                ranks_store().add(self._key, -1)
         self._is_asking = False
 
     def _do_all_ask(self, step: int) -> bool:
         try:
-            num_present, num_ranks = int(_store().add(self._key, 0)), dist.get_world_size()
+            num_present, num_ranks = int(ranks_store().add(self._key, 0)), dist.get_world_size()
             wish = "vote" if num_present == num_ranks else "wait"
-            is_vote = bool(_store().compare_set(f"{self._key}/{step}", "", wish) == b"vote")
+            is_vote = bool(ranks_store().compare_set(f"{self._key}/{step}", "", wish) == b"vote")
         except RuntimeError as error:
             self._stop_asking(str(error).splitlines()[0])
             return False
@@ -174,7 +174,7 @@ class StepEndVote:
         )
 
 
-class _Store(Protocol):
+class Store(Protocol):
     """Names what is used of the store through which the ranks found each other."""
 
     def add(self, key: str, amount: int) -> int: ...
@@ -182,12 +182,12 @@ class _Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
-def _store() -> _Store:
+def ranks_store() -> Store:
     """Return the store through which the ranks found each other.
 
     It is looked up each time: a reference would keep its port from a later group.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store: _Store = _get_default_store()
+    store: Store = _get_default_store()
     return store

@@ -9,6 +9,7 @@ accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks
 import contextlib
 import gc
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 from trainer_plugins.survival.run import memo_of
-from trainer_plugins.upkeep.agreement import Agreement
+from trainer_plugins.upkeep.agreement import Agreement, ranks_store
+from trainer_plugins.upkeep.roll_call import RollCall
 
 RANK = int(os.environ["RANK"])
 initialise = PartialState.__init__
@@ -312,6 +314,51 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     }
 
 
+@contextlib.contextmanager
+def heard(logger: str):
+    """What was logged there at WARNING or above."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(logger).addHandler(listener)
+    try:
+        yield said
+    finally:
+        logging.getLogger(logger).removeHandler(listener)
+
+
+def run_on_some(folder: Path, case: dict, reference: Run) -> dict:
+    """Survival is attached on some ranks only; the others know nothing of it."""
+    trainer = make(folder, case)
+    survival = survive_oom(trainer, on_refusal="warn") if RANK in case["on"] else None
+    with heard("trainer_plugins") as said, counted_votes() as votes:
+        alone = Run(trainer)
+    if survival is not None:
+        survival.detach()
+    return {
+        "wrapped": type(trainer.model).__name__,
+        "ended": alone.ended,
+        "num_votes": len(votes),
+        "num_forwards": [alone.num_forwards, reference.num_forwards],
+        "gradients": max(map(off_by, alone.gradients.kept, reference.gradients.kept)),
+        "said": said,
+    }
+
+
+def run_late(folder: Path) -> dict:
+    """Rank 1 signs when rank 0 already asks."""
+    roll_call = RollCall("late")
+    if RANK == 1:
+        ranks_store().get("rank 0 has signed")
+    roll_call.sign()
+    if RANK == 0:
+        ranks_store().set("rank 0 has signed", "yes")
+    told = roll_call.missing(wait_seconds=60)
+    roll_call.leave()
+    dist.barrier()
+    return {"missing": told, "missing when all have left": roll_call.missing(wait_seconds=0)}
+
+
 def run_refusal(folder: Path, case: dict) -> dict:
     with pytest.MonkeyPatch.context() as patched:
         trainer = sft(folder) if "trainer" in case else make(folder, case)
@@ -339,15 +386,18 @@ def main(folder: Path) -> None:
             {
                 k: v
                 for k, v in case.items()
-                if k not in ("fail", "naive", "sweep", "options", "resume", "card", "limit")
+                if k not in ("fail", "naive", "sweep", "options", "resume", "card", "limit", "on")
             }
         )
         if "refused_as" in case:
             facts[name] = run_refusal(folder / "run", case)
+        elif "late" in case:
+            facts[name] = run_late(folder)
         else:
             if like not in references:
                 references[like] = Run(make(folder / "run", case))
-            facts[name] = run_case(folder / "run", case, references[like])
+            run = run_on_some if "on" in case else run_case
+            facts[name] = run(folder / "run", case, references[like])
         facts[name]["seconds"] = perf_counter() - began
         (folder / f"rank-{RANK}.json").write_text(json.dumps(facts))
         if facts[name].get("ended") and "card" not in case and "options" not in case:

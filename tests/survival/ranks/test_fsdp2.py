@@ -103,6 +103,10 @@ OTHER: dict[str, dict[str, Any]] = {
         "settings": REENTRANT,
         "options": {"ladder": []},
     },
+    "on rank 0 alone": {"on": [0], "settings": WINDOW},
+    "on rank 1 alone": {"on": [1], "settings": WINDOW},
+    "on both again": {"settings": WINDOW},
+    "late": {"late": True},
     "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
     "FSDP 1": {
         "refused_as": "FSDP 1 has nothing that puts it back after an error half way",
@@ -209,6 +213,26 @@ def test_where_everything_fits_it_is_one_vote_a_micro_batch(two_ranks) -> None:
         assert facts["num_votes"] == 6 + 2, (
             "and at the start one whether to rehearse, and one for the limit"
         )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_it_alone_waits_for_nobody(two_ranks, rank: int) -> None:
+    here = two_ranks[rank][f"on rank {rank} alone"]
+    there = two_ranks[1 - rank][f"on rank {rank} alone"]
+    assert f"of 2 ranks these do not take part: {1 - rank}; give every" in "".join(here["said"])
+    assert there["said"] == []
+    for seen in (here, there):
+        assert (seen["wrapped"], seen["ended"]) == ("FSDPLlamaForCausalLM", "")
+        assert (seen["num_votes"], seen["gradients"]) == (0, 0.0)
+        assert seen["num_forwards"][0] == seen["num_forwards"][1] == 6
+    for seen in two_ranks:  # and it was not too late for the next training
+        assert seen["on both again"]["num_votes"] == 6 + 2
+
+
+def test_a_rank_that_comes_late_takes_part(two_ranks) -> None:
+    for seen in two_ranks:
+        assert seen["late"]["missing"] == ""
+        assert "these do not take part: 0, 1" in seen["late"]["missing when all have left"]
 
 
 def test_what_is_rehearsed_together_does_not_fail(two_ranks) -> None:

@@ -113,6 +113,16 @@ def test_both_ranks_divide_alike(ranks) -> None:
         )
 
 
+def test_a_rank_that_has_it_alone_waits_for_nobody(ranks) -> None:
+    _, _, said, facts = ranks
+    assert "of 2 ranks these do not take part: 1; give every rank the same callbacks" in said[0]
+    assert "do not take part" not in said[1]
+    for seen in facts:
+        assert seen["on one rank"]["steps"] == 4
+        assert set(seen["on one rank"]["pieces"]) == {1}
+        assert max(seen["flattened"]["pieces"]) > 1, "with it on both ranks they are divided"
+
+
 def pieces_of(rows: int, length: int) -> int:
     return math.ceil(rows / max(1, LIMIT // length)) if rows * length > LIMIT else 1
 

@@ -178,7 +178,7 @@ class Card:
         return 0
 
 
-def make(folder: Path, stage: dict, attach: bool = True, collate=uneven):
+def make(folder: Path, stage: dict, attach: bool | str = True, collate=uneven):
     """Without a cache, through which transformers before 5 lets packed sequences look at each other."""
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
@@ -195,14 +195,14 @@ def make(folder: Path, stage: dict, attach: bool = True, collate=uneven):
         save_strategy="steps", save_steps=2, max_grad_norm=0.5, train_dataset=ragged_rows(48), data_collator=collate,
     )  # fmt: skip
     if attach:
-        survive_oom(trainer)
+        survive_oom(trainer, on_refusal="error" if attach is True else attach)
     return trainer
 
 
 def trained(
     folder: Path,
     stage: dict,
-    attach: bool = True,
+    attach: bool | str = True,
     resume: str | None = None,
     limit=math.inf,
     collate=uneven,
@@ -289,6 +289,13 @@ def flattened() -> dict:
     }
 
 
+def on_one_rank() -> dict:
+    """Survival has a limit by which it would divide, and the other rank does not know of it."""
+    attach = "warn" if RANK == 0 else False
+    trainer, seen = trained(FOLDER / "alone", {"stage": 2}, attach=attach, limit=25, collate=flat)
+    return {"steps": trainer.state.global_step, "pieces": [len(one) for one in seen.pieces]}
+
+
 def refused(stage: dict) -> str:
     try:
         make(FOLDER / "refused", stage)
@@ -310,6 +317,7 @@ def fail() -> None:
 if __name__ == "__main__":
     facts = {"refused": {name: refused(stage) for name, stage in REFUSED.items()}}
     facts["flattened"] = flattened()
+    facts["on one rank"] = on_one_rank()
     facts |= {name: told(name, stage) for name, stage in STORIES.items()}
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(facts))
     fail()

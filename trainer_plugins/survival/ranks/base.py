@@ -30,6 +30,10 @@ class Base:
     def bare(self) -> nn.Module:
         return self.model
 
+    def absent(self, *, is_met: bool) -> str:
+        """Return nothing: no other rank has to take part."""
+        return ""
+
     def prepare(self, tiny: Callable[[], object]) -> None:
         """Do nothing, unless a kind owes the others a tiny pass."""
 

@@ -183,8 +183,9 @@ class FSDP2(Together):
 
     def end(self) -> None:
         for unit, group in self._groups():
-            unit.set_custom_all_gather(group._all_gather_comm.collective)
-            unit.set_custom_reduce_scatter(group._reduce_scatter_comm.collective)
+            if isinstance(group._all_gather_comm, _Counted):
+                unit.set_custom_all_gather(group._all_gather_comm.collective)
+                unit.set_custom_reduce_scatter(group._reduce_scatter_comm.collective)
 
     def begin(self, micro: MicroBatch) -> None:
         if self._step != self.trainer.state.global_step:

@@ -74,6 +74,14 @@ class Ranks(Protocol):
     def bare(self) -> nn.Module:
         """Return the model without its wrapper, if it can be computed without."""
 
+    def absent(self, *, is_met: bool) -> str:
+        """Say which ranks do not take part, where every one has to; empty if all do.
+
+        Args:
+            is_met: whether the ranks have met in a collective of the Trainer, since each of them
+                could attach: none is on its way then.
+        """
+
     def prepare(self, tiny: Callable[[], object]) -> None:
         """Learn of the next micro-batch, before it is rehearsed or begun.
 

@@ -8,9 +8,18 @@ from transformers import Trainer
 
 from trainer_plugins.survival.ranks.base import Base
 from trainer_plugins.upkeep.agreement import Agreement
+from trainer_plugins.upkeep.roll_call import RollCall
 
 _NO_LIMIT = 1 << 60
 """Vote of a rank without a limit."""
+
+_WAIT_SECONDS = 10
+"""How long a rank may be late at its first micro-batch, if the ranks have not met before."""
+
+
+def roll_call(trainer: Trainer) -> RollCall:
+    """Return the roll call of one training: who attaches to it signs."""
+    return RollCall(f"survive_oom/{trainer.args.output_dir}")
 
 
 class Together(Base):
@@ -22,6 +31,10 @@ class Together(Base):
     def __init__(self, trainer: Trainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self._votes = Agreement(trainer.args.ddp_timeout)
+
+    def absent(self, *, is_met: bool) -> str:
+        missing = roll_call(self.trainer).missing(0 if is_met else _WAIT_SECONDS)
+        return f"{missing}; give every rank the same callbacks" if missing else ""
 
     def agreed(self, limit: float) -> float:
         """Return the least limit of all ranks, rounded down to whole cells.

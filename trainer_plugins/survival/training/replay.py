@@ -179,8 +179,13 @@ class Replay(Planned):
         if self._run.certificate.why_broken:  # on every rank
             raise IndivisibleError(self._run.certificate.why_broken)
         for replay in replays:
-            if replay._layout is not None and self._ranks.highest(replay._lacks_weight()):
-                replay._measure(replay._layout, replay._num_fit(limit))
+            if not self._ranks.highest(replay._lacks_weight()):
+                continue
+            if self._ranks.highest(replay._layout is None) or replay._layout is None:
+                raise IndivisibleError(
+                    replay._why_whole or "a micro-batch of another rank cannot be divided"
+                )
+            replay._measure(replay._layout, replay._num_fit(limit))
 
     def _agree_to_go_on(self, why_not: str) -> None:
         if self._ranks.highest(bool(why_not)):
