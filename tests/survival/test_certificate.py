@@ -109,6 +109,11 @@ def test_a_coupling_that_only_long_rows_reach(tmp_path) -> None:
         Run(trainer, {0: [100]})
 
 
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
 class Weighted(nn.Module):
     """A classifier whose loss counts some classes more, and is divided by all that was counted."""
 
@@ -133,10 +138,6 @@ def test_class_weights_that_show_late_are_found_and_earlier_steps_are_in_doubt(t
     def collate(rows):
         labels = torch.tensor([row["labels"] for row in rows])
         return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels}
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
 
     trainer = small_trainer(
         tmp_path, Weighted(), InOrder, train_dataset=rows, data_collator=collate, steps=400
@@ -168,6 +169,51 @@ class NotANumber(nn.Module):
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 0.0])
+class MixedWhereAsked(nn.Module):
+    """Lets rows see each other, but only in batches that say so."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.is_mixed = inner, False
+
+    def forward(self, hidden):
+        hidden = self.inner(hidden)
+        return hidden - hidden.mean(0) if self.is_mixed else hidden
+
+    def ask(self, module, args, kwargs):
+        self.is_mixed = kwargs.pop("contrast", None) is not None
+        return args, kwargs
+
+
+def test_another_kind_of_batch_is_measured_for_itself(tmp_path) -> None:
+    """The first batches add up; those after them bring a tensor more, and do not."""
+    model = tiny_llama().double()
+    model.model.norm = mixed = MixedWhereAsked(model.model.norm)
+    model.register_forward_pre_hook(mixed.ask, with_kwargs=True)
+
+    def collate(rows):
+        tokens = torch.stack([row["input_ids"] for row in rows])
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        return {**batch, "contrast": torch.ones(len(rows))} if "contrast" in rows[0] else batch
+
+    dice = torch.Generator().manual_seed(1)
+    rows = [
+        {
+            "input_ids": torch.randint(3, 127, (16,), generator=dice),
+            **({"contrast": 1} if n >= 8 else {}),
+        }
+        for n in range(12)
+    ]
+    data = {"train_dataset": rows, "data_collator": collate, "remove_unused_columns": False}
+    trainer = small_trainer(tmp_path, model, InOrder, **data, steps=3)
+    survive_oom(trainer, ladder=())
+    Run(trainer, {0: [100], 1: [100]})
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 2
+    (told,) = remarks(tmp_path, "gradients-in-doubt")
+    assert told.step == 2, "the third micro-batch, before it is divided"
+    assert "its gradient is not the sum of its parts'" in told.finding.evidence
+
+
 def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(
     tmp_path, factor: float
 ) -> None:
