@@ -1,5 +1,9 @@
 """A plan that cannot be made says why, and one that can says what it took for granted; all in one subprocess."""
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 import transformers
 from transformers import Trainer
@@ -142,3 +146,29 @@ def test_a_loss_of_nothing_that_is_trained_has_its_cause_and_its_cure(make_train
     with pytest.raises(PlanError, match="the loss depends on nothing that is trained") as refused:
         plan_run(make_trainer(trainer_class=DetachesTheLoss))
     says_cause_and_cure(str(refused.value))
+
+
+OF_ANOTHER_VERSION = """
+import os, pickle, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+del ShardingPropagator._propagate_tensor_meta_non_cached  # only what is sharded needs it
+from trainer_plugins.planner.worker import predict
+with open(sys.argv[1], "rb") as asked:
+    plan = predict(pickle.load(asked))
+print("not reliable:", *plan.not_reliable, flush=True)
+os._exit(0)  # as the worker does
+"""
+
+
+def test_a_plan_says_what_of_its_versions_it_cannot_watch(tmp_path) -> None:
+    asked = tmp_path / "request"
+    asked.write_bytes(pickle.dumps(request(tiny())))
+    done = subprocess.run(
+        [sys.executable, "-c", OF_ANOTHER_VERSION, asked],
+        check=False, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert "not reliable:" in done.stdout, done.stderr
+    assert (
+        "these versions have no ShardingPropagator._propagate_tensor_meta_non_cached" in done.stdout
+    )

@@ -84,9 +84,10 @@ class AttachesEachStep(TrainerCallback):
     def __init__(self, trainer, survival: Survival) -> None:
         self.trainer, self.survival = trainer, survival
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.survival.detach()
-        self.survival = survive_oom(self.trainer)
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step < state.max_steps:
+            self.survival.detach()
+            self.survival = survive_oom(self.trainer)
 
 
 class KnownLimit(TrainerCallback):

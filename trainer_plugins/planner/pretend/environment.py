@@ -46,14 +46,18 @@ class _Patches:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
+        self.missing: list[str] = []
+        """Functions that this version does not have, and which therefore were not wrapped."""
 
     def set(self, owner: object, name: str, value: object) -> None:
         self._stack.enter_context(patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Replace a function by `wrapper(original, *args, **kwargs)`, if this version has it."""
+        """Replace a function by `wrapper(original, *args, **kwargs)`, or note that it is missing."""
         original = getattr(owner, name, None)
-        if original is not None:
+        if original is None:
+            self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
+        else:
             self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def close(self) -> None:
@@ -83,6 +87,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         if on_cuda:
             _cuda_answers(patches, tracker, world)
         patches.wrap(torch.accelerator, "empty_cache", lambda original: tracker.emptied())
+        tracker.not_watched = tuple(patches.missing)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, tracker:
             tracker.fake_mode = fake_mode
             yield tracker
@@ -200,7 +205,8 @@ def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
         finally:
             tracker.checks_hold = True
 
-    patches.wrap(module, "fast_all", fast_all)
+    if hasattr(module, "fast_all"):
+        patches.wrap(module, "fast_all", fast_all)
     patches.wrap(module, "find_packed_sequence_indices", find_packed)
 
 

@@ -97,7 +97,12 @@ def watch(request: PlanRequest) -> Watched:
         num_trainable_parameters=_num_elements(each for each in parameters if each.requires_grad),
         host_pinned_bytes_per_node=pinned,
         not_predicted=strategy.not_predicted,
-        not_reliable=(*notes, *strategy.not_reliable, *_left_out(request)),
+        not_reliable=(
+            *notes,
+            *strategy.not_reliable,
+            *_left_out(request),
+            *_not_watched(tracker),
+        ),
         assumptions=tuple(rehearsed.assumptions),
     )
 
@@ -142,6 +147,15 @@ def _make_ready(device: str) -> None:
             fake_cuda.install_once()
         except fake_cuda.NoFakeCuda as error:
             raise PlanError(str(error)) from error
+
+
+def _not_watched(tracker: Tracker) -> list[str]:
+    if not tracker.not_watched:
+        return []
+    return [
+        f"these versions have no {', '.join(tracker.not_watched)}, by which the planner learns what"
+        " is kept and freed: a figure may be off, and an issue here would help"
+    ]
 
 
 def _left_out(request: PlanRequest) -> list[str]:

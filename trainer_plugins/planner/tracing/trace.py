@@ -113,6 +113,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.checks_hold = True
         """The answer to `all`, except for a batch's mask."""
 
+        self.not_watched: tuple[str, ...] = ()
+        """Functions that should have told of memory, and that these versions do not have."""
+
         self.masks_pick_all = False
         """Whether something was selected by a mask, whose ones cannot be counted here."""
 

@@ -13,8 +13,8 @@ from trainer_plugins.upkeep.roll_call import RollCall
 _NO_LIMIT = 1 << 60
 """Vote of a rank without a limit."""
 
-_WAIT_SECONDS = 10
-"""How long a rank may be late at its first micro-batch, if the ranks have not met before."""
+_WAIT_SECONDS = {True: 1.0, False: 10.0}
+"""How long a rank may be late at its first micro-batch, by whether the ranks have met before."""
 
 
 def roll_call(trainer: Trainer) -> RollCall:
@@ -33,7 +33,7 @@ class Together(Base):
         self._votes = Agreement(trainer.args.ddp_timeout)
 
     def absent(self, *, is_met: bool) -> str:
-        missing = roll_call(self.trainer).missing(0 if is_met else _WAIT_SECONDS)
+        missing = roll_call(self.trainer).missing(_WAIT_SECONDS[is_met])
         return f"{missing}; give every rank the same callbacks" if missing else ""
 
     def agreed(self, limit: float) -> float:
