@@ -53,7 +53,7 @@ class _Patches:
         self._stack.enter_context(patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Replace a function by `wrapper(original, *args, **kwargs)`, or note that it is missing."""
+        """Replace a function by `wrapper(original, *args, **kwargs)`; note it if it is missing."""
         original = getattr(owner, name, None)
         if original is None:
             self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
