@@ -37,6 +37,30 @@ _LoraTarget: TypeAlias = Annotated[
 _PeftConfig: TypeAlias = Annotated[
     Path | None, typer.Option(help="An adapter_config.json of peft, instead of --lora-r.")
 ]
+_LoadIn4bit: TypeAlias = Annotated[
+    bool, typer.Option("--load-in-4bit", help="Quantise the base with bitsandbytes, as QLoRA does.")
+]
+_LoadIn8bit: TypeAlias = Annotated[
+    bool, typer.Option("--load-in-8bit", help="Quantise the base with bitsandbytes to int8.")
+]
+_QuantType: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="With --load-in-4bit: nf4 or fp4, which is bitsandbytes' default."),
+]
+_DoubleQuant: TypeAlias = Annotated[
+    bool, typer.Option("--bnb-4bit-use-double-quant", help="Quantise the scales too.")
+]
+_ComputeDtype: TypeAlias = Annotated[
+    str | None, typer.Option(help="With --load-in-4bit: in what it computes; float32 if not given.")
+]
+_QuantStorage: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="With --load-in-4bit: the dtype of the packed weights, as in FSDP."),
+]
+_PrepareKbit: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(help="Whether prepare_model_for_kbit_training gets a quantised base. It does."),
+]
 _Gpu: TypeAlias = Annotated[
     str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")
 ]
@@ -98,6 +122,13 @@ def plan(
     lora_r: _LoraR = None,
     lora_target: _LoraTarget = "all-linear",
     peft_config: _PeftConfig = None,
+    load_in_4bit: _LoadIn4bit = False,
+    load_in_8bit: _LoadIn8bit = False,
+    bnb_4bit_quant_type: _QuantType = None,
+    bnb_4bit_use_double_quant: _DoubleQuant = False,
+    bnb_4bit_compute_dtype: _ComputeDtype = None,
+    bnb_4bit_quant_storage: _QuantStorage = None,
+    prepare_kbit: _PrepareKbit = None,
     gpu: _Gpu = None,
     num_gpus: _NumGpus = None,
     accelerate_config: _AccelerateConfig = None,
@@ -124,8 +155,18 @@ def plan(
         _check_places(html, run_dir)
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
+        asked = {
+            "load_in_4bit": load_in_4bit,
+            "load_in_8bit": load_in_8bit,
+            "bnb_4bit_quant_type": bnb_4bit_quant_type,
+            "bnb_4bit_use_double_quant": bnb_4bit_use_double_quant,
+            "bnb_4bit_compute_dtype": bnb_4bit_compute_dtype,
+            "bnb_4bit_quant_storage": bnb_4bit_quant_storage,
+        }
+        quantisation = {name: value for name, value in asked.items() if value}
         details = ConfigInputs(
-            *(flags, seq_length, target_length, dtype, adapter, accelerate_config), eval_batches
+            *(flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches),
+            *(quantisation or None, prepare_kbit),
         )
         launch = RunInputs(gpu, calibration and run_dir is None, None, num_gpus, padding)
         request = request_of(model, details, launch)

@@ -42,7 +42,7 @@ def _of_config(
                 f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, "
                 f"got {number:,}"
             )
-    model, assumptions = model_of(source)
+    model, assumptions = model_of(source, args.device)
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
 
+_QUANTISED = "quantization_config"
 _ENCODERS = (
     "bert",
     "roberta",
@@ -25,8 +27,10 @@ _ENCODERS = (
 )
 
 
-def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
-    """Build a model from its config on the host, as `from_pretrained` leaves it.
+def model_of(source: ConfigSource, card: torch.device) -> tuple[torch.nn.Module, list[str]]:
+    """Build a model from its config as `from_pretrained` leaves it.
+
+    That is on the host, and a quantised one on the card.
 
     Returns the model, and the choices that were made because the config leaves them open.
 
@@ -42,17 +46,17 @@ def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
         raise PlanError("the config has no model_type: it is not the config.json of a model")
     if kind not in transformers.CONFIG_MAPPING:
         raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
-    if source.config.get("quantization_config"):
-        raise NotPredicted("a quantized model (quantization_config)")
     refusals.refuse_attention(
         source.config.get("attn_implementation") or source.config.get("_attn_implementation")
     )
     try:
-        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(source.config))
+        fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
+        config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
         model = _class_of(config)._from_config(config, dtype=dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
+        model = _quantised(source, model, card, dtype, assumptions)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
@@ -60,6 +64,33 @@ def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
     if source.peft is not None:
         model = _with_peft(model, source.peft)
     return model, assumptions
+
+
+def _quantised(
+    source: ConfigSource,
+    model: torch.nn.Module,
+    card: torch.device,
+    dtype: torch.dtype,
+    assumptions: list[str],
+) -> torch.nn.Module:
+    """Load the model quantised and prepare it, if the config or the user says so."""
+    fields = source.quantisation or source.config.get(_QUANTISED)
+    if not fields:
+        return model
+    refusals.refuse_quantisation(model, fields)
+    import transformers
+
+    config = transformers.BitsAndBytesConfig.from_dict(dict(fields))
+    loaded = quantised.quantise(model, config, card, dtype, source.quantisation is None)
+    if config.load_in_8bit:
+        assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
+    if source.peft is None or not source.prepares_kbit:
+        return loaded
+    assumptions.append(
+        "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
+        "float32, and switches gradient checkpointing on; see --no-prepare-kbit"
+    )
+    return quantised.prepared(loaded)
 
 
 def _untie(model: Any) -> None:
