@@ -61,7 +61,7 @@ class _Product4Bit(torch.autograd.Function):
         return _linear_4bit(x, bias, state)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         of_bias = grad.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         of_input = None
         if ctx.needs_input_grad[0]:
@@ -93,7 +93,7 @@ class _Product8Bit(torch.autograd.Function):
         return made.reshape(*ctx.shape[:-1], weight.shape[0]) if len(ctx.shape) == 3 else made
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
@@ -153,6 +153,7 @@ class Linear4bit(_Quantised):
         device: Any = None,
     ) -> None:
         super().__init__(input_features, output_features, bias, device)
+        self.weight.requires_grad_(False)
         self.compute_dtype, self.quant_storage = compute_dtype, quant_storage
         self.compress_statistics, self.quant_type = compress_statistics, quant_type
         self.quant_state: QuantState | None = None
@@ -190,7 +191,9 @@ class Linear4bit(_Quantised):
         if torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            made: torch.Tensor = _Product4Bit.apply(x, self.weight, bias, self.quant_state)
+            made: torch.Tensor = _Product4Bit.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, bias, self.quant_state
+            )
         else:
             made = _linear_4bit(x, bias, self.quant_state)
         return made.to(input.dtype)
@@ -210,6 +213,7 @@ class Linear8bitLt(_Quantised):
         device: Any = None,
     ) -> None:
         super().__init__(input_features, output_features, bias, device)
+        self.weight.requires_grad_(False)
         self.index = index
         self.state = SimpleNamespace(
             has_fp16_weights=has_fp16_weights, threshold=threshold, CB=None, SCB=None
@@ -230,7 +234,9 @@ class Linear8bitLt(_Quantised):
         """Compute in int8, and return the dtype of the input."""
         if self.bias is not None and self.bias.dtype != input.dtype:
             self.bias.data = self.bias.data.to(input.dtype)
-        made: torch.Tensor = _Product8Bit.apply(input, self.weight, self.bias, self.state)
+        made: torch.Tensor = _Product8Bit.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.state
+        )
         return made
 
 

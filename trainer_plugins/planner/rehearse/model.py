@@ -27,10 +27,12 @@ _ENCODERS = (
 )
 
 
-def model_of(source: ConfigSource, card: torch.device) -> tuple[torch.nn.Module, list[str]]:
+def model_of(
+    source: ConfigSource, card: torch.device | None = None
+) -> tuple[torch.nn.Module, list[str]]:
     """Build a model from its config as `from_pretrained` leaves it.
 
-    That is on the host, and a quantised one on the card.
+    That is on the host, and a quantised one on the card; without a card nothing is quantised.
 
     Returns the model, and the choices that were made because the config leaves them open.
 
@@ -56,7 +58,8 @@ def model_of(source: ConfigSource, card: torch.device) -> tuple[torch.nn.Module,
         model = _class_of(config)._from_config(config, dtype=dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
-        model = _quantised(source, model, card, dtype, assumptions)
+        if card is not None:
+            model = _quantised(source, model, card, dtype, assumptions)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
@@ -77,11 +80,12 @@ def _quantised(
     fields = source.quantisation or source.config.get(_QUANTISED)
     if not fields:
         return model
-    refusals.refuse_quantisation(model, fields)
     import transformers
 
-    config = transformers.BitsAndBytesConfig.from_dict(dict(fields))
-    loaded = quantised.quantise(model, config, card, dtype, source.quantisation is None)
+    config = transformers.BitsAndBytesConfig.from_dict(refusals.known_quantisation(model, fields))
+    loaded: torch.nn.Module = quantised.quantise(
+        model, config, card, dtype, source.quantisation is None
+    )
     if config.load_in_8bit:
         assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
     if source.peft is None or not source.prepares_kbit:
@@ -90,7 +94,8 @@ def _quantised(
         "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
         "float32, and switches gradient checkpointing on; see --no-prepare-kbit"
     )
-    return quantised.prepared(loaded)
+    prepared: torch.nn.Module = quantised.prepared(loaded)
+    return prepared
 
 
 def _untie(model: Any) -> None:
@@ -113,10 +118,12 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
 
     given = source.dtype
     if given is None:
-        # transformers 4 loads in float32 unless it is told otherwise
+        # transformers 4 loads in float32 unless it is told otherwise, and in float16 what
+        # bitsandbytes quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
         newer = int(transformers.__version__.partition(".")[0]) >= 5
         of_config = getattr(config, "dtype", None) if newer else None
-        given = str(of_config or "float32")
+        is_quantised = source.quantisation or source.config.get(_QUANTISED)
+        given = str(of_config or ("float16" if is_quantised and not newer else "float32"))
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
             "see --dtype"

@@ -125,8 +125,10 @@ _BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
 """Bits of a weight, where the fields of a quantization_config do not say them."""
 
 
-def refuse_quantisation(model: torch.nn.Module, fields: object) -> None:
-    """Check a quantization_config: of other packages, only the sizes of weights are known here.
+def known_quantisation(model: torch.nn.Module, fields: object) -> dict[str, object]:
+    """Return the fields of a quantization_config of bitsandbytes.
+
+    Of other packages, only the sizes of weights are known here.
 
     Raises:
         PlanError: nobody knows such a quantisation, or a field is wrong.
@@ -151,6 +153,7 @@ def refuse_quantisation(model: torch.nn.Module, fields: object) -> None:
         raise NotPredicted("llm_int8_has_fp16_weight, which quantises anew in each step")
     if fields.get("llm_int8_enable_fp32_cpu_offload"):
         raise NotPredicted("llm_int8_enable_fp32_cpu_offload, which leaves layers on the host")
+    return dict(fields)
 
 
 def _of_other_kernels(model: torch.nn.Module, method: str, fields: Mapping[str, object]) -> str:
