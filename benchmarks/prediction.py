@@ -35,7 +35,7 @@ reserved memory of `FITTED_ROW`, which therefore proves nothing about reserved m
 rows saw the same batches."""
 
 LEARNED_FROM = "fitcheck 2026-09-15"
-"""The source whose reserved memory taught where new segments lie
+"""The source whose reserved memory, of bases that are not quantised, taught where new segments lie
 (`AllocatorRules.rising_segment_bytes`), and which therefore proves nothing about it."""
 
 RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
@@ -114,8 +114,8 @@ def why_not(row: Row) -> str:
     """Say why this row is not replayed; empty if it is."""
     if not row.loop:
         return "; ".join(row.missing)
-    if "quantization" in row.settings:
-        return "bitsandbytes"
+    if row.settings.get("quantization", "nf4") != "nf4":
+        return f"quantised as {row.settings['quantization']}"
     return (
         ""
         if row.settings["optimizer"] == "adamw_torch"
@@ -246,9 +246,9 @@ def no_evidence(row: Row, counter: str) -> str:
     """Say what this figure decided, so that it is no evidence for it; empty if nothing."""
     if counter != "reserved":
         return ""
-    return (
-        "fitted" if row.key == FITTED_ROW else "learned from" if row.source == LEARNED_FROM else ""
-    )
+    if row.source == LEARNED_FROM and "quantization" not in row.settings:
+        return "learned from"
+    return "fitted" if row.key == FITTED_ROW else ""
 
 
 def print_rows(rows: Sequence[Row], found: Predicted) -> None:

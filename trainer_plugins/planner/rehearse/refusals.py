@@ -178,14 +178,13 @@ def refuse_model(model: torch.nn.Module) -> None:
         NotPredicted: it is quantized, or has layers whose memory is not known here.
     """
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    if quantised.has_stand_ins(model):
-        return
-    if (
-        getattr(model, "is_quantized", False)
-        or getattr(model, "quantization_method", None) is not None
-    ):
+    is_quantised = getattr(model, "is_quantized", False) or (
+        getattr(model, "quantization_method", None) is not None
+    )
+    if is_quantised and not quantised.has_stand_ins(model):
         raise NotPredicted(
-            f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')}"
+            f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')} in a "
+            "Trainer; a plan of its config with --load-in-4bit or --load-in-8bit is"
         )
     for part in model.modules():
         home = type(part).__module__.partition(".")[0]
