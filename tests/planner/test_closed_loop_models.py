@@ -97,7 +97,7 @@ class Dequantised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ whole_of(*ctx.saved_tensors), None, None
+        return grad @ whole_of(*ctx.saved_tensors).to(grad.dtype), None, None
 
 
 def whole_of(packed, scales):

@@ -1,7 +1,11 @@
 """Bases quantised by bitsandbytes: what they take follows from their bits, and the rest is refused by name."""
 
 import json
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +14,13 @@ from typer.testing import CliRunner
 from tests.planner.test_plans import CHECKPOINTING, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
-from trainer_plugins.planner import NotPredicted, PlanError
+from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.run import predict_all
 
 pytest.importorskip("peft")
 
+ROOT = Path(__file__).parents[2]
 HIDDEN, WIDE, LAYERS, WORDS = 512, 2048, 2, 1024
 LLAMA = {
     "model_type": "llama",
@@ -164,3 +169,76 @@ def test_flags_that_do_not_go_together_are_refused_at_once(tmp_path, flags, conf
     assert done.exit_code == 2, done.output
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+PACKAGE = {
+    "__init__.py": "from bitsandbytes import functional, nn\n__version__ = '0.50.1'\n",
+    "functional.py": "class QuantState:\n    pass\n",
+    "nn/__init__.py": "from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt\n",
+    "nn/modules.py": """
+import torch
+
+class Linear8bitLt(torch.nn.Linear):
+    pass
+
+class Linear4bit(torch.nn.Linear):
+    def __init__(self, rows, columns, bias, compute_dtype, device=None, **others):
+        super().__init__(rows, columns, bias, device)
+        self.weight.requires_grad_(False)
+        self.compute_dtype, self.compute_type_is_set, self.quant_state = compute_dtype, True, None
+        self.quant_storage = torch.uint8
+""",
+}
+"""A package with the names and attributes of bitsandbytes, as far as a Trainer's model has them."""
+
+SIZES = {key: value for key, value in LLAMA.items() if key != "model_type"}
+SCRIPT = f"""
+from pathlib import Path
+import peft, torch
+from bitsandbytes import functional, nn
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.quantizers.auto import AutoHfQuantizer
+from trainer_plugins import plan_run
+
+model = LlamaForCausalLM(LlamaConfig(**{SIZES!r})).bfloat16()
+quantizer = AutoHfQuantizer.from_config(BitsAndBytesConfig(**{NF4!r}), pre_quantized=False)
+quantizer.preprocess_model(model=model, device_map={{"": "cpu"}})
+for layer in model.modules():
+    if isinstance(layer, nn.Linear4bit):
+        numel = layer.weight.numel()
+        state = layer.quant_state = functional.QuantState()
+        state.state2 = state.offset = None
+        state.absmax, state.code = torch.zeros(numel // 64), torch.zeros(16)
+        state.shape, state.dtype = layer.weight.shape, torch.bfloat16
+        layer.weight = torch.nn.Parameter(torch.zeros(numel // 2, 1, dtype=torch.uint8), False)
+        layer.weight.compress_statistics, layer.weight.quant_type = False, "nf4"
+model.hf_quantizer, model.hf_device_map = quantizer, {{"": torch.device("cpu")}}
+model = peft.prepare_model_for_kbit_training(quantizer.postprocess_model(model))
+model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "down_proj"]))
+assert type(model.base_model.model.model.layers[0].mlp.down_proj).__module__ == "peft.tuners.lora.bnb"
+row = {{"input_ids": list(range(64)), "labels": list(range(64))}}
+args = TrainingArguments("runs", report_to="none", per_device_train_batch_size=1, save_strategy="no")
+plan = plan_run(Trainer(model=model, args=args, train_dataset=[row] * 4), gpu="24GiB")
+Path("plan.json").write_text(plan.to_json())
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_base_is_quantised_is_planned_as_its_config(tmp_path, frozen, outcomes):
+    for name, text in PACKAGE.items():
+        file = tmp_path / "bitsandbytes" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_A_HANG,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    plan = MemoryPlan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.num_parameters == outcomes["nf4"].num_parameters
+    assert plan.breakdown["frozen weights"] == pytest.approx(frozen["nf4"], rel=0.01)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ _NESTED_BLOCK = 256
 
 
 class QuantState:
-    """Holds the scales of a weight in 4 bits, as bitsandbytes' class of this name."""
+    """Holds the scales of a weight in 4 bits, in the attributes of bitsandbytes' class."""
 
-    def __init__(self, absmax: torch.Tensor, code: torch.Tensor, shape: torch.Size, dtype: Any):
+    def __init__(self, absmax: torch.Tensor, code: torch.Tensor, shape: Any, dtype: Any) -> None:
         self.absmax, self.code, self.shape, self.dtype = absmax, code, shape, dtype
         self.offset: torch.Tensor | None = None
-        self.nested_absmax: torch.Tensor | None = None
-        self.nested_code: torch.Tensor | None = None
+        self.state2: QuantState | None = None
+        """The scales of the scales, with double quantisation."""
 
     def scales(self) -> torch.Tensor:
         """Return one scale a block, which double quantisation has to compute first."""
@@ -43,13 +43,29 @@ class QuantState:
 
     def tensors(self) -> list[torch.Tensor]:
         """List all that is kept beside the packed weight."""
-        kept = (self.absmax, self.code, self.offset, self.nested_absmax, self.nested_code)
-        return [each for each in kept if each is not None]
+        nested = self.state2.tensors() if self.state2 is not None else []
+        return [self.absmax, self.code, *nested, *([] if self.offset is None else [self.offset])]
+
+    def to(self, device: torch.device) -> None:
+        """Move all of it."""
+        self.absmax, self.code = self.absmax.to(device), self.code.to(device)
+        if self.state2 is not None and self.offset is not None:
+            self.offset = self.offset.to(device)
+            self.state2.to(device)
 
     def dequantised(self) -> torch.Tensor:
         """Return the whole weight, in the dtype that it was quantised from."""
         scales = self.scales()
         return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
+
+
+class MatmulLtState:
+    """Holds the scales of a weight in int8, in the attributes of bitsandbytes' class."""
+
+    CB: torch.Tensor | None = None
+    SCB: torch.Tensor | None = None
+    has_fp16_weights = False
+    threshold = 0.0
 
 
 class _Product4Bit(torch.autograd.Function):
@@ -170,9 +186,9 @@ class Linear4bit(_Quantised):
         if self.compress_statistics:
             state.offset = absmax.mean()
             centred = absmax - state.offset if quantises else absmax
-            state.nested_absmax = torch.empty(-(-blocks // _NESTED_BLOCK), device=device)
+            nested = torch.empty(-(-blocks // _NESTED_BLOCK), device=device)
             state.absmax = torch.empty_like(centred, dtype=torch.uint8)
-            state.nested_code = torch.empty(256, device=device)
+            state.state2 = QuantState(nested, torch.empty(256, device=device), None, absmax.dtype)
         self.quant_state = state
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         vars(self.weight).update(  # PEFT asks the weight
@@ -215,9 +231,8 @@ class Linear8bitLt(_Quantised):
         super().__init__(input_features, output_features, bias, device)
         self.weight.requires_grad_(False)
         self.index = index
-        self.state = SimpleNamespace(
-            has_fp16_weights=has_fp16_weights, threshold=threshold, CB=None, SCB=None
-        )
+        self.state = MatmulLtState()
+        self.state.has_fp16_weights, self.state.threshold = has_fp16_weights, threshold
 
     def _pack(
         self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
@@ -244,15 +259,25 @@ def stand_in_for_bitsandbytes() -> None:
     """Let this process import these layers as bitsandbytes, for good."""
     if getattr(sys.modules.get("bitsandbytes"), "Linear4bit", None) is Linear4bit:
         return
-    package = ModuleType("bitsandbytes")
     layers = {each.__name__: each for each in (Linear4bit, Linear8bitLt)}
     others = {"Params4bit": torch.nn.Parameter, "Int8Params": torch.nn.Parameter}
-    package.nn = SimpleNamespace(**layers, **others)  # type: ignore[attr-defined]
-    vars(package).update(
-        __version__=_VERSION, __file__=__file__, __path__=[], Linear4bit=Linear4bit
-    )
-    package.__spec__ = ModuleSpec("bitsandbytes", loader=None, origin=__file__)
-    sys.modules["bitsandbytes"] = package
+    contents: dict[str, dict[str, Any]] = {
+        "": {"__version__": _VERSION, "__file__": __file__, "Linear4bit": Linear4bit},
+        ".nn": {**layers, **others},
+        ".nn.modules": {**layers, **others},
+        ".functional": {"QuantState": QuantState},
+        ".autograd": {},
+        ".autograd._functions": {"MatmulLtState": MatmulLtState},
+    }
+    for path, content in contents.items():
+        module = ModuleType(f"bitsandbytes{path}")
+        module.__spec__ = ModuleSpec(module.__name__, loader=None, origin=__file__)
+        vars(module).update(__path__=[], **content)
+        sys.modules[module.__name__] = module
+        above, _, leaf = module.__name__.rpartition(".")
+        if above:
+            setattr(sys.modules[above], leaf, module)
+    package = sys.modules["bitsandbytes"]
     for name in ("transformers.utils.import_utils", "peft.import_utils"):
         for asked in ("is_bitsandbytes_available", "is_bnb_available", "is_bnb_4bit_available"):
             answer = getattr(importlib.import_module(name), asked, None)
@@ -282,7 +307,8 @@ def quantise(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        quantizer.preprocess_model(model=model, device_map=card)
+        # versions differ in which of these they ask for
+        quantizer.preprocess_model(model=model, config=model.config, dtype=dtype, device_map=card)
     finally:
         torch.set_default_dtype(before)
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -301,7 +327,7 @@ def quantise(
     model.to(device)  # buffers
     model.hf_quantizer = quantizer
     model.hf_device_map = card
-    return quantizer.postprocess_model(model)
+    return quantizer.postprocess_model(model, config=model.config)
 
 
 def prepared(model: Any) -> Any:
@@ -321,6 +347,20 @@ def prepared(model: Any) -> Any:
     return model
 
 
+def place(model: Any, device: torch.device) -> None:
+    """Move a quantised model of the user to the card, which transformers refuses to do."""
+    torch.nn.Module.to(model, device)
+    for part in model.modules():
+        if isinstance(part, Linear4bit) and part.quant_state is not None:
+            part.quant_state.to(device)
+            part.weight.quantised_numel = part.quant_state.shape.numel()  # type: ignore[attr-defined]
+        elif isinstance(part, Linear8bitLt):
+            part.state.CB = part.weight.data
+            part.state.SCB = torch.empty(part.weight.shape[0], device=device)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.hf_device_map = {"": device}
+
+
 def has_stand_ins(model: torch.nn.Module) -> bool:
     """Return whether a model has layers of this file."""
     return any(isinstance(part, _Quantised) for part in model.modules())
@@ -332,7 +372,7 @@ def kept_beside(model: torch.nn.Module) -> list[torch.Tensor]:
     for part in model.modules():
         if isinstance(part, Linear4bit) and part.quant_state is not None:
             kept += part.quant_state.tensors()
-        elif isinstance(part, Linear8bitLt):
+        elif isinstance(part, Linear8bitLt) and part.state.SCB is not None:
             kept.append(part.state.SCB)
     return kept
 
