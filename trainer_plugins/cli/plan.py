@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -155,18 +155,9 @@ def plan(
         _check_places(html, run_dir)
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
-        asked = {
-            "load_in_4bit": load_in_4bit,
-            "load_in_8bit": load_in_8bit,
-            "bnb_4bit_quant_type": bnb_4bit_quant_type,
-            "bnb_4bit_use_double_quant": bnb_4bit_use_double_quant,
-            "bnb_4bit_compute_dtype": bnb_4bit_compute_dtype,
-            "bnb_4bit_quant_storage": bnb_4bit_quant_storage,
-        }
-        quantisation = {name: value for name, value in asked.items() if value}
         details = ConfigInputs(
             *(flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches),
-            *(quantisation or None, prepare_kbit),
+            *(_quantisation(context.params), prepare_kbit),
         )
         launch = RunInputs(gpu, calibration and run_dir is None, None, num_gpus, padding)
         request = request_of(model, details, launch)
@@ -181,6 +172,13 @@ def plan(
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if fits is False:
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
+
+
+def _quantisation(given: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the flags of a BitsAndBytesConfig that were given; None if there are none."""
+    prefixes = ("load_in_", "bnb_4bit_")
+    asked = {name: value for name, value in given.items() if value and name.startswith(prefixes)}
+    return asked or None
 
 
 def _check_places(html: Path | None, run_dir: Path | None) -> None:
