@@ -110,8 +110,8 @@ def why_not(row: Row) -> str:
     """Say why this row is not replayed; empty if it is."""
     if not row.loop:
         return "; ".join(row.missing)
-    if "quantization" in row.settings:
-        return "bitsandbytes"
+    if row.settings.get("quantization", "nf4") != "nf4":
+        return f"quantised as {row.settings['quantization']}"
     return (
         ""
         if row.settings["optimizer"] == "adamw_torch"

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from benchmarks.published import Row, published
 from trainer_plugins.planner.plan import Moment
-from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend import fake_cuda, quantised
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.tracing.replay import replay
 from trainer_plugins.planner.tracing.trace import Trace, Tracker
@@ -66,7 +66,10 @@ def model_of(row: Row) -> Any:
     model = getattr(transformers, row.architecture["architectures"][0])._from_config(
         config, dtype=getattr(torch, settings["dtype"]), attn_implementation=attention
     )
-    model = model.to("cuda")
+    if settings.get("quantization") == "nf4":
+        model = with_base_in_nf4(model, getattr(torch, settings["dtype"]))
+    else:
+        model = model.to("cuda")
     if "peft_config" in settings:
         model = with_adapter(
             model, settings["peft_config"], settings.get("autocast_adapter_dtype", True)
@@ -76,6 +79,18 @@ def model_of(row: Row) -> Any:
         if "peft_config" in settings:
             model.enable_input_require_grads()
     return model.train()
+
+
+def with_base_in_nf4(model: Any, dtype: torch.dtype) -> Any:
+    """Load and prepare the model as fitcheck's scripts/measure.py does."""
+    import peft
+    import transformers
+
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    loaded = quantised.quantise(model, config, torch.device("cuda", 0), dtype, is_packed=False)
+    return peft.prepare_model_for_kbit_training(loaded)
 
 
 def with_adapter(model: Any, written: Mapping[str, Any], autocast_adapter_dtype: bool) -> Any:

@@ -87,6 +87,46 @@ class PicksTheScores(Trainer):
         return some.mean() - picked.mean()
 
 
+class Dequantised(torch.autograd.Function):
+    """Keeps bytes, and makes the whole weight once in each direction."""
+
+    @staticmethod
+    def forward(ctx, x, packed, scales):
+        ctx.save_for_backward(packed, scales)
+        return torch.nn.functional.linear(x, whole_of(packed, scales))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ whole_of(*ctx.saved_tensors).to(grad.dtype), None, None
+
+
+def whole_of(packed, scales):
+    halves = torch.stack([packed & 15, packed >> 4], -1).view(scales.shape[0], -1)
+    return ((halves.to(scales.dtype) - 7.5) * scales).view(scales.shape[0], -1)
+
+
+class FourBits(torch.nn.Linear):
+    """A quantised layer in plain torch: two weights a byte, and a scale a row."""
+
+    def __init__(self, whole: torch.nn.Linear):
+        super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
+        scales = whole.weight.detach().abs().amax(1, keepdim=True) / 7.5
+        numbers = (whole.weight.detach() / scales + 7.5).round().to(torch.uint8).view(-1, 2)
+        packed = numbers[:, 0] | numbers[:, 1] << 4
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x):
+        return Dequantised.apply(x, self.weight, self.scales)
+
+
+def in_four_bits(model):
+    for name, part in [*model.named_modules()]:
+        if isinstance(part, torch.nn.Linear) and name != "lm_head":
+            model.set_submodule(name, FourBits(part))
+    return model
+
+
 def one_by_one(trainer):
     trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": 1e-3, "foreach": False})
     return trainer
@@ -121,6 +161,23 @@ RUNS = {
         path, adapted(peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"]))
     ),
     "ln tuning": lambda path: run(path, adapted(peft.LNTuningConfig(task_type="CAUSAL_LM"))),
+    "quantised": lambda path: run(
+        path,
+        peft.get_peft_model(
+            in_four_bits(llama()),
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"),
+        ),
+    ),
+    "quantised, checkpointing, bf16": lambda path: run(
+        path,
+        peft.get_peft_model(
+            in_four_bits(llama(hidden_size=256)),
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"),
+        ),
+        bf16=True,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    ),
     "scores picked": lambda path: run(path, llama(), PicksTheScores),
     "adamw, one by one": lambda path: one_by_one(
         run(path, llama(hidden_size=256), data=rows(length=32))

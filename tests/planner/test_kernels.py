@@ -1,5 +1,8 @@
 """What the kernels of a card keep beside their results: by the card's compute capability, and by torch's source."""
 
+import subprocess
+import sys
+
 import pytest
 from transformers import Trainer
 
@@ -81,3 +84,31 @@ def test_what_cublas_cannot_read_is_copied(make_trainer):
     logits = 2 * 32 * 4096 * 4
     assert plan.moment == "backward"
     assert plan.breakdown["workspaces"] == 2 * CUBLAS + logits
+
+
+BACKWARD_OF_SILU = """
+import torch
+from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend.environment import World, in_world
+
+fake_cuda.install()
+with in_world(World(device="cuda")) as tracker:
+    x = torch.ones(64, device="cuda", requires_grad=True)
+    loss = torch.nn.functional.silu(x).sum()
+    before = len(tracker.trace().storages)
+    loss.backward()
+    print(len(tracker.trace().storages) - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_backward_of_silu_is_one_kernel():
+    """A build without CUDA takes it apart into six operations, whose results no card holds."""
+    done = subprocess.run(
+        [sys.executable, "-c", BACKWARD_OF_SILU],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_A_HANG,
+    )
+    assert done.stdout.split()[-1] == "2"  # the gradients of the loss and of x

@@ -111,7 +111,6 @@ REQUESTS = {
     "liger": request(tiny(), "--use_liger_kernel", "True"),
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_2")),
-    "quantized": request(tiny(quantization_config={"quant_method": "bitsandbytes"})),
     "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 0}}'),
     "zero": request(
         tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3, "reduce_bucket": 1}}', num_gpus=2
@@ -279,7 +278,6 @@ def test_bad_input_is_one_line(outcomes, name, line):
         ("liger", "Liger kernels"),
         ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
-        ("quantized", "quantized model"),
         ("deepspeed", "DeepSpeed without ZeRO (stage 0)"),
     ],
 )

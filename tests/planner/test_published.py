@@ -58,14 +58,7 @@ def test_the_architectures_are_those_of_transformers() -> None:
         assert hasattr(transformers, config.architectures[0]), name
 
 
-def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
-    """From 2026-09-15 it was learned where new segments lie (allocator/model.py), from 2026-09-16 nothing was."""
-    keys = [
-        "fitcheck 2026-09-15: tinyllama-1.1b LORA r32 fp16 b2 s512 efficient checkpointing",
-        "fitcheck 2026-09-16: smollm2-1.7b LORA r32 fp16 b1 s2048 eager checkpointing",
-    ]
-    measured = {row.key: row.measured for row in published()}
-
+def replayed(*keys: str) -> dict[str, dict[str, int]]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.prediction_replay", *keys],
         check=True,
@@ -73,13 +66,35 @@ def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [answer["key"] for answer in answers] == keys
-    for answer in answers:
-        found = measured[answer["key"]]
-        assert answer["allocated"] == pytest.approx(found["allocated"], rel=0.001)
-        assert answer["reserved"] == pytest.approx(found["reserved"], rel=0.001)
+    assert [answer["key"] for answer in answers] == [*keys]
+    return {answer["key"]: answer for answer in answers}
+
+
+def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
+    """From 2026-09-15 it was learned where new segments lie (allocator/model.py), from 2026-09-16 nothing was."""
+    measured = {row.key: row.measured for row in published()}
+
+    answers = replayed(
+        "fitcheck 2026-09-15: tinyllama-1.1b LORA r32 fp16 b2 s512 efficient checkpointing",
+        "fitcheck 2026-09-16: smollm2-1.7b LORA r32 fp16 b1 s2048 eager checkpointing",
+    )
+
+    for key, answer in answers.items():
+        assert answer["allocated"] == pytest.approx(measured[key]["allocated"], rel=0.001)
+        assert answer["reserved"] == pytest.approx(measured[key]["reserved"], rel=0.001)
+
+
+@pytest.mark.slow
+def test_qlora_on_a_tesla_t4_needs_what_is_predicted() -> None:
+    """Nothing was learned from these rows. Reserved memory depends on the loader, so on the version."""
+    measured = {row.key: row.measured for row in published()}
+    key = "fitcheck 2026-09-16: smollm2-1.7b LORA r32 nf4 fp16 b1 s2048 efficient checkpointing"
+
+    answer = replayed(key)[key]
+
+    assert answer["allocated"] == pytest.approx(measured[key]["allocated"], rel=0.001)
+    assert answer["reserved"] == pytest.approx(measured[key]["reserved"], rel=0.02)
 
 
 def test_sizes_are_bytes_whatever_the_source_counts_in() -> None:

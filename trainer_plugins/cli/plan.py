@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -36,6 +36,30 @@ _LoraTarget: TypeAlias = Annotated[
 ]
 _PeftConfig: TypeAlias = Annotated[
     Path | None, typer.Option(help="An adapter_config.json of peft, instead of --lora-r.")
+]
+_LoadIn4bit: TypeAlias = Annotated[
+    bool, typer.Option("--load-in-4bit", help="Quantise the base with bitsandbytes, as QLoRA does.")
+]
+_LoadIn8bit: TypeAlias = Annotated[
+    bool, typer.Option("--load-in-8bit", help="Quantise the base with bitsandbytes to int8.")
+]
+_QuantType: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="With --load-in-4bit: nf4 or fp4, which is bitsandbytes' default."),
+]
+_DoubleQuant: TypeAlias = Annotated[
+    bool, typer.Option("--bnb-4bit-use-double-quant", help="Quantise the scales too.")
+]
+_ComputeDtype: TypeAlias = Annotated[
+    str | None, typer.Option(help="With --load-in-4bit: in what it computes; float32 if not given.")
+]
+_QuantStorage: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="With --load-in-4bit: the dtype of the packed weights, as in FSDP."),
+]
+_PrepareKbit: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(help="Whether prepare_model_for_kbit_training gets a quantised base. It does."),
 ]
 _Gpu: TypeAlias = Annotated[
     str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")
@@ -98,6 +122,13 @@ def plan(
     lora_r: _LoraR = None,
     lora_target: _LoraTarget = "all-linear",
     peft_config: _PeftConfig = None,
+    load_in_4bit: _LoadIn4bit = False,
+    load_in_8bit: _LoadIn8bit = False,
+    bnb_4bit_quant_type: _QuantType = None,
+    bnb_4bit_use_double_quant: _DoubleQuant = False,
+    bnb_4bit_compute_dtype: _ComputeDtype = None,
+    bnb_4bit_quant_storage: _QuantStorage = None,
+    prepare_kbit: _PrepareKbit = None,
     gpu: _Gpu = None,
     num_gpus: _NumGpus = None,
     accelerate_config: _AccelerateConfig = None,
@@ -125,7 +156,8 @@ def plan(
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
         details = ConfigInputs(
-            *(flags, seq_length, target_length, dtype, adapter, accelerate_config), eval_batches
+            *(flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches),
+            *(_quantisation(context.params), prepare_kbit),
         )
         launch = RunInputs(gpu, calibration and run_dir is None, None, num_gpus, padding)
         request = request_of(model, details, launch)
@@ -140,6 +172,13 @@ def plan(
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if fits is False:
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
+
+
+def _quantisation(given: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the flags of a BitsAndBytesConfig that were given; None if there are none."""
+    prefixes = ("load_in_", "bnb_4bit_")
+    asked = {name: value for name, value in given.items() if value and name.startswith(prefixes)}
+    return asked or None
 
 
 def _check_places(html: Path | None, run_dir: Path | None) -> None:

@@ -30,12 +30,23 @@ _OF_A_TRAINER = {
     "target_length": _ITS_BATCH,
     "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
     "peft_config": "its model is planned as it is: make the Trainer with a model of peft",
+    "quantization_config": "its model is planned as it is: load it quantised",
+    "prepare_kbit": "its model is planned as it is: prepare it before the Trainer is made",
     "accelerate_config": (
         "how it is launched is read from the process that made it; "
         "num_gpus changes the number of cards"
     ),
 }
 """What belongs to a config, and why a Trainer does not take it."""
+
+
+_FLOATS = ("float32", "float16", "bfloat16")
+_OF_BITSANDBYTES = {
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
+    "bnb_4bit_compute_dtype": _FLOATS,
+    "bnb_4bit_quant_storage": ("uint8", "int8", *_FLOATS),
+}
+"""The words that fields of a BitsAndBytesConfig may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,12 @@ class ConfigInputs:
     """accelerate's config file."""
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
+
+    quantization_config: object = None
+    """A BitsAndBytesConfig, or a dict of its fields, for a base that is quantised as it loads."""
+
+    prepare_kbit: bool | None = None
+    """Whether a quantised base is given to `prepare_model_for_kbit_training`; None is yes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +136,18 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     length, file = details.seq_length, details.accelerate_config
+    config = _config(given)
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
-            config=_config(given),
+            config=config,
             arguments=arguments_to_send(details.training_args),
             sequence_length=DEFAULT_SEQUENCE_LENGTH if length is None else length,
             target_length=details.target_length,
             dtype=details.dtype,
-            peft=_peft(details.peft_config),
+            peft=_fields(details.peft_config),
+            quantisation=_quantisation(details, config.get("quantization_config")),
+            prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
         ),
         allocator=_settings(run),
@@ -135,6 +155,33 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         launch_file=os.fspath(file) if file is not None else None,
         has_padding=run.has_padding,
     )
+
+
+def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object] | None:
+    """Check how the base is to be quantised, as far as torch is not needed for it."""
+    fields = _fields(details.quantization_config)
+    if fields is None:
+        if details.prepare_kbit is not None and not of_config:
+            raise PlanError("--prepare-kbit is for a quantised base: see --load-in-4bit")
+        if isinstance(of_config, Mapping):
+            _check_quantisation(of_config)
+        return None
+    if of_config:
+        raise PlanError("the config has a quantization_config of its own: quantise it once")
+    _check_quantisation(fields)
+    if bool(fields.get("load_in_4bit")) == bool(fields.get("load_in_8bit")):
+        raise PlanError("a base is quantised by one of --load-in-4bit and --load-in-8bit: give one")
+    strays = [name for name in fields if name.startswith("bnb_4bit_")]
+    if details.training_args is not None and strays and fields.get("load_in_8bit"):
+        raise PlanError(f"--{strays[0].replace('_', '-')} belongs to --load-in-4bit")
+    return fields
+
+
+def _check_quantisation(fields: Mapping[str, object]) -> None:
+    for name, words in _OF_BITSANDBYTES.items():
+        if (value := fields.get(name)) is not None and str(value) not in words:
+            flag = name.replace("_", "-")
+            raise PlanError(f"--{flag} is one of {', '.join(words)}, got {value!r}")
 
 
 def _settings(run: RunInputs) -> str:
@@ -197,7 +244,7 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
     )
 
 
-def _peft(given: Any) -> dict[str, object] | None:
+def _fields(given: Any) -> dict[str, object] | None:
     if given is None:
         return None
     if isinstance(given, Mapping):

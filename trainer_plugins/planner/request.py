@@ -44,6 +44,12 @@ class ConfigSource:
     peft: Mapping[str, object] | None = None
     """The content of an adapter_config.json."""
 
+    quantisation: Mapping[str, object] | None = None
+    """The fields of a quantization_config given to `from_pretrained`; None: as the config says."""
+
+    prepares_kbit: bool = True
+    """Whether PEFT's `prepare_model_for_kbit_training` gets a quantised model."""
+
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
 
     def __post_init__(self) -> None:

@@ -38,6 +38,8 @@ def plan_run(
     target_length: int | None = None,
     dtype: str | None = None,
     peft_config: object = None,
+    quantization_config: object = None,
+    prepare_kbit: bool | None = None,
     gpu: str | None = None,
     allocator: str | None = None,
     num_gpus: int | None = None,
@@ -58,6 +60,9 @@ def plan_run(
         target_length: with an encoder-decoder's config: tokens of each label; None: `seq_length`.
         dtype: with a config: "bfloat16" or the like; None is what `from_pretrained` chooses.
         peft_config: with a config: a PeftConfig, or a dict of its fields.
+        quantization_config: with a config: a BitsAndBytesConfig, or a dict of its fields.
+        prepare_kbit: with a quantised config: whether `prepare_model_for_kbit_training` gets the
+            model; None is yes.
         gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: the Trainer's card; without
             one, the plan says what the run needs, and not whether it fits.
         allocator: the text of PYTORCH_ALLOC_CONF; None takes the settings of this process.
@@ -73,7 +78,9 @@ def plan_run(
         NotPredicted: the input is sound, but the planner cannot predict it. It is a PlanError.
     """
     details = ConfigInputs(
-        training_args, seq_length, target_length, dtype, peft_config, accelerate_config
+        *(training_args, seq_length, target_length, dtype, peft_config, accelerate_config),
+        quantization_config=quantization_config,
+        prepare_kbit=prepare_kbit,
     )
     run = RunInputs(gpu, calibration, allocator, num_gpus, has_padding)
     return predict_one(request_of(trainer_or_config, details, run), timeout_seconds)

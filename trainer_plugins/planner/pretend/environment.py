@@ -60,6 +60,11 @@ class _Patches:
         else:
             self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
+    def implement(self, operation: str, key: str, function: Callable[..., torch.Tensor]) -> None:
+        """Replace an operation of aten for one dispatch key."""
+        library = self._stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl(operation, function, key)
+
     def close(self) -> None:
         self._stack.close()
 
@@ -86,6 +91,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         _predictions_become_arrays(patches)
         if on_cuda:
             _cuda_answers(patches, tracker, world)
+            _one_kernel_each(patches)
         patches.wrap(torch.accelerator, "empty_cache", lambda original: tracker.emptied())
         tracker.not_watched = tuple(patches.missing)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, tracker:
@@ -273,6 +279,16 @@ def _predictions_become_arrays(patches: _Patches) -> None:
     for module in (trainer, trainer_pt_utils):
         if hasattr(module, "nested_numpify"):
             patches.set(module, "nested_numpify", numpify)
+
+
+def _one_kernel_each(patches: _Patches) -> None:
+    """Let the backward of SiLU and Mish allocate its result alone, as their CUDA kernels do.
+
+    A build without CUDA has no such kernels, and takes them apart into six operations
+    (native_functions.yaml: CompositeImplicitAutograd beside CPU and CUDA).
+    """
+    for name in ("silu_backward", "mish_backward"):
+        patches.implement(name, "AutogradCUDA", lambda gradient, x: torch.empty_like(x))
 
 
 def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:

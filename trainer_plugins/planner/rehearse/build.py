@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.planner.pretend import fused_head
+from trainer_plugins.planner.pretend import fused_head, quantised
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
 from trainer_plugins.planner.rehearse.failures import first_line
@@ -42,7 +42,7 @@ def _of_config(
                 f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, "
                 f"got {number:,}"
             )
-    model, assumptions = model_of(source)
+    model, assumptions = model_of(source, args.device)
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:
@@ -78,6 +78,8 @@ def _of_config(
 def _of_trainer(
     source: TrainerSource, args: Arguments, has_padding: bool | None, output_dir: str
 ) -> Rehearsed:
+    if b"bitsandbytes" in source.trainer:  # its layers are unpickled by name
+        quantised.stand_in_for_bitsandbytes()
     sent = ship.loads(source.trainer)
     trainer = _revived(sent, rehearsed_arguments(args, output_dir))
     if trainer.args.device.type == "cuda":
@@ -124,7 +126,9 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
         None,
         False,
     )
-    if trainer.place_model_on_device:
+    if quantised.has_stand_ins(trainer.model):
+        quantised.place(trainer.model, args.device)
+    elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
     for module in other_models(trainer):
         _place(module, trainer)

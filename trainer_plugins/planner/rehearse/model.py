@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
 
+_QUANTISED = "quantization_config"
 _ENCODERS = (
     "bert",
     "roberta",
@@ -25,8 +27,12 @@ _ENCODERS = (
 )
 
 
-def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
-    """Build a model from its config on the host, as `from_pretrained` leaves it.
+def model_of(
+    source: ConfigSource, card: torch.device | None = None
+) -> tuple[torch.nn.Module, list[str]]:
+    """Build a model from its config as `from_pretrained` leaves it.
+
+    That is on the host, and a quantised one on the card; without a card nothing is quantised.
 
     Returns the model, and the choices that were made because the config leaves them open.
 
@@ -42,17 +48,18 @@ def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
         raise PlanError("the config has no model_type: it is not the config.json of a model")
     if kind not in transformers.CONFIG_MAPPING:
         raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
-    if source.config.get("quantization_config"):
-        raise NotPredicted("a quantized model (quantization_config)")
     refusals.refuse_attention(
         source.config.get("attn_implementation") or source.config.get("_attn_implementation")
     )
     try:
-        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(source.config))
+        fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
+        config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
         model = _class_of(config)._from_config(config, dtype=dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
+        if card is not None:
+            model = _quantised(source, model, card, dtype, assumptions)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
@@ -60,6 +67,35 @@ def model_of(source: ConfigSource) -> tuple[torch.nn.Module, list[str]]:
     if source.peft is not None:
         model = _with_peft(model, source.peft)
     return model, assumptions
+
+
+def _quantised(
+    source: ConfigSource,
+    model: torch.nn.Module,
+    card: torch.device,
+    dtype: torch.dtype,
+    assumptions: list[str],
+) -> torch.nn.Module:
+    """Load the model quantised and prepare it, if the config or the user says so."""
+    fields = source.quantisation or source.config.get(_QUANTISED)
+    if not fields:
+        return model
+    import transformers
+
+    config = transformers.BitsAndBytesConfig.from_dict(refusals.known_quantisation(model, fields))
+    loaded: torch.nn.Module = quantised.quantise(
+        model, config, card, dtype, source.quantisation is None
+    )
+    if config.load_in_8bit:
+        assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
+    if source.peft is None or not source.prepares_kbit:
+        return loaded
+    assumptions.append(
+        "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
+        "float32, and switches gradient checkpointing on; see --no-prepare-kbit"
+    )
+    prepared: torch.nn.Module = quantised.prepared(loaded)
+    return prepared
 
 
 def _untie(model: Any) -> None:
@@ -82,10 +118,12 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
 
     given = source.dtype
     if given is None:
-        # transformers 4 loads in float32 unless it is told otherwise
+        # transformers 4 loads in float32 unless it is told otherwise, and in float16 what
+        # bitsandbytes quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
         newer = int(transformers.__version__.partition(".")[0]) >= 5
         of_config = getattr(config, "dtype", None) if newer else None
-        given = str(of_config or "float32")
+        is_quantised = source.quantisation or source.config.get(_QUANTISED)
+        given = str(of_config or ("float16" if is_quantised and not newer else "float32"))
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
             "see --dtype"

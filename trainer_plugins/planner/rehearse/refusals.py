@@ -1,13 +1,16 @@
 """Refuse by name what the planner cannot predict, before and after the Trainer is built."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
+from trainer_plugins.units import size
 
 _FLASH_ATTN = "attention of the package flash-attn"
 _WITHOUT_RULE = {
@@ -118,6 +121,56 @@ def refuse_attention(name: object) -> None:
         )
 
 
+_BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
+"""Bits of a weight, where the fields of a quantization_config do not say them."""
+
+
+def known_quantisation(model: torch.nn.Module, fields: object) -> dict[str, object]:
+    """Return the fields of a quantization_config of bitsandbytes.
+
+    Of other packages, only the sizes of weights are known here.
+
+    Raises:
+        PlanError: nobody knows such a quantisation, or a field is wrong.
+        NotPredicted: its kernels are not those of bitsandbytes, or it trains them.
+    """
+    import transformers
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    if not isinstance(fields, Mapping):
+        raise PlanError(f"quantization_config is a mapping, got {fields!r}")
+    of_bitsandbytes = fields.get("load_in_4bit") or fields.get("load_in_8bit")
+    method = "bitsandbytes" if of_bitsandbytes else fields.get("quant_method")
+    known = [each.value for each in QuantizationMethod]
+    if method not in known:
+        raise PlanError(
+            f"quantization_config: no quantisation is named {method!r} (quant_method); "
+            f"transformers {transformers.__version__} knows {', '.join(known)}"
+        )
+    if not of_bitsandbytes:
+        raise NotPredicted(_of_other_kernels(model, str(method), fields))
+    if fields.get("llm_int8_has_fp16_weight"):
+        raise NotPredicted("llm_int8_has_fp16_weight, which quantises anew in each step")
+    if fields.get("llm_int8_enable_fp32_cpu_offload"):
+        raise NotPredicted("llm_int8_enable_fp32_cpu_offload, which leaves layers on the host")
+    return dict(fields)
+
+
+def _of_other_kernels(model: torch.nn.Module, method: str, fields: Mapping[str, object]) -> str:
+    """Say how large the weights are, and what comes near."""
+    said = next((fields[name] for name in ("bits", "w_bit", "nbits") if name in fields), None)
+    bits = said if isinstance(said, int) else _BITS.get(method, 0)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    elements = sum(layer.weight.numel() for layer in layers if layer is not head)
+    weights = f"; its {bits}-bit weights alone are {size(elements * bits / 8)}" if bits else ""
+    instead = "--load-in-8bit" if bits == 8 else "--load-in-4bit"
+    return (
+        f"a base quantised by {method}, whose kernels are not known here{weights}. A plan of its "
+        f"config without quantization_config and with {instead} comes near"
+    )
+
+
 def refuse_model(model: torch.nn.Module) -> None:
     """Check a model and its layers.
 
@@ -125,12 +178,13 @@ def refuse_model(model: torch.nn.Module) -> None:
         NotPredicted: it is quantized, or has layers whose memory is not known here.
     """
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    if (
-        getattr(model, "is_quantized", False)
-        or getattr(model, "quantization_method", None) is not None
-    ):
+    is_quantised = getattr(model, "is_quantized", False) or (
+        getattr(model, "quantization_method", None) is not None
+    )
+    if is_quantised and not quantised.has_stand_ins(model):
         raise NotPredicted(
-            f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')}"
+            f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')} in a "
+            "Trainer; a plan of its config with --load-in-4bit or --load-in-8bit is"
         )
     for part in model.modules():
         home = type(part).__module__.partition(".")[0]

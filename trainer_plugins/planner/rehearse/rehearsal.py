@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import OPTIMIZER_STEPS
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -84,7 +85,7 @@ def _name_parameters(model: torch.nn.Module, tracker: Tracker) -> None:
     frozen = [
         tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad
     ]
-    tracker.tag(frozen, "frozen weights")
+    tracker.tag((*frozen, *quantised.kept_beside(model)), "frozen weights")
     tracker.tag(trainable, "weights")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         storage = tracker.storage_of(tensor)

@@ -177,5 +177,8 @@ def _vocabulary_of(model: torch.nn.Module) -> int:
 
 
 def _num_elements(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Count the elements of whole parameters, even if this rank holds only a part of each."""
-    return sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
+    """Count the elements of whole parameters, also where this rank packs or divides them."""
+    return sum(
+        int(getattr(each, "quantised_numel", getattr(each, "ds_numel", each.numel())))
+        for each in parameters
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
@@ -65,6 +65,7 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     # the Trainer's arguments win over a launcher's
     deepspeed = getattr(args, "deepspeed", None) or request.deepspeed
     if deepspeed is not None:
+        _refuse_quantised(request, "DeepSpeed")
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
         return zero_strategy(read_config(deepspeed), request, args)
@@ -72,6 +73,7 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     if several and request.device != "cuda":
         raise NotPredicted(f"several ranks on {request.device}")
     if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
+        _refuse_quantised(request, "FSDP")
         from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 
         return Fsdp2(request)
@@ -80,6 +82,14 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
 
         return Ddp(request)
     return SingleGpu()
+
+
+def _refuse_quantised(request: PlanRequest, by: str) -> None:
+    source = request.source
+    if isinstance(source, ConfigSource) and (
+        source.quantisation or source.config.get("quantization_config")
+    ):
+        raise NotPredicted(f"a quantised base under {by}; on one card and under DDP it is")
 
 
 def _refuse_other_batches(request: PlanRequest, args: Arguments) -> None:

@@ -1,0 +1,382 @@
+"""Stand in for the quantised layers of bitsandbytes, without the package and its kernels.
+
+Imports torch. The tensors are those of bitsandbytes 0.50.1: nn/modules.py (Linear4bit,
+Linear8bitLt), functional.py (quantize_4bit), autograd/_functions.py (MatMul4Bit, MatMul8bitLt) and
+backends/cuda/ops.py. transformers and PEFT import these classes by the package's name, so that
+which layers are quantised, and what an adapter computes on top, is decided by their own code.
+"""
+
+import functools
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_VERSION = "0.50.1"
+_BLOCK = 64
+"""Weights that share a scale in 4 bits."""
+
+_NESTED_BLOCK = 256
+"""Scales that share a scale of their own, with double quantisation."""
+
+
+class QuantState:
+    """Holds the scales of a weight in 4 bits, in the attributes of bitsandbytes' class."""
+
+    def __init__(self, absmax: torch.Tensor, code: torch.Tensor, shape: Any, dtype: Any) -> None:
+        self.absmax, self.code, self.shape, self.dtype = absmax, code, shape, dtype
+        self.offset: torch.Tensor | None = None
+        self.state2: QuantState | None = None
+        """The scales of the scales, with double quantisation."""
+
+    def scales(self) -> torch.Tensor:
+        """Return one scale a block, which double quantisation has to compute first."""
+        if self.offset is None:
+            return self.absmax
+        scales = torch.empty_like(self.absmax, dtype=torch.float32)
+        scales += self.offset
+        return scales
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List all that is kept beside the packed weight."""
+        nested = self.state2.tensors() if self.state2 is not None else []
+        return [self.absmax, self.code, *nested, *([] if self.offset is None else [self.offset])]
+
+    def to(self, device: torch.device) -> None:
+        """Move all of it."""
+        self.absmax, self.code = self.absmax.to(device), self.code.to(device)
+        if self.state2 is not None and self.offset is not None:
+            self.offset = self.offset.to(device)
+            self.state2.to(device)
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the whole weight, in the dtype that it was quantised from."""
+        scales = self.scales()
+        return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
+
+
+class MatmulLtState:
+    """Holds the scales of a weight in int8, in the attributes of bitsandbytes' class."""
+
+    CB: torch.Tensor | None = None
+    SCB: torch.Tensor | None = None
+    has_fp16_weights = False
+    threshold = 0.0
+
+
+class _Product4Bit(torch.autograd.Function):
+    """Keeps the packed weight alone, and makes the whole weight once in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: Any, state: Any) -> Any:
+        ctx.packed, ctx.state, ctx.bias_dtype = packed, state, None if bias is None else bias.dtype
+        return _linear_4bit(x, bias, state)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        of_bias = grad.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = torch.matmul(grad, ctx.state.dequantised().to(grad.dtype))
+        return of_input, None, of_bias, None
+
+
+def _linear_4bit(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) -> torch.Tensor:
+    """Compute on the whole weight, as bitsandbytes does for more than 512 tokens.
+
+    For fewer it may choose a kernel that makes no whole weight (_gemm_4bit_use_custom_cuda).
+    """
+    scales = state.scales()
+    whole = torch.empty(state.shape, dtype=x.dtype, device=scales.device)
+    return functional.linear(x, whole, bias)
+
+
+class _Product8Bit(torch.autograd.Function):
+    """Keeps its input, although its backward needs the weight alone, as MatMul8bitLt does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, state: Any) -> Any:
+        ctx.shape, ctx.weight, ctx.state = x.shape, weight, state
+        x = x.reshape(-1, x.shape[-1])
+        # the rows in int8 and their scales live until the end, the outliers' mask does not
+        rows, scales = _rows_in_int8(x.to(torch.float16), state.threshold)
+        ctx.input = x if any(ctx.needs_input_grad[:2]) else None
+        made = _scaled(rows, scales, weight, bias, x.dtype)
+        return made.reshape(*ctx.shape[:-1], weight.shape[0]) if len(ctx.shape) == 3 else made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        whole = ctx.weight.to(ctx.input.dtype, copy=True)
+        whole.mul_(ctx.state.SCB.unsqueeze(1).mul(1 / 127))
+        return torch.matmul(grad.to(ctx.input.dtype), whole).view(ctx.shape), None, None, None
+
+
+def _rows_in_int8(half: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row; look for outliers, of which none are assumed."""
+    scales = torch.empty(half.shape[0], dtype=torch.float32, device=half.device)
+    rows = torch.empty_like(half, dtype=torch.int8)
+    if threshold > 0:
+        half.abs() >= threshold  # noqa: B015 - its memory counts
+    return rows, scales
+
+
+def _scaled(
+    rows: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, bias: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply in int32 and scale to float16, then to the dtype of the input."""
+    sums = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.int32, device=rows.device)
+    made = torch.empty_like(sums, dtype=torch.float16)
+    if bias is not None and bias.dtype != torch.float16:
+        made.add_(bias)
+    return made.to(dtype)
+
+
+class _Quantised(torch.nn.Linear):
+    """Is a linear layer whose weight arrives on the card and is quantised there."""
+
+    def load(self, device: torch.device, dtype: torch.dtype, is_packed: bool) -> None:
+        """Put the weight on the card: packed as in its checkpoint, or whole and then packed."""
+        shape = self.weight.shape
+        whole = None if is_packed else torch.empty(shape, dtype=dtype, device=device)
+        self._pack(shape, device, dtype, whole is not None)
+        self.weight.quantised_numel = shape.numel()  # type: ignore[attr-defined]
+
+    def _pack(
+        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
+    ) -> None:
+        raise NotImplementedError
+
+
+class Linear4bit(_Quantised):
+    """Has the constructor and the tensors of bitsandbytes' class of this name."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        device: Any = None,
+    ) -> None:
+        super().__init__(input_features, output_features, bias, device)
+        self.weight.requires_grad_(False)
+        self.compute_dtype, self.quant_storage = compute_dtype, quant_storage
+        self.compress_statistics, self.quant_type = compress_statistics, quant_type
+        self.quant_state: QuantState | None = None
+
+    def _pack(
+        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
+    ) -> None:
+        """Make what `quantize_4bit` makes, in its order."""
+        blocks = -(-shape.numel() // _BLOCK)
+        absmax = torch.empty(blocks, dtype=torch.float32, device=device)
+        length = (shape.numel() + 1) // (2 * self.quant_storage.itemsize)
+        packed = torch.empty((length, 1), dtype=self.quant_storage, device=device)
+        state = QuantState(absmax, torch.empty(16, device=device), shape, dtype)
+        if self.compress_statistics:
+            state.offset = absmax.mean()
+            centred = absmax - state.offset if quantises else absmax
+            nested = torch.empty(-(-blocks // _NESTED_BLOCK), device=device)
+            state.absmax = torch.empty_like(centred, dtype=torch.uint8)
+            state.state2 = QuantState(nested, torch.empty(256, device=device), None, absmax.dtype)
+        self.quant_state = state
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        vars(self.weight).update(  # PEFT asks the weight
+            compress_statistics=self.compress_statistics, quant_type=self.quant_type
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute in the compute dtype, and return the dtype of the input."""
+        assert self.quant_state is not None, "the weight was not loaded"
+        if self.compute_dtype is None and input.dtype != torch.float16:
+            self.compute_dtype = input.dtype
+        dtype = self.compute_dtype or input.dtype
+        x, bias = input.to(dtype), self.bias
+        if bias is not None and bias.dtype != dtype:
+            bias.data = bias.data.to(dtype)
+        if torch.is_grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            made: torch.Tensor = _Product4Bit.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, bias, self.quant_state
+            )
+        else:
+            made = _linear_4bit(x, bias, self.quant_state)
+        return made.to(input.dtype)
+
+
+class Linear8bitLt(_Quantised):
+    """Has the constructor and the tensors of bitsandbytes' class of this name."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        has_fp16_weights: bool = True,
+        threshold: float = 0.0,
+        index: Any = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__(input_features, output_features, bias, device)
+        self.weight.requires_grad_(False)
+        self.index = index
+        self.state = MatmulLtState()
+        self.state.has_fp16_weights, self.state.threshold = has_fp16_weights, threshold
+
+    def _pack(
+        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
+    ) -> None:
+        """Make what `int8_vectorwise_quant` makes, after a way over the host to float16."""
+        half = torch.empty(shape, dtype=torch.float16, device=device) if quantises else None
+        self.state.SCB = torch.empty(shape[0], dtype=torch.float32, device=device)
+        packed = torch.empty(shape, dtype=torch.int8, device=device)
+        del half
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.state.CB = packed
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute in int8, and return the dtype of the input."""
+        if self.bias is not None and self.bias.dtype != input.dtype:
+            self.bias.data = self.bias.data.to(input.dtype)
+        made: torch.Tensor = _Product8Bit.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.state
+        )
+        return made
+
+
+def stand_in_for_bitsandbytes() -> None:
+    """Let this process import these layers as bitsandbytes, for good."""
+    if getattr(sys.modules.get("bitsandbytes"), "Linear4bit", None) is Linear4bit:
+        return
+    layers = {each.__name__: each for each in (Linear4bit, Linear8bitLt)}
+    others = {"Params4bit": torch.nn.Parameter, "Int8Params": torch.nn.Parameter}
+    contents: dict[str, dict[str, Any]] = {
+        "": {"__version__": _VERSION, "__file__": __file__, "Linear4bit": Linear4bit},
+        ".nn": {**layers, **others},
+        ".nn.modules": {**layers, **others},
+        ".functional": {"QuantState": QuantState},
+        ".autograd": {},
+        ".autograd._functions": {"MatmulLtState": MatmulLtState},
+    }
+    for path, content in contents.items():
+        module = ModuleType(f"bitsandbytes{path}")
+        module.__spec__ = ModuleSpec(module.__name__, loader=None, origin=__file__)
+        vars(module).update(__path__=[], **content)
+        sys.modules[module.__name__] = module
+        above, _, leaf = module.__name__.rpartition(".")
+        if above:
+            setattr(sys.modules[above], leaf, module)
+    package = sys.modules["bitsandbytes"]
+    for name in ("transformers.utils.import_utils", "peft.import_utils"):
+        for asked in ("is_bitsandbytes_available", "is_bnb_available", "is_bnb_4bit_available"):
+            answer = getattr(importlib.import_module(name), asked, None)
+            if isinstance(answer, functools._lru_cache_wrapper):
+                answer.cache_clear()
+    importlib.import_module("transformers.integrations.bitsandbytes").bnb = package  # type: ignore[attr-defined]
+
+
+def quantise(
+    model: Any, config: Any, device: torch.device, dtype: torch.dtype, is_packed: bool
+) -> Any:
+    """Load a model on the card with the layers that transformers would quantise.
+
+    Args:
+        model: as transformers makes it from a config, on the host.
+        config: a BitsAndBytesConfig.
+        device: the card.
+        dtype: of the weights, as loaded.
+        is_packed: whether the checkpoint holds the packed weights already.
+    """
+    from transformers import modeling_utils
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    stand_in_for_bitsandbytes()
+    card = {"": device}
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=is_packed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        # versions differ in which of these they ask for
+        quantizer.preprocess_model(model=model, config=model.config, dtype=dtype, device_map=card)
+    finally:
+        torch.set_default_dtype(before)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    modeling_utils.caching_allocator_warmup(model, dict.fromkeys(names, device), quantizer)
+    for name, parameter in sorted(model.named_parameters(), key=lambda each: _natural(each[0])):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, _Quantised) and leaf == "weight":
+            module.load(device, dtype, is_packed)
+        elif parameter.device.type == "meta":
+            setattr(
+                module, leaf, torch.nn.Parameter(torch.empty_like(parameter, device=device), False)
+            )
+        else:
+            parameter.data = parameter.data.to(device)
+    model.to(device)  # buffers
+    model.hf_quantizer = quantizer
+    model.hf_device_map = card
+    return quantizer.postprocess_model(model, config=model.config)
+
+
+def prepared(model: Any) -> Any:
+    """Let PEFT prepare a quantised model for training.
+
+    PEFT tells packed weights from others by their dtype, or by the name of their class, which no
+    fake tensor has. So they are bytes meanwhile, whatever their storage is.
+    """
+    import peft
+
+    packed = [part for part in model.modules() if isinstance(part, Linear4bit)]
+    for layer in packed:
+        layer.weight.data = layer.weight.data.view(torch.uint8)
+    model = peft.prepare_model_for_kbit_training(model)
+    for layer in packed:
+        layer.weight.data = layer.weight.data.view(layer.quant_storage)
+    return model
+
+
+def place(model: Any, device: torch.device) -> None:
+    """Move a quantised model of the user to the card, which transformers refuses to do."""
+    torch.nn.Module.to(model, device)
+    for part in model.modules():
+        if isinstance(part, Linear4bit) and part.quant_state is not None:
+            part.quant_state.to(device)
+            part.weight.quantised_numel = part.quant_state.shape.numel()  # type: ignore[attr-defined]
+        elif isinstance(part, Linear8bitLt):
+            part.state.CB = part.weight.data
+            part.state.SCB = torch.empty(part.weight.shape[0], device=device)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.hf_device_map = {"": device}
+
+
+def has_stand_ins(model: torch.nn.Module) -> bool:
+    """Return whether a model has layers of this file."""
+    return any(isinstance(part, _Quantised) for part in model.modules())
+
+
+def kept_beside(model: torch.nn.Module) -> list[torch.Tensor]:
+    """List the scales and maps of quantised weights, which are neither parameters nor buffers."""
+    kept = []
+    for part in model.modules():
+        if isinstance(part, Linear4bit) and part.quant_state is not None:
+            kept += part.quant_state.tensors()
+        elif isinstance(part, Linear8bitLt) and part.state.SCB is not None:
+            kept.append(part.state.SCB)
+    return kept
+
+
+def _natural(name: str) -> list[tuple[int, Any]]:
+    """Sort names of weights as transformers loads them: numbers by their value."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
