@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -185,7 +185,7 @@ def _one_plan(
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.run import predict_one
 
-    outcome = predict_one(request, timeout_seconds)
+    outcome = predict_one(replace(request, proposes=True), timeout_seconds)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
         from trainer_plugins.report.plan_html import plan_page

@@ -111,6 +111,33 @@ class MomentPeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Describes a change with which a run fits, as it is predicted. Sizes in bytes, for one card.
+
+    The effective batch is kept.
+    """
+
+    changes: tuple[str, ...]
+    """What is changed, in words: "1 row x 16", "checkpointing"."""
+
+    price: str
+    """What the change costs."""
+
+    flags: str
+    """What to add to the command of the plan to get it; of a flag given twice the last counts."""
+
+    micro_batch: int
+    """Rows of one forward pass on one card (`per_device_train_batch_size`)."""
+
+    accumulation_steps: int
+    sequence_length: int
+    reserved_peak_bytes: int
+    nvidia_smi_peak_bytes: int
+    margin_bytes: int
+    host_ram_bytes_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
 
@@ -197,6 +224,15 @@ class MemoryPlan:
     One point holds the maximum of up to some hundred consecutive events.
     """
 
+    planned: Mapping[str, str] = field(default_factory=dict)
+    """What was planned, by name: the model, rows, length, dtype, optimizer, launch, command."""
+
+    proposals: tuple[Proposal, ...] = ()
+    """With what the run would fit, if that was asked for; the least costly first."""
+
+    tried_without_success: tuple[str, ...] = ()
+    """What was tried to make the run fit and does not, each with what is missing."""
+
     def __post_init__(self) -> None:
         for moment in (self.moment, *self.moments):
             known_moment(moment)
@@ -235,8 +271,12 @@ class MemoryPlan:
             fields["moments"] = {
                 name: MomentPeak(**peak) for name, peak in fields["moments"].items()
             }
-            for name in ("not_predicted", "not_reliable", "assumptions"):
-                fields[name] = tuple(fields[name])
+            for name in ("not_predicted", "not_reliable", "assumptions", "tried_without_success"):
+                fields[name] = tuple(fields.get(name, ()))
+            fields["proposals"] = tuple(
+                Proposal(**{**each, "changes": tuple(each["changes"])})
+                for each in fields.get("proposals", ())
+            )
             fields["timeline"] = tuple(
                 (moment, now, held) for moment, now, held in fields["timeline"]
             )

@@ -11,11 +11,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.planner.compare.search import SearchRequest, SearchResult
+from trainer_plugins.planner.compare.search import LINES, SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
@@ -107,25 +107,30 @@ def predict_all(
 
 
 def search_run(
-    request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    request: SearchRequest,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    show: Callable[[SearchLine], None] = lambda line: None,
 ) -> SearchResult:
     """Find the largest micro-batches of a run, in one subprocess.
 
     Args:
         request: what to search.
         timeout_seconds: the limit for each way to run; the whole search has the sum of these.
+        show: gets each line as soon as it is found.
 
     Raises:
         PlanError: the input is wrong, or the subprocess ended early.
     """
-    (result,) = _results([request], timeout_seconds * request.num_ways)
+    (result,) = _results([request], timeout_seconds * request.num_ways, show)
     if "search" not in result:
         raise _refusal(result)
     return SearchResult.from_dict(result["search"])
 
 
 def _results(
-    requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float
+    requests: Sequence[PlanRequest | SearchRequest],
+    timeout_seconds: float,
+    show: Callable[[SearchLine], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess need the same type of device")
@@ -149,7 +154,7 @@ def _results(
         command += [str(at), str(timeout_seconds)]
         # TMPDIR is this folder: what a killed subprocess leaves behind is deleted with it.
         environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
-        progress = Progress(at)
+        progress = Progress(at, Path(folder) / LINES, lambda line: show(SearchLine(**line)))
         code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
         said = log.read_text(errors="replace")
         if code is None or _TIME_IS_OVER.search(said):

@@ -30,6 +30,7 @@ class Arguments(Protocol):
     eval_strategy: object
     gradient_accumulation_steps: int
     learning_rate: float
+    max_steps: int
     optim: object
     per_device_eval_batch_size: int
     per_device_train_batch_size: int

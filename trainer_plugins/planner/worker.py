@@ -14,6 +14,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.compare.search import SearchRequest, SearchResult, search
+from trainer_plugins.planner.compare.search import (
+    LINES,
+    SearchLine,
+    SearchRequest,
+    SearchResult,
+    search,
+)
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -52,7 +59,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
     try:
         if isinstance(request, SearchRequest):
             return {"search": _searched(request).to_dict()}
-        return {"plan": asdict(predict(request))}
+        return {"plan": asdict(_planned(request))}
     except NotPredicted as refusal:
         return {"not_predicted": str(refusal).removeprefix("not predicted: ")}
     except PlanError as error:
@@ -78,6 +85,25 @@ def predict(request: PlanRequest) -> MemoryPlan:
     return _predicted(request, rules_of(request))
 
 
+def _planned(request: PlanRequest) -> MemoryPlan:
+    """Predict one run; if it does not fit, and it was asked for, also what would."""
+    plan = predict(request)
+    if plan.fits is not False or not request.proposes:
+        return plan
+    seconds = time.process_time()  # with the imports, which a plan alone needs too
+    from trainer_plugins.planner.compare.foresight import Foresight
+    from trainer_plugins.planner.compare.propose import Proposer
+    from trainer_plugins.planner.judge import judge, rules_of
+    from trainer_plugins.planner.rehearse.watch import read_arguments, watch
+    from trainer_plugins.planner.sharded.launched import resolved
+
+    rules, run = rules_of(request), resolved(request)
+    foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
+    proposer = Proposer(run, read_arguments(run), plan, foresight.probe, seconds)
+    proposals, missing = proposer.look()
+    return replace(plan, proposals=proposals, tried_without_success=missing)
+
+
 def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:
     from trainer_plugins.planner.judge import judge
     from trainer_plugins.planner.rehearse.watch import watch
@@ -94,9 +120,13 @@ def _searched(request: SearchRequest) -> SearchResult:
     rules = rules_of(request.run)  # no line of a search changes the allocator
     request = replace(request, run=resolved(request.run))
     foresight = Foresight(watch, lambda run, watched: judge(run, watched, rules))
-    return search(
-        request, read_arguments(request.run), foresight, lambda run: _predicted(run, rules)
-    )
+    return search(request, read_arguments(request.run), foresight.probe, foresight, _write_line)
+
+
+def _write_line(line: SearchLine) -> None:
+    """Write down a line of a search for the caller, who shows it before the search ends."""
+    with Path(_requests).with_name(LINES).open("a") as file:
+        file.write(json.dumps(asdict(line)) + "\n")
 
 
 def _end_with_the_caller(lifeline: int, scratch: Path) -> None:

@@ -109,6 +109,7 @@ def _rehearsed(
     progress.step("building the model")
     rehearsed = told_in_one_line(lambda: rehearsal_of(request.source, request.has_padding, folder))
     trainer = rehearsed.trainer
+    trainer.args.max_steps = request.num_steps
     refusals.refuse_trainer(trainer)
     refusals.refuse_model(trainer.model)
     tracker.vocabulary = _vocabulary_of(trainer.model)
