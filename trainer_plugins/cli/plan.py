@@ -117,6 +117,7 @@ def plan(
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be
     predicted.
     """
+    from trainer_plugins.cli.again import command_of
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
 
@@ -134,6 +135,7 @@ def plan(
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
             fits = _table(request, search, search_lengths, explain_change, timeout, as_json)
         else:
+            request = replace(request, proposes=True, command=command_of(context))
             fits = _one_plan(request, timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
@@ -185,7 +187,7 @@ def _one_plan(
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.run import predict_one
 
-    outcome = predict_one(replace(request, proposes=True), timeout_seconds)
+    outcome = predict_one(request, timeout_seconds)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
         from trainer_plugins.report.plan_html import plan_page

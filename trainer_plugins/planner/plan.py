@@ -103,6 +103,36 @@ class TensorAtPeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsAtPeak:
+    """Describes storages at the peak that are alike: one size, one use, one part of the model.
+
+    Raises:
+        ValueError: there is no such category or moment.
+    """
+
+    count: int
+    num_bytes: int
+    """The size of each."""
+
+    category: Category
+    part: str
+    """The part of the model, without the numbers of layers: `mlp`, `lm_head`; empty if none."""
+
+    operation: str
+    moment: Moment
+    dtype: str
+
+    def __post_init__(self) -> None:
+        known_category(self.category)
+        known_moment(self.moment)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of all of them."""
+        return self.count * self.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
     """Holds the peaks of one moment. Sizes in bytes."""
 
@@ -224,6 +254,9 @@ class MemoryPlan:
     One point holds the maximum of up to some hundred consecutive events.
     """
 
+    groups_at_peak: tuple[TensorsAtPeak, ...] = ()
+    """What takes most at the allocated peak, with equal tensors as one entry."""
+
     planned: Mapping[str, str] = field(default_factory=dict)
     """What was planned, by name: the model, rows, length, dtype, optimizer, launch, command."""
 
@@ -273,6 +306,9 @@ class MemoryPlan:
             }
             for name in ("not_predicted", "not_reliable", "assumptions", "tried_without_success"):
                 fields[name] = tuple(fields.get(name, ()))
+            fields["groups_at_peak"] = tuple(
+                TensorsAtPeak(**each) for each in fields.get("groups_at_peak", ())
+            )
             fields["proposals"] = tuple(
                 Proposal(**{**each, "changes": tuple(each["changes"])})
                 for each in fields.get("proposals", ())

@@ -110,6 +110,9 @@ class PlanRequest:
     proposes: bool = False
     """Whether to look for what would fit, if the run does not."""
 
+    command: str | None = None
+    """The command line that asked for it."""
+
     is_packed: bool = False
     """Whether a row holds several sequences, which only position ids tell apart."""
 

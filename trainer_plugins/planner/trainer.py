@@ -28,7 +28,10 @@ class Arguments(Protocol):
     device: torch.device
     do_eval: bool
     eval_strategy: object
+    deepspeed: object
+    fsdp: object
     gradient_accumulation_steps: int
+    gradient_checkpointing: bool
     learning_rate: float
     max_steps: int
     optim: object

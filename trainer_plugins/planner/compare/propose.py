@@ -25,9 +25,9 @@ from trainer_plugins.planner.trainer import Arguments, optimizer_name
 from trainer_plugins.units import size
 
 _ENOUGH = 4
-_MOST_OF_THE_PLANS_TIME = 1.6
-"""No probe is begun after so many times the CPU time of the plan itself. One more probe, which
-takes less than half of it, and the plan then make three times at most."""
+_MOST_OF_THE_PLANS_TIME = 1.2
+"""No probe is begun after so many times the CPU time of the plan itself. A probe takes less than
+that of the plan, so that both are done in three times at most."""
 
 Probe = Callable[[PlanRequest], MemoryPlan]
 
@@ -133,7 +133,8 @@ class Proposer:
         room = self._card.capacity_bytes - self._card.context_bytes
         room -= margin_bytes(room)
         likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < room]
-        found = self._first_safe(changes, likely) if likely else None
+        is_late = time.process_time() > self._until
+        found = self._first_safe(changes, likely) if likely and not is_late else None
         if found is None or not is_safe(found.plan):
             self._keep(smallest)
             return smallest
