@@ -43,6 +43,13 @@ def test_a_run_that_does_not_fit_is_exit_code_3():
     assert found.failed_request is not None
     assert found.versions["torch"]
     assert any("padding" in line for line in found.assumptions)
+    assert found.planned["rows"].startswith("2 at once x 1 x 1 GPU")
+    assert "--lora-r 128" in found.planned["command"]
+    assert found.proposals or found.tried_without_success
+    for each in found.proposals:
+        assert each.micro_batch * each.accumulation_steps == 2, "the effective batch is kept"
+        assert each.margin_bytes >= 0.044 * each.reserved_peak_bytes
+        assert each.price
     assert found.num_trainable_parameters == 128 * 28 * (
         (3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3
     )  # r of each linear layer: what goes in, and what comes out
@@ -59,7 +66,8 @@ def test_the_report_for_people(tmp_path: Path):
         "nvidia-smi",
         "optimizer states",
         "evaluation",
-        "float32[512, 1000] by",
+        "fp32 log-probabilities of the loss",
+        "Planned: model GPT2LMHeadModel",
         "Known error",
     ):
         assert words in done.output

@@ -2,10 +2,10 @@
 
 import shlex
 
-import click
+import typer
 
 
-def command_of(context: click.Context) -> str:
+def command_of(context: typer.Context) -> str:
     """Return the command of a context in one line: all that differs from the defaults."""
     words = ["trainer-plugins", context.info_name or ""]
     for parameter in context.command.params:

@@ -95,7 +95,7 @@ class Proposer:
     def _with_more(self, base: tuple[_Change, ...], plan: MemoryPlan) -> None:
         """Try one more change, then two, each with fewest rows first."""
         more = _changes(self._run, self._args)
-        tries = [(each,) for each in more]
+        tries: list[tuple[_Change, ...]] = [(each,) for each in more]
         tries += [(one, two) for at, one in enumerate(more) for two in more[at + 1 :]]
         for extra in tries:
             if len(self._found) >= _ENOUGH or time.process_time() > self._until:
@@ -250,8 +250,9 @@ def _changes(run: PlanRequest, args: Arguments) -> list[_Change]:
     found: list[_Change] = []
     of_batch: dict[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
     if optimizer_name(args) == "adamw_torch":
-        fused = ("the same optimizer in one kernel", {"activations": 1.0, "optimizer states": 0.01})
-        found.append(_flag("fused optimizer", *fused, optim="adamw_torch_fused"))
+        price = "the same optimizer in one kernel"
+        foreach: dict[Category, float] = {"activations": 1.0}
+        found.append(_flag("fused optimizer", price, foreach, optim="adamw_torch_fused"))
     found.append(
         _flag("fused loss", "needs liger-kernel", of_batch, use_liger_kernel=True),
     )

@@ -14,7 +14,7 @@ from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
-from trainer_plugins.planner.compare.switches import with_flags
+from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -206,7 +206,7 @@ class _Way:
             gradient_accumulation_steps=rows // micro_batch,
             gradient_checkpointing=self.gradient_checkpointing,
         )
-        source = replace(changed.source, sequence_length=self.sequence_length)
+        source = replace(source_of(changed), sequence_length=self.sequence_length)
         return replace(changed, source=source, launch_file=self.launch_file)
 
 
