@@ -22,8 +22,9 @@ from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.changes import ALL, SWITCHES, changes_of
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of
+from trainer_plugins.planner.compare.lines import SearchRequest
 from trainer_plugins.planner.compare.margin import is_safe
-from trainer_plugins.planner.compare.search import SearchRequest, search
+from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all
 

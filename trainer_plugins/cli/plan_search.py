@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import changes_of, explain
-from trainer_plugins.planner.compare.search import SearchLine, SearchRequest
+from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all, search_run

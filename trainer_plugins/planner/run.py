@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.planner.compare.search import LINES, SearchLine, SearchRequest, SearchResult
+from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
@@ -155,17 +155,28 @@ def _results(
         # TMPDIR is this folder: what a killed subprocess leaves behind is deleted with it.
         environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
         progress = Progress(at, Path(folder) / LINES, lambda line: show(SearchLine(**line)))
-        code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
+        try:
+            code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
+        except KeyboardInterrupt:
+            if not _all_answered(answered, len(requests)):
+                raise
+            code = 0  # what was still sought would only have added to it
         said = log.read_text(errors="replace")
-        if code is None or _TIME_IS_OVER.search(said):
+        is_late = code is None or _TIME_IS_OVER.search(said)
+        if is_late and not _all_answered(answered, len(requests)):
             raise PlanError(
                 f"the prediction was given up after {timeout_seconds:.0f} s, when it was "
                 f"{progress.step}{_it_was_at(said)}; give it more time, or fewer layers"
             )
-        if code != 0:
+        if code and not is_late:
             raise PlanError(_how_it_ended(code, said))
         results: list[dict[str, Any]] = json.loads(answered.read_text())
         return results
+
+
+def _all_answered(answered: Path, num_requests: int) -> bool:
+    """Return whether there is an answer to each request, even if the subprocess sought more."""
+    return answered.exists() and len(json.loads(answered.read_text())) == num_requests
 
 
 def _run(

@@ -23,13 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.compare.search import (
-    LINES,
-    SearchLine,
-    SearchRequest,
-    SearchResult,
-    search,
-)
+from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
+from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -49,9 +44,17 @@ def main(requests_path: str, results_path: str) -> None:
     results: list[Answer] = []
     for request in requests:
         results.append(answer(request))
-        draft = Path(f"{results_path}.draft")
-        draft.write_text(json.dumps(results))
-        draft.replace(results_path)
+        _write(results, results_path)
+        if isinstance(request, PlanRequest) and request.proposes and "plan" in results[-1]:
+            # the plan is written before: it is known, whatever ends the search for what would fit
+            results[-1] = {"plan": _with_proposals(request, results[-1]["plan"])}
+            _write(results, results_path)
+
+
+def _write(results: Sequence[Answer], path: str) -> None:
+    draft = Path(f"{path}.draft")
+    draft.write_text(json.dumps(results))
+    draft.replace(path)
 
 
 def answer(request: PlanRequest | SearchRequest) -> Answer:
@@ -59,7 +62,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
     try:
         if isinstance(request, SearchRequest):
             return {"search": _searched(request).to_dict()}
-        return {"plan": asdict(_planned(request))}
+        return {"plan": asdict(predict(request))}
     except NotPredicted as refusal:
         return {"not_predicted": str(refusal).removeprefix("not predicted: ")}
     except PlanError as error:
@@ -85,23 +88,23 @@ def predict(request: PlanRequest) -> MemoryPlan:
     return _predicted(request, rules_of(request))
 
 
-def _planned(request: PlanRequest) -> MemoryPlan:
-    """Predict one run; if it does not fit, and it was asked for, also what would."""
-    plan = predict(request)
-    if plan.fits is not False or not request.proposes:
-        return plan
-    seconds = time.process_time()  # with the imports, which a plan alone needs too
+def _with_proposals(request: PlanRequest, found: object) -> object:
+    """Add to a plan, as JSON has it, with what the run would fit if it does not."""
+    plan = MemoryPlan.from_json(json.dumps(found))
+    if plan.fits is not False:
+        return found
     from trainer_plugins.planner.compare.foresight import Foresight
     from trainer_plugins.planner.compare.propose import Proposer
     from trainer_plugins.planner.judge import judge, rules_of
     from trainer_plugins.planner.rehearse.watch import read_arguments, watch
     from trainer_plugins.planner.sharded.launched import resolved
 
+    seconds = time.process_time()  # with the imports, which a plan alone needs too
     rules, run = rules_of(request), resolved(request)
     foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
     proposer = Proposer(run, read_arguments(run), plan, foresight.probe, seconds)
     proposals, missing = proposer.look()
-    return replace(plan, proposals=proposals, tried_without_success=missing)
+    return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
 
 
 def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:

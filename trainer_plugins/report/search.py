@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import Saved
-from trainer_plugins.planner.compare.search import AS_GIVEN, SearchLine, SearchResult
+from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import GIB, size
 

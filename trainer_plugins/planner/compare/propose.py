@@ -5,6 +5,7 @@ fewer rows at once, then checkpointing. If that is too little, one change more i
 """
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from trainer_plugins.planner.compare.switches import (
     with_adapter,
     with_flags,
 )
-from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.trainer import Arguments, optimizer_name
 from trainer_plugins.units import size
@@ -165,7 +166,9 @@ class Proposer:
             for change in changes:
                 run = change.turn(run)
             plan = self._probe(run)
-        except PlanError:
+        # an error of one try that nobody foresaw must not take the plan
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
             return None
         if not is_safe(plan):
             self._failed[words] = plan
