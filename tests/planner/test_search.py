@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +22,14 @@ from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.changes import ALL, SWITCHES, changes_of
+from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of
 from trainer_plugins.planner.compare.lines import SearchRequest
 from trainer_plugins.planner.compare.margin import is_safe
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.tracing.trace import ALLOC, FREE, Event, Storage, Trace
 
 pytestmark = pytest.mark.slow
 
@@ -251,6 +254,24 @@ def test_nothing_fits_is_exit_code_3(short_llama: Path):
     assert "Nothing fits" in done.output
     lengths, checkpointing = 2, 1 if IS_TOO_OLD else 2  # where an adapter has no gradients with it
     assert done.output.count("none fits") == lengths * checkpointing
+
+
+def test_the_order_in_which_autocast_drops_its_copies_does_not_matter():
+    """It is that of a hash map of addresses: another one in each run."""
+    order = Random(0)
+
+    def trace_of(num_layers: int) -> Trace:
+        copy = Storage(
+            512, 0, "forward", "aten::_to_copy", "", "autocast copies of weights", (), ""
+        )
+        freed = order.sample(range(3 * num_layers), 3 * num_layers)
+        events = [Event(ALLOC, number, "forward") for number in range(3 * num_layers)]
+        events += [Event(FREE, number, "forward") for number in freed]
+        return Trace((copy,) * (3 * num_layers), tuple(events), {})
+
+    extrapolated = longer([trace_of(3), trace_of(4), trace_of(5)], 7)
+    assert extrapolated is not None
+    assert len(extrapolated.events) == len(trace_of(10).events)
 
 
 @pytest.mark.parametrize(
