@@ -127,8 +127,6 @@ def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
         for parameter, state in optimizer.state.items():
             states = [value for value in state.values() if isinstance(value, torch.Tensor)]
             tracker.tag(states, "optimizer states")
-            # DeepSpeed makes them for its own flat weights, after the backward
-            tracker.tag([parameter.grad], "gradients")
             _name_after(parameter, states, tracker)
 
     model: Any = trainer.model
