@@ -35,15 +35,27 @@ def plan(*arguments: str):
     return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
 
 
-def test_a_run_that_does_not_fit_is_exit_code_3():
-    done = plan(*QWEN_LORA, "--per-device-train-batch-size", "2", *CHECKPOINTING, "--json")
+def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Path):
+    config = json.loads((CONFIGS / "qwen2.5-7b.json").read_text())
+    config |= {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    place = ("--model", str(tmp_path), "--gpu", "8GiB")
+    rows = ("--per-device-train-batch-size", "2")
+    done = plan(*QWEN_LORA, *place, *rows, *CHECKPOINTING, "--json")
     assert done.exit_code == 3, done.output
     found = MemoryPlan.from_json(done.stdout)
     assert found.fits is False
     assert found.failed_request is not None
     assert found.versions["torch"]
     assert any("padding" in line for line in found.assumptions)
-    assert found.num_trainable_parameters == 128 * 28 * (
+    assert found.planned["rows"].startswith("2 at once x 1 x 1 GPU")
+    assert "--lora-r 128" in found.planned["command"]
+    assert found.proposals or found.tried_without_success
+    for each in found.proposals:
+        assert each.micro_batch * each.accumulation_steps == 2, "the effective batch is kept"
+        assert each.margin_bytes >= 0.044 * each.reserved_peak_bytes
+        assert each.price
+    assert found.num_trainable_parameters == 128 * 6 * (
         (3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3
     )  # r of each linear layer: what goes in, and what comes out
 
@@ -59,7 +71,8 @@ def test_the_report_for_people(tmp_path: Path):
         "nvidia-smi",
         "optimizer states",
         "evaluation",
-        "float32[512, 1000] by",
+        "fp32 log-probabilities of the loss",
+        "Planned: model GPT2LMHeadModel",
         "Known error",
     ):
         assert words in done.output

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -148,6 +148,7 @@ def plan(
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be
     predicted.
     """
+    from trainer_plugins.cli.again import command_of
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
 
@@ -166,6 +167,7 @@ def plan(
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
             fits = _table(request, search, search_lengths, explain_change, timeout, as_json)
         else:
+            request = replace(request, proposes=True, command=command_of(context))
             fits = _one_plan(request, timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)

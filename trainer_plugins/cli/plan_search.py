@@ -1,18 +1,26 @@
 """`trainer-plugins plan --search` and `--explain-change`: make many predictions and one table."""
 
 import json
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
-from rich.console import Group
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import changes_of, explain
-from trainer_plugins.planner.compare.search import SearchRequest
+from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all, search_run
 from trainer_plugins.report.page import show
+from trainer_plugins.report.search import line_in_words, lines_table
+
+_EXIT_INTERRUPTED = 130
 
 
 def search_batches(
@@ -27,7 +35,18 @@ def search_batches(
     asked = _lengths(lengths) if lengths is not None else (run.source.sequence_length,)
     if run.card is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
-    result = search_run(SearchRequest(run=run, lengths=asked), timeout_seconds)
+    lines: list[SearchLine] = []
+
+    def found(line: SearchLine) -> None:
+        lines.append(line)
+        print(line_in_words(line), file=sys.stderr, flush=True)
+
+    try:
+        with _ended_by_a_signal():
+            result = search_run(SearchRequest(run=run, lengths=asked), timeout_seconds, found)
+    except KeyboardInterrupt:
+        _show_so_far(lines, as_json)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
@@ -35,6 +54,32 @@ def search_batches(
 
         show(search_report(result))
     return result.best is not None
+
+
+@contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """Let SIGTERM end the search as Ctrl-C does, so that its subprocess ends with it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
+    if as_json:
+        print(
+            json.dumps({"interrupted": True, "lines": [asdict(line) for line in lines]}, indent=2)
+        )
+        return
+    parts: list[RenderableType] = [Text("Interrupted. Found so far:" if lines else "Interrupted")]
+    if lines:
+        parts.append(lines_table(lines, None))
+    show(Group(*parts))
 
 
 def explain_changes(

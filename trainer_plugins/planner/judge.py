@@ -1,13 +1,19 @@
 """Apply the allocator's rules of a card to a rehearsal, and make a plan of it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card, about_context
-from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, TensorAtPeak
+from trainer_plugins.planner.plan import (
+    Category,
+    MemoryPlan,
+    PlanError,
+    TensorAtPeak,
+    TensorsAtPeak,
+)
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
@@ -53,6 +59,8 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
         moment=unlimited.peak_moment,
         breakdown=_breakdown(live),
         top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
+        groups_at_peak=_groups(live),
+        planned=watched.planned,
         moments=shown.moments,
         num_flushes=on_card.num_flushes if on_card is not None else 0,
         failed_request_bytes=on_card.failed_request_bytes if on_card is not None else None,
@@ -91,6 +99,47 @@ def _breakdown(live: list[tuple[Storage, int]]) -> dict[Category, int]:
     for storage, num_bytes in live:
         found[storage.category] += num_bytes
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def _groups(live: list[tuple[Storage, int]]) -> tuple[TensorsAtPeak, ...]:
+    """Put storages together that are alike, those with the most bytes first."""
+    alike = Counter(
+        (
+            num_bytes,
+            storage.category,
+            _part(storage.module),
+            storage.operation,
+            storage.moment,
+            storage.dtype,
+        )
+        for storage, num_bytes in live
+    )
+    found = [
+        TensorsAtPeak(
+            count=count,
+            num_bytes=num_bytes,
+            category=category,
+            part=part,
+            operation=operation,
+            moment=moment,
+            dtype=dtype,
+        )
+        for (num_bytes, category, part, operation, moment, dtype), count in alike.items()
+    ]
+    return tuple(sorted(found, key=lambda each: -each.total_bytes)[:_TOP_TENSORS])
+
+
+def _part(module: str) -> str:
+    """Return what follows the number of a layer; without one, the last name.
+
+    >>> _part("base_model.model.model.layers.3.mlp.gate_proj.lora_A.default"), _part("model.norm")
+    ('mlp', 'norm')
+    """
+    names = module.split(".")
+    numbers = [at for at, name in enumerate(names) if name.isdigit()]
+    if not numbers:
+        return names[-1]
+    return names[numbers[0] + 1] if numbers[0] + 1 < len(names) else names[numbers[0] - 1]
 
 
 def _tensor(storage: Storage, num_bytes: int) -> TensorAtPeak:

@@ -103,11 +103,68 @@ class TensorAtPeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsAtPeak:
+    """Describes storages at the peak that are alike: one size, one use, one part of the model.
+
+    Raises:
+        ValueError: there is no such category or moment.
+    """
+
+    count: int
+    num_bytes: int
+    """The size of each."""
+
+    category: Category
+    part: str
+    """The part of the model, without the numbers of layers: `mlp`, `lm_head`; empty if none."""
+
+    operation: str
+    moment: Moment
+    dtype: str
+
+    def __post_init__(self) -> None:
+        known_category(self.category)
+        known_moment(self.moment)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of all of them."""
+        return self.count * self.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
     """Holds the peaks of one moment. Sizes in bytes."""
 
     allocated_bytes: int
     reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Describes a change with which a run fits, as it is predicted. Sizes in bytes, for one card.
+
+    The effective batch is kept.
+    """
+
+    changes: tuple[str, ...]
+    """What is changed, in words: "1 row x 16", "checkpointing"."""
+
+    price: str
+    """What the change costs."""
+
+    flags: str
+    """What to add to the command of the plan to get it; of a flag given twice the last counts."""
+
+    micro_batch: int
+    """Rows of one forward pass on one card (`per_device_train_batch_size`)."""
+
+    accumulation_steps: int
+    sequence_length: int
+    reserved_peak_bytes: int
+    nvidia_smi_peak_bytes: int
+    margin_bytes: int
+    host_ram_bytes_per_node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +254,18 @@ class MemoryPlan:
     One point holds the maximum of up to some hundred consecutive events.
     """
 
+    groups_at_peak: tuple[TensorsAtPeak, ...] = ()
+    """What takes most at the allocated peak, with equal tensors as one entry."""
+
+    planned: Mapping[str, str] = field(default_factory=dict)
+    """What was planned, by name: the model, rows, length, dtype, optimizer, launch, command."""
+
+    proposals: tuple[Proposal, ...] = ()
+    """With what the run would fit, if that was asked for; the least costly first."""
+
+    tried_without_success: tuple[str, ...] = ()
+    """What was tried to make the run fit and does not, each with what is missing."""
+
     def __post_init__(self) -> None:
         for moment in (self.moment, *self.moments):
             known_moment(moment)
@@ -235,8 +304,15 @@ class MemoryPlan:
             fields["moments"] = {
                 name: MomentPeak(**peak) for name, peak in fields["moments"].items()
             }
-            for name in ("not_predicted", "not_reliable", "assumptions"):
-                fields[name] = tuple(fields[name])
+            for name in ("not_predicted", "not_reliable", "assumptions", "tried_without_success"):
+                fields[name] = tuple(fields.get(name, ()))
+            fields["groups_at_peak"] = tuple(
+                TensorsAtPeak(**each) for each in fields.get("groups_at_peak", ())
+            )
+            fields["proposals"] = tuple(
+                Proposal(**{**each, "changes": tuple(each["changes"])})
+                for each in fields.get("proposals", ())
+            )
             fields["timeline"] = tuple(
                 (moment, now, held) for moment, now, held in fields["timeline"]
             )

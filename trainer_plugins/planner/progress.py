@@ -1,12 +1,16 @@
 """Show what a prediction is doing: its subprocess writes the step, the waiting process reads it."""
 
 import contextlib
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _STARTING = "starting Python and importing torch and transformers"
 _OVER = "\r\x1b[K"  # to the beginning of the line, and erase it
 _file: Path | None = None
+_part = ""
 
 
 def write_to(file: Path) -> None:
@@ -18,10 +22,17 @@ def write_to(file: Path) -> None:
     _file = file
 
 
+def part(name: str) -> None:
+    """Write down the part of the work to which the later steps belong, as in "way 2 of 4"."""
+    global _part
+    _part = name
+    step("beginning")
+
+
 def step(name: str) -> None:
     """Write down the current step, as in "building the model"; do nothing if no process waits."""
     if _file is not None:
-        _file.write_text(name)
+        _file.write_text(f"{_part}: {name}" if _part else name)
 
 
 class Progress:
@@ -29,10 +40,13 @@ class Progress:
 
     Args:
         file: the file to which the subprocess writes.
+        lines: the file to which it adds a line of JSON for each result.
+        found: gets each of them, read.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._path = file
+    def __init__(self, file: Path, lines: Path, found: Callable[[Any], None]) -> None:
+        self._path, self._lines, self._found = file, lines, found
+        self._num_read = 0
         self._is_shown = False
 
     @property
@@ -43,14 +57,28 @@ class Progress:
         return _STARTING
 
     def show(self, seconds: float) -> None:
-        """Replace the line on the terminal by the current step and the seconds so far."""
+        """Hand on new results, and replace the line on the terminal by the step and the seconds."""
+        self._hand_on()
         if sys.stderr.isatty():
             sys.stderr.write(f"{_OVER}planning: {self.step} ({seconds:.0f} s)")
             sys.stderr.flush()
             self._is_shown = True
 
     def clear(self) -> None:
+        """Erase the line from the terminal, and hand on the last results."""
+        self._hand_on()
+        self.erase()
+
+    def erase(self) -> None:
         """Erase the line from the terminal."""
         if self._is_shown:
             sys.stderr.write(_OVER)
             sys.stderr.flush()
+
+    def _hand_on(self) -> None:
+        with contextlib.suppress(OSError):
+            whole = self._lines.read_text().split("\n")[:-1]  # the last may not be written yet
+            for line in whole[self._num_read :]:
+                self.erase()
+                self._found(json.loads(line))
+            self._num_read = len(whole)

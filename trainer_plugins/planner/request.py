@@ -110,6 +110,15 @@ class PlanRequest:
     has_padding: bool | None = None
     """Whether batches have padding; None: they do if they have more than one row."""
 
+    num_steps: int = OPTIMIZER_STEPS
+    """How many optimizer steps are rehearsed."""
+
+    proposes: bool = False
+    """Whether to look for what would fit, if the run does not."""
+
+    command: str | None = None
+    """The command line that asked for it."""
+
     is_packed: bool = False
     """Whether a row holds several sequences, which only position ids tell apart."""
 

@@ -11,11 +11,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.planner.compare.search import SearchRequest, SearchResult
+from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
@@ -114,25 +114,30 @@ def predict_all(
 
 
 def search_run(
-    request: SearchRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    request: SearchRequest,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    show: Callable[[SearchLine], None] = lambda line: None,
 ) -> SearchResult:
     """Find the largest micro-batches of a run, in one subprocess.
 
     Args:
         request: what to search.
         timeout_seconds: the limit for each way to run; the whole search has the sum of these.
+        show: gets each line as soon as it is found.
 
     Raises:
         PlanError: the input is wrong, or the subprocess ended early.
     """
-    (result,) = _results([request], timeout_seconds * request.num_ways)
+    (result,) = _results([request], timeout_seconds * request.num_ways, show)
     if "search" not in result:
         raise _refusal(result)
     return SearchResult.from_dict(result["search"])
 
 
 def _results(
-    requests: Sequence[PlanRequest | SearchRequest], timeout_seconds: float
+    requests: Sequence[PlanRequest | SearchRequest],
+    timeout_seconds: float,
+    show: Callable[[SearchLine], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess need the same type of device")
@@ -156,18 +161,29 @@ def _results(
         command += [str(at), str(timeout_seconds)]
         # TMPDIR is this folder: what a killed subprocess leaves behind is deleted with it.
         environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
-        progress = Progress(at)
-        code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
+        progress = Progress(at, Path(folder) / LINES, lambda line: show(SearchLine(**line)))
+        try:
+            code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
+        except KeyboardInterrupt:
+            if not _all_answered(answered, len(requests)):
+                raise
+            code = 0  # what was still sought would only have added to it
         said = log.read_text(errors="replace")
-        if code is None or _TIME_IS_OVER.search(said):
+        is_late = code is None or _TIME_IS_OVER.search(said)
+        if is_late and not _all_answered(answered, len(requests)):
             raise PlanError(
                 f"the prediction was given up after {timeout_seconds:.0f} s, when it was "
                 f"{progress.step}{_it_was_at(said)}; give it more time, or fewer layers"
             )
-        if code != 0:
+        if code and not is_late:
             raise PlanError(_how_it_ended(code, said))
         results: list[dict[str, Any]] = json.loads(answered.read_text())
         return results
+
+
+def _all_answered(answered: Path, num_requests: int) -> bool:
+    """Return whether there is an answer to each request, even if the subprocess sought more."""
+    return answered.exists() and len(json.loads(answered.read_text())) == num_requests
 
 
 def _run(

@@ -28,8 +28,12 @@ class Arguments(Protocol):
     device: torch.device
     do_eval: bool
     eval_strategy: object
+    deepspeed: object
+    fsdp: object
     gradient_accumulation_steps: int
+    gradient_checkpointing: bool
     learning_rate: float
+    max_steps: int
     optim: object
     per_device_eval_batch_size: int
     per_device_train_batch_size: int

@@ -14,6 +14,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.compare.search import SearchRequest, SearchResult, search
+from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
+from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -42,9 +44,17 @@ def main(requests_path: str, results_path: str) -> None:
     results: list[Answer] = []
     for request in requests:
         results.append(answer(request))
-        draft = Path(f"{results_path}.draft")
-        draft.write_text(json.dumps(results))
-        draft.replace(results_path)
+        _write(results, results_path)
+        if isinstance(request, PlanRequest) and request.proposes and "plan" in results[-1]:
+            # the plan is written before: it is known, whatever ends the search for what would fit
+            results[-1] = {"plan": _with_proposals(request, results[-1]["plan"])}
+            _write(results, results_path)
+
+
+def _write(results: Sequence[Answer], path: str) -> None:
+    draft = Path(f"{path}.draft")
+    draft.write_text(json.dumps(results))
+    draft.replace(path)
 
 
 def answer(request: PlanRequest | SearchRequest) -> Answer:
@@ -78,6 +88,25 @@ def predict(request: PlanRequest) -> MemoryPlan:
     return _predicted(request, rules_of(request))
 
 
+def _with_proposals(request: PlanRequest, found: object) -> object:
+    """Add to a plan, as JSON has it, with what the run would fit if it does not."""
+    plan = MemoryPlan.from_json(json.dumps(found))
+    if plan.fits is not False:
+        return found
+    from trainer_plugins.planner.compare.foresight import Foresight
+    from trainer_plugins.planner.compare.propose import Proposer
+    from trainer_plugins.planner.judge import judge, rules_of
+    from trainer_plugins.planner.rehearse.watch import read_arguments, watch
+    from trainer_plugins.planner.sharded.launched import resolved
+
+    seconds = time.process_time()  # with the imports, which a plan alone needs too
+    rules, run = rules_of(request), resolved(request)
+    foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
+    proposer = Proposer(run, read_arguments(run), plan, foresight.probe, seconds)
+    proposals, missing = proposer.look()
+    return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
+
+
 def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:
     from trainer_plugins.planner.judge import judge
     from trainer_plugins.planner.rehearse.watch import watch
@@ -94,9 +123,13 @@ def _searched(request: SearchRequest) -> SearchResult:
     rules = rules_of(request.run)  # no line of a search changes the allocator
     request = replace(request, run=resolved(request.run))
     foresight = Foresight(watch, lambda run, watched: judge(run, watched, rules))
-    return search(
-        request, read_arguments(request.run), foresight, lambda run: _predicted(run, rules)
-    )
+    return search(request, read_arguments(request.run), foresight.probe, foresight, _write_line)
+
+
+def _write_line(line: SearchLine) -> None:
+    """Write down a line of a search for the caller, who shows it before the search ends."""
+    with Path(_requests).with_name(LINES).open("a") as file:
+        file.write(json.dumps(asdict(line)) + "\n")
 
 
 def _end_with_the_caller(lifeline: int, scratch: Path) -> None:

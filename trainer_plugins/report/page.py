@@ -6,6 +6,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from trainer_plugins.printable import printable
 
@@ -18,13 +19,14 @@ def show(page: RenderableType) -> None:
 
     Names and messages in it may be anybody's: markup in them stays text, and control characters
     become visible (`printable`). On a terminal text is wrapped, but a table wider than the terminal
-    is not. Elsewhere nothing is wrapped.
+    is not, nor a text that forbids it. Elsewhere nothing is wrapped.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
     for part in _parts(page):
         console.width = max(width, _needed(part, console)) if isinstance(part, Table) else width
-        console.print(_Shown(part))
+        is_one_line = isinstance(part, Text) and part.no_wrap
+        console.print(_Shown(part), soft_wrap=is_one_line)
 
 
 def _parts(page: RenderableType) -> Iterator[RenderableType]:

@@ -5,18 +5,21 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
     """Render the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
     parts: list[RenderableType] = [
-        Text(verdict(plan), style="bold"),
+        Text(verdict(plan), style=_style(plan)),
+        *(Text(line) for line in details(plan)),
+        *_planned(plan),
         _figures(plan),
         _breakdown(plan),
         _moments(plan),
+        _tensors(plan),
     ]
-    parts.append(_tensors(plan))
     for heading, lines in (
         ("Not predicted", plan.not_predicted),
         ("Less reliable", plan.not_reliable),
@@ -27,26 +30,79 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
     parts.append(
         Text("With " + ", ".join(f"{name} {version}" for name, version in plan.versions.items()))
     )
-    return Group(*parts)
+    return Group(*parts, *_proposals(plan))
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Say in one line whether the run fits."""
-    peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU, in the {plan.moment}"
+    """Say in one short line whether the run fits."""
     if plan.fits is None or plan.capacity_bytes is None or plan.margin_bytes is None:
-        return f"Needs {peak}. Name a card with --gpu to learn whether that fits"
-    card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
-    flushes = (
-        f", after releasing the whole cache {plan.num_flushes} times" if plan.num_flushes else ""
-    )
+        return f"Needs {size(plan.nvidia_smi_peak_bytes)}, in the {_moment(plan)}"
     if plan.fits:
-        return f"Fits on {card}: {peak}, {size(plan.margin_bytes)} to spare{flushes}"
-    failed = ""
+        card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
+        return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {_moment(plan)}"
+    if plan.margin_bytes < 0:
+        return f"Does not fit: {size(-plan.margin_bytes)} short, in the {_moment(plan)}"
+    missing = size(plan.failed_request_bytes or 0)
+    return f"Does not fit: no {missing} in one piece, in the {_moment(plan)}"
+
+
+def details(plan: MemoryPlan) -> list[str]:
+    """Say what the verdict rests on."""
+    peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU"
+    if plan.fits is None or plan.capacity_bytes is None:
+        return [f"{peak}. Name a card with --gpu to learn whether that fits"]
+    if plan.fits:
+        if not plan.num_flushes:
+            return [peak]
+        return [f"{peak}, after releasing the whole cache {plan.num_flushes} times"]
+    lines = [f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak}"]
     if plan.failed_request_bytes is not None:
-        failed = (
-            f": the allocator fails on {size(plan.failed_request_bytes)} for {plan.failed_request}"
-        )
-    return f"Does not fit on {card}{failed}. On a card of unlimited memory the peak would be {peak}"
+        failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
+        lines.append(f"The allocator fails on {failed}")
+    return lines
+
+
+def _moment(plan: MemoryPlan) -> str:
+    return f"{plan.moment} pass" if plan.moment in ("forward", "backward") else plan.moment
+
+
+def _style(plan: MemoryPlan) -> str:
+    return {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
+
+
+def _planned(plan: MemoryPlan) -> list[Text]:
+    """Render what was planned; the command stays one line, to be copied."""
+    named = {name: text for name, text in plan.planned.items() if name != "command"}
+    lines = [Text("Planned: " + "; ".join(f"{name} {text}" for name, text in named.items()))]
+    if "command" in plan.planned:
+        lines.append(to_paste(f"Again: {plan.planned['command']}"))
+    return lines if plan.planned else []
+
+
+def _proposals(plan: MemoryPlan) -> list[Text]:
+    """Render with what the run fits: the flags of each in one line, to be copied."""
+    lines: list[Text] = []
+    if plan.proposals:
+        rows = "the rows between optimizer steps stay the same"
+        lines.append(Text(f"What would fit, predicted from few layers; {rows}:", style="bold"))
+    for each in plan.proposals:
+        numbers = f"{size(each.nvidia_smi_peak_bytes)}, {size(each.margin_bytes)} to spare"
+        host = f", {size(each.host_ram_bytes_per_node)} of main memory"
+        lines += [
+            Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"),
+            Text(f"  Price: {each.price}"),
+            to_paste(f"  {each.flags}"),
+        ]
+    if plan.tried_without_success:
+        tried = "; ".join(plan.tried_without_success)
+        heading = "Too little" if plan.proposals else "Nothing that was tried fits"
+        lines.append(Text(f"{heading}: {tried}"))
+    return lines
+
+
+def to_paste(line: str) -> Text:
+    """Make a line that is never wrapped, so that it can be copied as it is."""
+    return Text(line, no_wrap=True, overflow="ignore")
 
 
 def _figures(plan: MemoryPlan) -> Table:
@@ -84,12 +140,11 @@ def _moments(plan: MemoryPlan) -> Table:
 
 def _tensors(plan: MemoryPlan) -> Table:
     table = _table("largest at the peak", "", "made by")
-    for tensor in plan.top_tensors:
-        shape = f"{tensor.dtype}{list(tensor.shape)} by " if tensor.shape else ""
-        made_by = f"{shape}{tensor.operation.removeprefix('aten::')} in the {tensor.moment}"
-        table.add_row(
-            tensor.category, size(tensor.num_bytes), f"{made_by}, {tensor.module or 'the model'}"
-        )
+    for group in plan.groups_at_peak:
+        times = f" x {group.count}" if group.count > 1 else ""
+        operation = group.operation.removeprefix("aten::")
+        made_by = f"{operation} in the {group.moment}, {group.dtype}"
+        table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
     return table
 
 

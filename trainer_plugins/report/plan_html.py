@@ -7,7 +7,8 @@ from pathlib import Path
 import jinja2
 
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.report.plan import verdict
+from trainer_plugins.report.plan import details, verdict
+from trainer_plugins.report.words import words_of
 from trainer_plugins.units import GIB, MIB, percent, size
 
 _TEMPLATE = Path(__file__).with_name("plan.html.jinja")
@@ -44,9 +45,11 @@ def plan_page(plan: MemoryPlan) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"size": size, "percent": percent}
+    environment.filters |= {"size": size, "percent": percent, "words": words_of}
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return page.render(plan=plan, verdict=verdict(plan), chart=chart_of(plan))
+    return page.render(
+        plan=plan, verdict=verdict(plan), details=details(plan), chart=chart_of(plan)
+    )
 
 
 def chart_of(plan: MemoryPlan) -> Chart | None:

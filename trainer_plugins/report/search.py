@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import Saved
-from trainer_plugins.planner.compare.search import AS_GIVEN, SearchLine, SearchResult
+from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import GIB, size
 
@@ -20,7 +20,19 @@ def search_report(result: SearchResult) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"The largest micro-batches on {card}; {rows}{cards}, in every line", style="bold")
     ]
-    one_length = len({line.sequence_length for line in result.lines}) == 1
+    parts.append(lines_table(result.lines, result.best))
+    if result.best is not None:
+        parts += [Text(line) for line in _to_copy(result.best)]
+    else:
+        parts.append(Text("Nothing fits, not even the smallest micro-batch", style="bold"))
+    parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
+    parts += [Text(f"not tried: {way}: {reason}") for way, reason in result.not_tried]
+    return Group(*parts)
+
+
+def lines_table(lines: Sequence[SearchLine], best: SearchLine | None) -> Table:
+    """Render the lines of a search, the best one bold."""
+    one_length = len({line.sequence_length for line in lines}) == 1
     table = _table(
         "strategy",
         "check-\npointing",
@@ -31,15 +43,19 @@ def search_report(result: SearchResult) -> RenderableType:
     table.columns[0].no_wrap = True
     for name in ("reserved\nGiB", "to spare\nGiB", "host RAM\nGiB", "layers\nrun"):
         table.add_column(name, justify="right")
-    for line in result.lines:
-        table.add_row(*_cells(line, one_length), style="bold" if line == result.best else None)
-    parts.append(table)
-    if result.best is not None:
-        parts += [Text(line) for line in _to_copy(result.best)]
-    else:
-        parts.append(Text("Nothing fits, not even the smallest micro-batch", style="bold"))
-    parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
-    return Group(*parts)
+    for line in lines:
+        table.add_row(*_cells(line, one_length), style="bold" if line == best else None)
+    return table
+
+
+def line_in_words(line: SearchLine) -> str:
+    """Say in one line what was found for one way to run."""
+    checkpointing = " with checkpointing" if line.gradient_checkpointing else ""
+    begin = f"{line.strategy}{checkpointing}, {line.sequence_length} tokens"
+    if not line.fits:
+        return f"{begin}: {size(-line.margin_bytes)} short with {line.micro_batch} row(s) at once"
+    steps = f"{line.micro_batch} x {line.accumulation_steps} rows"
+    return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare"
 
 
 def _cells(line: SearchLine, one_length: bool) -> list[str]:
@@ -59,12 +75,15 @@ def _cells(line: SearchLine, one_length: bool) -> list[str]:
 def _to_copy(best: SearchLine) -> list[str]:
     """Return the best line's settings, and the rule by which it is best: memory, not speed."""
     lines = [
-        "Best: the most tokens in one forward pass of a card; of equals, the one without"
-        " checkpointing, the plainest strategy, the longest rows. Speed is not predicted",
+        "Best: the most tokens in one forward pass of a card, without offload if anything fits so;"
+        " of equals, the one without checkpointing, the plainest strategy, the longest rows. Speed"
+        " is not predicted",
         f"  flags   {best.flags}",
         f"  Hydra   {best.hydra_overrides}",
         f"  length  {best.sequence_length} tokens in each row",
     ]
+    if not best.is_safe:
+        lines.append("  It leaves less free than plans are known to be wrong: it may fail")
     if best.strategy != AS_GIVEN:
         launch = f"trainer-plugins configs copy {best.strategy}"
         lines.append(f"  launch  accelerate's config {best.strategy} ({launch})")

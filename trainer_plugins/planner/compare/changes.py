@@ -7,10 +7,10 @@ from os import environ
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
+from trainer_plugins.planner.compare.switches import LORA, half_as_long, with_adapter, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.request import PlanRequest
 
-_LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 _SEVERAL = "+"
 
 
@@ -47,14 +47,9 @@ class _Switch:
     turn: Callable[[PlanRequest], PlanRequest]
 
 
-def _flags(name: str, *flags: str) -> _Switch:
-    def turn(run: PlanRequest) -> PlanRequest:
-        source = _source(run)
-        assert isinstance(source.arguments, tuple)
-        # of a flag given twice, the last one counts
-        return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
-
-    return _Switch(name, " ".join(flags), turn)
+def _flags(name: str, **flags: object) -> _Switch:
+    how = " ".join(f"--{flag} {value}" for flag, value in flags.items())
+    return _Switch(name, how, lambda run: with_flags(run, **flags))
 
 
 def _expandable(run: PlanRequest) -> PlanRequest:
@@ -66,34 +61,14 @@ def _expandable(run: PlanRequest) -> PlanRequest:
     return replace(run, allocator=",".join([*others, "expandable_segments:True"]))
 
 
-def _adapters(run: PlanRequest) -> PlanRequest:
-    source = _source(run)
-    if source.peft is not None:
-        raise PlanError("this run already trains an adapter")
-    return replace(run, source=replace(source, peft=_LORA))
-
-
-def _half_as_long(run: PlanRequest) -> PlanRequest:
-    source = _source(run)
-    target = source.target_length
-    return replace(
-        run,
-        source=replace(
-            source,
-            sequence_length=max(1, source.sequence_length // 2),
-            target_length=max(1, target // 2) if target is not None else None,
-        ),
-    )
-
-
 SWITCHES = (
-    _flags("checkpointing", "--gradient_checkpointing", "True"),
-    _flags("fused-optimizer", "--optim", "adamw_torch_fused"),
-    _flags("8bit-optimizer", "--optim", "adamw_bnb_8bit"),
-    _flags("liger", "--use_liger_kernel", "True"),
-    _Switch("lora", "--lora-r 16 --lora-target all-linear", _adapters),
+    _flags("checkpointing", gradient_checkpointing=True),
+    _flags("fused-optimizer", optim="adamw_torch_fused"),
+    _flags("8bit-optimizer", optim="adamw_bnb_8bit"),
+    _flags("liger", use_liger_kernel=True),
+    _Switch("lora", LORA, with_adapter),
     _Switch("expandable-segments", "{ALLOC_CONF}=expandable_segments:True", _expandable),
-    _Switch("length/2", "half of --seq-length", _half_as_long),
+    _Switch("length/2", "half of --seq-length", half_as_long),
 )
 """All switches, in the order in which a reader would try them."""
 
@@ -192,8 +167,3 @@ def _saved(change: str, how: str, before: MemoryPlan, after: MemoryPlan | PlanEr
         nvidia_smi_peak_bytes=after.nvidia_smi_peak_bytes,
         fits=after.fits,
     )
-
-
-def _source(run: PlanRequest) -> ConfigSource:
-    assert isinstance(run.source, ConfigSource)
-    return run.source

@@ -9,7 +9,7 @@ prediction in full.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
 from trainer_plugins.planner.plan import Category, Moment
@@ -50,31 +50,33 @@ class _Part(NamedTuple):
 
 
 def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
-    """Extrapolate the trace of a run with more layers; return None if that is not proven.
+    """Extrapolate the trace of a run with more layers; return None if it does not repeat.
 
     Args:
-        traces: the traces of n, n + p and n + 2p layers.
+        traces: the traces of n and n + p layers, and as a proof that of n + 2p layers. Without the
+            proof, only what the second has more than the first must repeat what is before it.
         num_more: how often p layers are added to n.
     """
-    short, middle, proof = ([*_steps(trace)] for trace in traces)
+    short, middle, *proofs = ([*_steps(trace)] for trace in traces)
     parts = _aligned(short, middle)
-    if parts is None or [*_repeated(parts, 2)] != proof:
+    if parts is None or any([*_repeated(parts, 2)] != proof for proof in proofs):
         return None
-    host_peaks: dict[Moment, int] = {}
     if len({frozenset(trace.host_peaks) for trace in traces}) > 1:
         return None
+    host_peaks: dict[Moment, int] = {}
     # each moment by itself: with more layers, another one may be the highest
-    for moment, peak in traces[0].host_peaks.items():
-        second, third = (trace.host_peaks[moment] for trace in traces[1:])
-        if third - second != second - peak:
+    for moment in traces[0].host_peaks:
+        first, *others = (trace.host_peaks[moment] for trace in traces)
+        grows = others[0] - first
+        if any(peak != first + times * grows for times, peak in enumerate(others, 1)):
             return None
-        host_peaks[moment] = peak + num_more * (second - peak)
+        host_peaks[moment] = first + num_more * grows
     return _trace_of(_repeated(parts, num_more), host_peaks)
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
     alive: dict[tuple[_Born, int], list[int]] = defaultdict(list)
-    for event in trace.events:
+    for event in _in_one_order(trace):
         if event.kind not in (ALLOC, FREE):
             yield _Step(event.kind, event.moment, None, 0, 0)
             continue
@@ -90,6 +92,23 @@ def _steps(trace: Trace) -> Iterator[_Step]:
             place = newest if newest <= oldest else -1 - oldest
             del others[oldest]
         yield _Step(event.kind, event.moment, born, place, storage.num_bytes)
+
+
+def _in_one_order(trace: Trace) -> Iterator[Event]:
+    """Put copies of weights that are freed together in the order in which they were made.
+
+    Autocast drops its copies in the order of a hash map of addresses, another one each time
+    (aten/src/ATen/autocast_mode.cpp, clear_cache). What the allocator has afterwards is the same.
+    """
+    for is_copy, group in groupby(trace.events, lambda event: _is_freed_copy(trace, event)):
+        events = [*group]
+        yield from sorted(events, key=lambda event: event.number) if is_copy else events
+
+
+def _is_freed_copy(trace: Trace, event: Event) -> bool:
+    return event.kind == FREE and (
+        trace.storages[event.number].category == "autocast copies of weights"
+    )
 
 
 def _aligned(short: Sequence[_Step], middle: Sequence[_Step]) -> list[_Part] | None:

@@ -1,16 +1,22 @@
-"""Predict a run from a few of its layers if that is proven to be the same, else in full.
+"""Predict a run from a few of its layers: exactly if that is proven, or sooner and nearly.
 
 Imports torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
+from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
-from trainer_plugins.planner.rehearse.watch import Watched
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.rehearse.watch import Watched, read_arguments
+from trainer_plugins.planner.request import PlanRequest
+
+_STEPS_OF_A_PROBE = 2
+_MICRO_STEPS_OF_A_PROBE = 2
+"""The second step is the first with optimizer states, the second micro-step the first with
+gradients: later ones are like them, except for where their blocks lie."""
 
 
 class Foresight:
@@ -42,41 +48,126 @@ class Foresight:
             return self._judge(request, self._watch(request)), True
         return self._judge(request, watched), False
 
+    def probe(self, request: PlanRequest) -> MemoryPlan:
+        """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps.
+
+        docs/plan.md says how near. If the layers do not repeat, all of them are run.
+
+        Raises:
+            PlanError: a prediction in full would raise the same.
+        """
+        short = _with_few_steps(request)
+        seen = self._seen(short, 2)
+        if seen is None:
+            return self._judge(request, self._watch(short))
+        repetition = self._repetition_of(short)
+        assert repetition is not None
+        watched = _longer(seen, repetition.num_more)
+        if watched is not None:
+            return self._judge(request, watched)
+        first, second = (self._judge(request, each) for each in seen)
+        return _in_proportion(first, second, repetition.num_more)
+
     def _from_few_layers(self, request: PlanRequest) -> Watched | None:
-        source = request.source
-        assert isinstance(source, ConfigSource)
-        model = repr(source.config)
-        if model not in self._repetition:
-            self._repetition[model] = repetition_of(source)
-        repetition, way = self._repetition[model], (model, request.launch_file)
-        if repetition is None or way in self._unproven:
+        model = repr(source_of(request).config)
+        way = (model, request.launch_file)
+        seen = None if way in self._unproven else self._seen(request, 3)
+        repetition = self._repetition_of(request)
+        if seen is None or repetition is None:
+            return None
+        if any(each.host_pinned_bytes_per_node for each in seen):
+            return None  # pinned memory is in powers of two, which do not add up
+        watched = _longer(seen, repetition.num_more)
+        if watched is None:
+            # with another batch it would be the same, as with buckets that span layers
+            self._unproven.add(way)
+        return watched
+
+    def _seen(self, request: PlanRequest, num_runs: int) -> list[Watched] | None:
+        """Rehearse runs of few layers; return None if the layers do not repeat."""
+        repetition = self._repetition_of(request)
+        if repetition is None:
             return None
         try:
-            seen = [
-                self._watch(replace(request, source=with_layers(source, count)))
-                for count in repetition.counts
+            return [
+                self._watch(replace(request, source=with_layers(source_of(request), count)))
+                for count in repetition.counts[:num_runs]
             ]
         except PlanError:
             return None  # the run in full raises it for the model that was asked about
-        num_more = repetition.num_more
-        trace = longer([each.trace for each in seen], num_more)
-        num_parameters = _grown([each.num_parameters for each in seen], num_more)
-        num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
-        # pinned memory is in powers of two, which do not add up
-        is_pinned = any(each.host_pinned_bytes_per_node for each in seen)
-        if trace is None or num_parameters is None or num_trainable is None or is_pinned:
-            # with another batch it would be the same, as with buckets that span layers
-            self._unproven.add(way)
-            return None
-        return replace(
-            seen[0],
-            trace=trace,
-            num_parameters=num_parameters,
-            num_trainable_parameters=num_trainable,
-        )
+
+    def _repetition_of(self, request: PlanRequest) -> Repetition | None:
+        source = source_of(request)
+        model = repr(source.config)
+        if model not in self._repetition:
+            self._repetition[model] = repetition_of(source)
+        return self._repetition[model]
 
 
-def _grown(numbers: list[int], num_more: int) -> int | None:
-    """Continue three numbers by `num_more` steps from the first; None if they grow unevenly."""
-    first, second, third = numbers
-    return first + num_more * (second - first) if third - second == second - first else None
+def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
+    """Make the rehearsal of all layers from those of few; return None if they do not repeat."""
+    trace = longer([each.trace for each in seen], num_more)
+    num_parameters = _grown([each.num_parameters for each in seen], num_more)
+    num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
+    pinned = _grown([each.host_pinned_bytes_per_node for each in seen], num_more)
+    if trace is None or num_parameters is None or num_trainable is None or pinned is None:
+        return None
+    return replace(
+        seen[0],
+        trace=trace,
+        num_parameters=num_parameters,
+        num_trainable_parameters=num_trainable,
+        host_pinned_bytes_per_node=pinned,
+    )
+
+
+def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> MemoryPlan:
+    """Continue the figures of two plans, for buckets that span layers.
+
+    Allocated memory is even in layers. What is reserved beside it is not: the least of it counts,
+    so that nothing is left out that fits.
+    """
+
+    def further(one: int, two: int) -> int:
+        return one + num_more * (two - one)
+
+    allocated = further(first.allocated_peak_bytes, second.allocated_peak_bytes)
+    beside = min(each.reserved_peak_bytes - each.allocated_peak_bytes for each in (first, second))
+    peak = allocated + beside + second.context_bytes
+    return replace(
+        second,
+        allocated_peak_bytes=allocated,
+        reserved_peak_bytes=allocated + beside,
+        nvidia_smi_peak_bytes=peak,
+        host_ram_bytes_per_node=further(
+            first.host_ram_bytes_per_node, second.host_ram_bytes_per_node
+        ),
+        host_pinned_bytes_per_node=further(
+            first.host_pinned_bytes_per_node, second.host_pinned_bytes_per_node
+        ),
+        fits=None if second.capacity_bytes is None else peak <= second.capacity_bytes,
+        breakdown={
+            name: further(first.breakdown.get(name, 0), num_bytes)
+            for name, num_bytes in second.breakdown.items()
+        },
+        top_tensors=(),
+        moments={},
+        timeline=(),
+    )
+
+
+def _with_few_steps(request: PlanRequest) -> PlanRequest:
+    num_micro_steps = read_arguments(request).gradient_accumulation_steps
+    few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
+    return replace(
+        with_flags(request, gradient_accumulation_steps=few), num_steps=_STEPS_OF_A_PROBE
+    )
+
+
+def _grown(numbers: Sequence[int], num_more: int) -> int | None:
+    """Continue numbers by `num_more` steps from the first; None if they grow unevenly."""
+    first, *others = numbers
+    grows = others[0] - first
+    if any(number != first + times * grows for times, number in enumerate(others, 1)):
+        return None
+    return first + num_more * grows

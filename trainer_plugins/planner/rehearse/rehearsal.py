@@ -9,7 +9,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainer_plugins.planner.pretend import quantised
-from trainer_plugins.planner.request import OPTIMIZER_STEPS
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
@@ -47,7 +46,7 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         tracker: sees all that happens.
     """
     trainer = run.trainer
-    num_batches = OPTIMIZER_STEPS * trainer.args.gradient_accumulation_steps
+    num_batches = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     trainer.get_train_dataloader = lambda: _loader(trainer, run.make_batch, num_batches)
     _name_parameters(trainer.model, tracker)
     for model in other_models(trainer):

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,7 @@ from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.planner.rehearse.arguments import arguments_of
 from trainer_plugins.planner.rehearse.build import rehearsal_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
+from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.sharded.launched import resolved
@@ -37,6 +38,8 @@ class Watched:
     not_predicted: tuple[str, ...]
     not_reliable: tuple[str, ...]
     assumptions: tuple[str, ...]
+    planned: Mapping[str, str]
+    """What was rehearsed, by name, for people."""
 
 
 @contextmanager
@@ -86,6 +89,7 @@ def watch(request: PlanRequest) -> Watched:
         trace = tracker.trace()
         parameters = [*rehearsed.trainer.model.parameters()]
         pinned = strategy.host_pinned_bytes_per_node()
+        planned = planned_of(request, rehearsed.trainer, args)
     if request.num_nodes > 1:
         rehearsed.assumptions.append(
             f"{request.gpus_per_node} GPUs in each of {request.num_nodes} nodes"
@@ -104,6 +108,7 @@ def watch(request: PlanRequest) -> Watched:
             *_not_watched(tracker),
         ),
         assumptions=tuple(rehearsed.assumptions),
+        planned=planned,
     )
 
 
@@ -114,6 +119,7 @@ def _rehearsed(
     progress.step("building the model")
     rehearsed = told_in_one_line(lambda: rehearsal_of(request.source, request.has_padding, folder))
     trainer = rehearsed.trainer
+    trainer.args.max_steps = request.num_steps
     refusals.refuse_trainer(trainer)
     refusals.refuse_model(trainer.model)
     tracker.vocabulary = _vocabulary_of(trainer.model)

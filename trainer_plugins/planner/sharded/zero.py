@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import OPTIMIZER_STEPS, PlanRequest
+from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.sharded.zero_config import refuse_batches, refuse_config
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -46,7 +46,7 @@ class Zero:
             engine_without_bytes(tracker, self._pinned) as engines,
         ):
             yield
-            if not engines or engines[-1].global_steps < OPTIMIZER_STEPS:
+            if not engines or engines[-1].global_steps < self._request.num_steps:
                 raise NotPredicted(
                     "DeepSpeed: in this run no engine takes the steps of the Trainer"
                 )

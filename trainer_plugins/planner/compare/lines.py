@@ -1,0 +1,165 @@
+"""Define what a search is asked, and what it finds, as values."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.request import PlanRequest
+
+# Shipped launch files, the plainest first; False: no file is needed, the flags alone do it.
+ON_ONE_CARD = (("single_device", False), ("one_gpu_7b_offload", True))
+ON_MANY = (
+    ("ddp", False),
+    ("fsdp2", True),
+    ("fsdp2_offload", True),
+    ("zero2", True),
+    ("zero3", True),
+    ("zero3_offload_optimizer", True),
+    ("zero3_offload_all", True),
+)
+LINES = "lines"
+"""The file, beside that of the requests, to which each line is written when it is found."""
+
+AS_GIVEN = "as given"
+"""The name for the strategy of a run that brings its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """Describes a search that starts from one run."""
+
+    run: PlanRequest
+    """The run; its rows and accumulation give the effective batch."""
+
+    lengths: tuple[int, ...]
+    """The lengths to try, in tokens."""
+
+    @property
+    def num_ways(self) -> int:
+        """Return how many ways to run are tried at most."""
+        return 2 * len(self.lengths) * len(ON_ONE_CARD if self.run.num_gpus <= 1 else ON_MANY)
+
+    @property
+    def device(self) -> str:
+        """Return the type of device that is planned for."""
+        return self.run.device
+
+    @property
+    def card(self) -> Card | None:
+        """Return the card on which the run has to fit."""
+        return self.run.card
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLine:
+    """Holds one way to run with the largest micro-batch that fits, or with the smallest of all.
+
+    Sizes in bytes.
+    """
+
+    strategy: str
+    """The name of a shipped launch file, or `AS_GIVEN`."""
+
+    gradient_checkpointing: bool
+    sequence_length: int
+    micro_batch: int
+    """Rows of one forward pass on one card (`per_device_train_batch_size`)."""
+
+    accumulation_steps: int
+    fits: bool
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    nvidia_smi_peak_bytes: int
+    margin_bytes: int
+    host_ram_bytes_per_node: int
+    in_full: bool
+    """Whether all layers were run for these figures; else they are extrapolated from few layers."""
+
+    is_safe: bool = True
+    """Whether it fits even if the plan is as far off as any was."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Return the tokens of one forward pass on one card."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """Return the TrainingArguments that select this way to run."""
+        return {
+            "per_device_train_batch_size": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation_steps,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+
+    @property
+    def flags(self) -> str:
+        """Return the same arguments as flags."""
+        return " ".join(f"--{name} {value}" for name, value in self.arguments.items())
+
+    @property
+    def hydra_overrides(self) -> str:
+        """Return the same for a Hydra app that has its TrainingArguments at `trainer.args`."""
+        return " ".join(
+            f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Holds the result of a search."""
+
+    lines: tuple[SearchLine, ...]
+    """Each way to run that was tried, in this order."""
+
+    best: SearchLine | None
+    """The line that fits and has the most tokens in one forward pass; None if nothing fits.
+
+    A line that leaves less free than plans are known to be wrong comes after all others. Of equals:
+    without checkpointing, then the plainest strategy, then the longest rows.
+    """
+
+    best_plan: MemoryPlan | None
+    refused: tuple[tuple[str, str], ...]
+    """Strategies that cannot be predicted, each with the reason."""
+
+    not_tried: tuple[tuple[str, str], ...] = ()
+    """Ways to run that cannot be best, each with the reason."""
+
+    effective_batch: int
+    """Rows between two optimizer steps on all cards, the same in each line."""
+
+    num_gpus: int
+    gpu: str
+    capacity_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the result for JSON, with flags and overrides to copy for the best line."""
+        found = asdict(self)
+        if self.best is not None:
+            copies = {"flags": self.best.flags, "hydra_overrides": self.best.hydra_overrides}
+            found["best"] = {**found["best"], **copies}
+        return found
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> "SearchResult":
+        """Read what `to_dict` wrote."""
+        import json
+
+        best = {
+            name: value
+            for name, value in (found["best"] or {}).items()
+            if name not in ("flags", "hydra_overrides")
+        }
+        plan = found["best_plan"]
+        return cls(
+            **{
+                **found,
+                "lines": tuple(SearchLine(**line) for line in found["lines"]),
+                "best": SearchLine(**best) if best else None,
+                "best_plan": MemoryPlan.from_json(json.dumps(plan)) if plan else None,
+                "refused": tuple((name, reason) for name, reason in found["refused"]),
+                "not_tried": tuple((name, reason) for name, reason in found["not_tried"]),
+            }
+        )

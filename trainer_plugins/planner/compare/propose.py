@@ -1,0 +1,290 @@
+"""Find with what a run would fit that does not: few changes, each predicted and with its price.
+
+The rows between two optimizer steps stay the same. What leaves the training as it is comes first:
+fewer rows at once, then checkpointing. If that is too little, one change more is tried, or two.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from trainer_plugins.launch import configs
+from trainer_plugins.planner import progress
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
+from trainer_plugins.planner.compare.switches import (
+    LORA,
+    half_as_long,
+    source_of,
+    with_adapter,
+    with_flags,
+)
+from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.trainer import Arguments, optimizer_name
+from trainer_plugins.units import size
+
+_ENOUGH = 4
+_MOST_OF_THE_PLANS_TIME = 1.2
+"""No probe is begun after so many times the CPU time of the plan itself. A probe takes less than
+that of the plan, so that both are done in three times at most."""
+
+Probe = Callable[[PlanRequest], MemoryPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Describes one thing to change, besides the rows."""
+
+    words: str
+    price: str
+    flags: str
+    turn: Callable[[PlanRequest], PlanRequest]
+    frees: dict[Category, float]
+    """How much of each category it can free at most, as a fraction; empty if that is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """Holds the changes of one try, and what came of it."""
+
+    changes: tuple[_Change, ...]
+    rows: int
+    plan: MemoryPlan
+
+
+class Proposer:
+    """Looks for what fits, within a time.
+
+    Args:
+        run: the run that does not fit, with a card and with flags.
+        args: its TrainingArguments.
+        plan: its plan.
+        probe: predicts a run nearly.
+        seconds: the CPU seconds that the plan took.
+    """
+
+    def __init__(
+        self, run: PlanRequest, args: Arguments, plan: MemoryPlan, probe: Probe, seconds: float
+    ) -> None:
+        assert run.card is not None
+        self._run, self._args, self._plan, self._probe = run, args, plan, probe
+        self._card: Card = run.card
+        self._rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._until = time.process_time() + seconds * _MOST_OF_THE_PLANS_TIME
+        self._found: list[Proposal] = []
+        self._failed: dict[str, MemoryPlan] = {}
+
+    def look(self) -> tuple[tuple[Proposal, ...], tuple[str, ...]]:
+        """Return what fits, the least costly first; and what does not, with what is missing."""
+        base: tuple[_Change, ...] = ()
+        if not self._args.gradient_checkpointing:
+            self._largest((), self._plan)
+            base = (_CHECKPOINTING,)
+        with_base = self._largest(base, None) if base else self._largest((), None)
+        if with_base is not None and not is_safe(with_base.plan):
+            self._with_more(base, with_base.plan)
+        missing = tuple(
+            f"{words}: {size(plan.nvidia_smi_peak_bytes - self._card.capacity_bytes)} short"
+            if plan.nvidia_smi_peak_bytes > self._card.capacity_bytes
+            else f"{words}: fits, with less to spare than plans are known to be wrong"
+            for words, plan in self._failed.items()
+        )
+        return tuple(self._found), missing
+
+    def _with_more(self, base: tuple[_Change, ...], plan: MemoryPlan) -> None:
+        """Try one more change, then two, each with fewest rows first."""
+        more = _changes(self._run, self._args)
+        tries: list[tuple[_Change, ...]] = [(each,) for each in more]
+        tries += [(one, two) for at, one in enumerate(more) for two in more[at + 1 :]]
+        for extra in tries:
+            if len(self._found) >= _ENOUGH or time.process_time() > self._until:
+                return
+            if self._is_covered(extra) or _least(plan, extra) > self._card.capacity_bytes:
+                continue
+            self._largest((*base, *extra), None)
+
+    def _is_covered(self, extra: tuple[_Change, ...]) -> bool:
+        """Return whether a part of these changes is enough."""
+        words = {each.words for each in extra}
+        return any(words & {*found.changes} for found in self._found)
+
+    def _largest(self, changes: tuple[_Change, ...], known: MemoryPlan | None) -> _Try | None:
+        """Find the most rows at once that fit with these changes, and keep it as a proposal.
+
+        Args:
+            changes: what is changed besides the rows.
+            known: a plan with these changes and all rows at once, which does not fit.
+
+        Returns:
+            The last try; None if it is plain that nothing fits, or it cannot be predicted.
+        """
+        rows_now = self._args.per_device_train_batch_size
+        sizes = [each for each in range(rows_now, 0, -1) if self._rows % each == 0]
+        if known is not None:
+            room = self._card.capacity_bytes - self._card.context_bytes
+            sizes = [each for each in sizes[1:] if grown(known, each / rows_now) < room]
+            if not sizes:
+                return None
+            return self._first_safe(changes, sizes)
+        smallest = self._try(changes, sizes[-1])
+        if smallest is None or not is_safe(smallest.plan):
+            return smallest
+        room = self._card.capacity_bytes - self._card.context_bytes
+        room -= margin_bytes(room)
+        likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < room]
+        is_late = time.process_time() > self._until
+        found = self._first_safe(changes, likely) if likely and not is_late else None
+        if found is None or not is_safe(found.plan):
+            self._keep(smallest)
+            return smallest
+        return found
+
+    def _first_safe(self, changes: tuple[_Change, ...], sizes: list[int]) -> _Try | None:
+        tried = None
+        for rows in sizes:
+            if tried is not None and time.process_time() > self._until:
+                return tried
+            tried = self._try(changes, rows)
+            if tried is None:
+                return None
+            if is_safe(tried.plan):
+                self._keep(tried)
+                return tried
+        return tried
+
+    def _try(self, changes: tuple[_Change, ...], rows: int) -> _Try | None:
+        words = ", ".join((_rows(rows, self._rows // rows), *(each.words for each in changes)))
+        progress.part(f"looking for what would fit: {words}")
+        try:
+            run = with_flags(
+                self._run,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=self._rows // rows,
+            )
+            for change in changes:
+                run = change.turn(run)
+            plan = self._probe(run)
+        # an error of one try that nobody foresaw must not take the plan
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
+            return None
+        if not is_safe(plan):
+            self._failed[words] = plan
+        return _Try(changes, rows, plan)
+
+    def _keep(self, tried: _Try) -> None:
+        source = source_of(self._run)
+        rows, steps, plan = tried.rows, self._rows // tried.rows, tried.plan
+        words = tuple(each.words for each in tried.changes)
+        prices = [each.price for each in tried.changes]
+        flags = [each.flags.format(length=_half(source)) for each in tried.changes]
+        if rows != self._args.per_device_train_batch_size:
+            words = (_rows(rows, steps), *words)
+            prices.insert(0, "the same training in smaller steps")
+            flags.insert(
+                0, f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {steps}"
+            )
+        is_half = any(each.words == _HALF for each in tried.changes)
+        self._found.append(
+            Proposal(
+                changes=words,
+                price="; ".join(prices),
+                flags=" ".join(flags),
+                micro_batch=rows,
+                accumulation_steps=steps,
+                sequence_length=_half(source) if is_half else source.sequence_length,
+                reserved_peak_bytes=plan.reserved_peak_bytes,
+                nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+                margin_bytes=plan.margin_bytes or 0,
+                host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+            )
+        )
+
+
+def _rows(rows: int, steps: int) -> str:
+    return f"{rows} row{'s' if rows > 1 else ''} x {steps}"
+
+
+def _half(source: ConfigSource) -> int:
+    return max(1, source.sequence_length // 2)
+
+
+def _least(plan: MemoryPlan, changes: tuple[_Change, ...]) -> int:
+    """Return the least that a run needs with these changes; 0 if that is unknown."""
+    if not all(each.frees for each in changes):
+        return 0
+    left = dict(plan.breakdown)
+    for change in changes:
+        for category, fraction in change.frees.items():
+            left[category] = int(left.get(category, 0) * (1 - fraction))
+    return sum(left.values()) + plan.context_bytes
+
+
+def _flag(words: str, price: str, frees: dict[Category, float], **flags: object) -> _Change:
+    text = " ".join(f"--{name} {value}" for name, value in flags.items())
+    return _Change(words, price, text, lambda run: with_flags(run, **flags), frees)
+
+
+def _file(words: str, price: str, name: str) -> _Change:
+    path = str(configs.path(name))
+    return _Change(
+        words,
+        price,
+        f"--accelerate-config {path}",
+        lambda run: replace(run, launch_file=path),
+        {},
+    )
+
+
+_CHECKPOINTING = _flag(
+    "checkpointing",
+    "each forward is computed twice, about a third more time",
+    {"activations": 1.0},
+    gradient_checkpointing=True,
+)
+_HALF = "half the length"
+
+
+def _changes(run: PlanRequest, args: Arguments) -> list[_Change]:
+    """Return what can be changed in this run, the least costly first."""
+    source = source_of(run)
+    found: list[_Change] = []
+    of_batch: dict[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
+    if optimizer_name(args) == "adamw_torch":
+        price = "the same optimizer in one kernel"
+        foreach: dict[Category, float] = {"activations": 1.0}
+        found.append(_flag("fused optimizer", price, foreach, optim="adamw_torch_fused"))
+    found.append(
+        _flag("fused loss", "needs liger-kernel", of_batch, use_liger_kernel=True),
+    )
+    if "8bit" not in optimizer_name(args):
+        price = "optimizer states in 8 bits, needs bitsandbytes"
+        states: dict[Category, float] = {"optimizer states": 0.75, **of_batch}
+        found.append(_flag("8-bit optimizer", price, states, optim="adamw_bnb_8bit"))
+    if source.sequence_length > 1:
+        price = f"rows are cut at {_half(source)} tokens"
+        found.append(_Change(_HALF, price, "--seq-length {length}", half_as_long, of_batch))
+    if run.launch_file is None and not args.deepspeed and not args.fsdp:
+        if run.num_gpus > 1:
+            spread = "more traffic between the cards"
+            found.append(_file("ZeRO-3", spread, "zero3"))
+            found.append(
+                _file(
+                    "ZeRO-3 with offload",
+                    "states in main memory, slower steps",
+                    "zero3_offload_all",
+                )
+            )
+        elif source.peft is None:
+            price = "states and weights in main memory, slower steps"
+            found.append(_file("offload", price, "one_gpu_7b_offload"))
+    if source.peft is None:
+        price = "trains an adapter and not the weights"
+        states = {**of_batch, "gradients": 1.0, "optimizer states": 1.0}
+        found.insert(
+            min(2, len(found)),
+            _Change("LoRA", price, LORA, with_adapter, states),
+        )
+    return found

@@ -1,0 +1,52 @@
+"""Change a run that was described by a config and flags, in one respect each."""
+
+from dataclasses import replace
+
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+
+LORA = "--lora-r 16 --lora-target all-linear"
+"""The flags for what `with_adapter` does."""
+
+_LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+
+
+def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
+    """Change TrainingArguments, by their names."""
+    source = source_of(run)
+    assert isinstance(source.arguments, tuple)
+    # of a flag given twice, the last one counts
+    flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]
+    return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
+
+
+def with_adapter(run: PlanRequest) -> PlanRequest:
+    """Train LoRA adapters in place of the weights.
+
+    Raises:
+        PlanError: the run already trains an adapter.
+    """
+    source = source_of(run)
+    if source.peft is not None:
+        raise PlanError("this run already trains an adapter")
+    return replace(run, source=replace(source, peft=_LORA))
+
+
+def half_as_long(run: PlanRequest) -> PlanRequest:
+    """Cut rows and labels at half of their length."""
+    source = source_of(run)
+    target = source.target_length
+    return replace(
+        run,
+        source=replace(
+            source,
+            sequence_length=max(1, source.sequence_length // 2),
+            target_length=max(1, target // 2) if target is not None else None,
+        ),
+    )
+
+
+def source_of(run: PlanRequest) -> ConfigSource:
+    """Return the config and the flags of a run that has them."""
+    assert isinstance(run.source, ConfigSource)
+    return run.source

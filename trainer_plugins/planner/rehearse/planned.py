@@ -1,0 +1,69 @@
+"""Say what was planned, so that a plan can be read, and made again, without its command."""
+
+from pathlib import Path
+
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
+
+
+def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> dict[str, str]:
+    """Return the model, the batch, the optimizer and the launch of a run, by name."""
+    model = trainer.model
+    get_base = getattr(model, "get_base_model", None)
+    base = get_base() if get_base is not None else model
+    name = getattr(getattr(base, "config", None), "_name_or_path", "")
+    rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    batch = rows * steps * request.num_gpus
+    source = request.source
+    planned = {
+        "model": f"{type(base).__name__}{f' ({name})' if name else ''}",
+        "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU, {batch} a step",
+    }
+    if isinstance(source, ConfigSource):
+        planned["length"] = f"{source.sequence_length} tokens"
+        if source.target_length is not None:
+            planned["length"] += f", labels {source.target_length}"
+    planned |= {
+        "dtype": f"{_dtype(base)}{_autocast(args)}",
+        "optimizer": optimizer_name(args),
+        "adapter": _adapter(model),
+        "checkpointing": "on" if args.gradient_checkpointing else "off",
+        "strategy": _strategy(request, args),
+    }
+    if request.launch_file is not None:
+        planned["launch file"] = Path(request.launch_file).name
+    if request.allocator:
+        planned["allocator"] = request.allocator
+    if request.command is not None:
+        planned["command"] = request.command
+    return planned
+
+
+def _dtype(model: object) -> str:
+    return str(getattr(model, "dtype", "")).removeprefix("torch.")
+
+
+def _autocast(args: Arguments) -> str:
+    used = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
+    return f", autocast to {used}" if used else ""
+
+
+def _adapter(model: object) -> str:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not configs:
+        return "none"
+    config = next(iter(configs.values()))
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    rank = getattr(config, "r", None)
+    return f"{kind}{f', r={rank}' if rank is not None else ''}"
+
+
+def _strategy(request: PlanRequest, args: Arguments) -> str:
+    if getattr(args, "deepspeed", None) or request.deepspeed is not None:
+        config = request.deepspeed or {}
+        zero = config.get("zero_optimization")
+        stage = zero.get("stage") if isinstance(zero, dict) else None
+        return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
+    if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
+        return "FSDP2"
+    return "DDP" if request.num_gpus > 1 else "one card"
