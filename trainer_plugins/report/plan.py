@@ -12,6 +12,7 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
     """Render the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
     parts: list[RenderableType] = [
         Text(verdict(plan), style="bold"),
+        *(Text(line, style="bold") for line in host_verdict(plan)),
         _figures(plan),
         _breakdown(plan),
         _moments(plan),
@@ -33,13 +34,13 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 def verdict(plan: MemoryPlan) -> str:
     """Say in one line whether the run fits."""
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU, in the {plan.moment}"
-    if plan.fits is None or plan.capacity_bytes is None or plan.margin_bytes is None:
+    if plan.capacity_bytes is None or plan.margin_bytes is None:
         return f"Needs {peak}. Name a card with --gpu to learn whether that fits"
     card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
     flushes = (
         f", after releasing the whole cache {plan.num_flushes} times" if plan.num_flushes else ""
     )
-    if plan.fits:
+    if plan.fits_card:
         return f"Fits on {card}: {peak}, {size(plan.margin_bytes)} to spare{flushes}"
     failed = ""
     if plan.failed_request_bytes is not None:
@@ -47,6 +48,19 @@ def verdict(plan: MemoryPlan) -> str:
             f": the allocator fails on {size(plan.failed_request_bytes)} for {plan.failed_request}"
         )
     return f"Does not fit on {card}{failed}. On a card of unlimited memory the peak would be {peak}"
+
+
+def host_verdict(plan: MemoryPlan) -> list[str]:
+    """Say in one line whether it fits in main memory; nothing if nobody said how much there is."""
+    if plan.host_shortage is not None:
+        return [f"Does not fit in main memory: {plan.host_shortage}"]
+    if plan.host_capacity_bytes is None:
+        return []
+    left = plan.host_capacity_bytes - plan.host_bytes_per_node
+    return [
+        f"Fits in {size(plan.host_capacity_bytes)} of main memory: "
+        f"{size(plan.host_bytes_per_node)} on a machine, {size(left)} to spare"
+    ]
 
 
 def _figures(plan: MemoryPlan) -> Table:
@@ -60,6 +74,9 @@ def _figures(plan: MemoryPlan) -> Table:
         else ""
     )
     table.add_row("host RAM per node, for tensors", size(plan.host_ram_bytes_per_node) + pinned)
+    table.add_row(
+        "host RAM per node, with Python and its libraries", size(plan.host_bytes_per_node)
+    )
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
     table.add_row("trainable parameters", trainable)
     return table

@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.report.plan import verdict
+from trainer_plugins.report.plan import host_verdict, verdict
 from trainer_plugins.units import GIB, MIB, percent, size
 
 _TEMPLATE = Path(__file__).with_name("plan.html.jinja")
@@ -46,7 +46,9 @@ def plan_page(plan: MemoryPlan) -> str:
     )
     environment.filters |= {"size": size, "percent": percent}
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return page.render(plan=plan, verdict=verdict(plan), chart=chart_of(plan))
+    return page.render(
+        plan=plan, verdict=verdict(plan), host=host_verdict(plan), chart=chart_of(plan)
+    )
 
 
 def chart_of(plan: MemoryPlan) -> Chart | None:

@@ -63,7 +63,7 @@ class Foresight:
         num_parameters = _grown([each.num_parameters for each in seen], num_more)
         num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
         # pinned memory is in powers of two, which do not add up
-        is_pinned = any(each.host_pinned_bytes_per_node for each in seen)
+        is_pinned = any(each.host.pinned_bytes for each in seen)
         if trace is None or num_parameters is None or num_trainable is None or is_pinned:
             # with another batch it would be the same, as with buckets that span layers
             self._unproven.add(way)
