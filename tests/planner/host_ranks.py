@@ -10,10 +10,11 @@ import sys
 import threading
 from pathlib import Path
 
+import deepspeed
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 initialise = PartialState.__init__
 
@@ -23,9 +24,6 @@ def initialise_as_multi_gpu(self, *args, **kwargs):
     initialise(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-PartialState.__init__ = initialise_as_multi_gpu
 
 
 def of_status(name: str) -> int:
@@ -46,20 +44,31 @@ class Peak(threading.Thread):
             self.num_bytes = max(self.num_bytes, of_status("RssAnon"))
 
 
+class AtBegin(TrainerCallback):
+    """Notes the peak when all is loaded and divided, before the first step."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        told["prepared"], told["prepared_anon"] = of_status("VmHWM"), peak.num_bytes
+
+
 folder, checkpoint, fields = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 told = {"imported": of_status("VmRSS"), "imported_anon": of_status("RssAnon")}
+if "fsdp" in fields:
+    PartialState.__init__ = initialise_as_multi_gpu
 peak = Peak()
 peak.start()
 args = TrainingArguments(
     str(folder), max_steps=1, per_device_train_batch_size=1, bf16=True, use_cpu=True,
     report_to="none", save_strategy="no", disable_tqdm=True, optim="adamw_torch", **fields,
 )  # fmt: skip
+if "deepspeed" in fields:
+    deepspeed.init_distributed("gloo")
 told["arguments"] = of_status("VmHWM")
 model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
 told["loaded"] = of_status("VmHWM")
 told["loaded_anon"] = peak.num_bytes
 rows = [{"input_ids": torch.ones(16, dtype=torch.long), "labels": torch.ones(16, dtype=torch.long)}]
-trainer = Trainer(model=model, args=args, train_dataset=rows * 4)
+trainer = Trainer(model=model, args=args, train_dataset=rows * 4, callbacks=[AtBegin()])
 trainer.train()
 peak.is_over.set()
 told["wrapped"] = type(trainer.model_wrapped).__name__

@@ -15,7 +15,7 @@ def memory_findings(
     document: Document, num_params: float | None, num_ranks: int | None, host: HostLimits
 ) -> Iterator[Finding]:
     """Judge the main memory of a machine by the parameters and the ranks of a launch."""
-    if num_params is None or document.accelerate is None and document.deepspeed is None:
+    if num_params is None or (document.accelerate is None and document.deepspeed is None):
         return
     ranks = num_ranks or ranks_of(document)
     need = host_need(document, num_params, ranks)

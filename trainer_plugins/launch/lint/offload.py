@@ -44,7 +44,7 @@ def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed
     if kind == "FSDP":
         start, parts = _fsdp(document, num_params, share)
     elif zero_stage(document) == 3:
-        start, parts = 0.0, [*_zero_3(document, share)]
+        start, parts = _defragmented(document, share), [*_zero_3(document, share)]
     else:
         # each rank loads the whole model, and moves it to its card
         start, parts = num_params * _HALF, [*_zero_2(document, share)]
@@ -77,6 +77,14 @@ def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, l
     start += share * _FULL + weights.pinned_bytes
     gradients, states = weights, _Part(2 * share * _FULL)
     return start, [weights, gradients, states]
+
+
+def _defragmented(document: Document, share: float) -> float:
+    """Return what passes through main memory while weights on the card are joined to one buffer.
+
+    deepspeed/runtime/zero/utils.py, defragment.
+    """
+    return 0.0 if "param" in offload_devices(document) else share * _HALF
 
 
 def _zero_3(document: Document, share: float) -> Iterator[_Part]:
