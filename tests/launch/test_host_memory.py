@@ -1,9 +1,9 @@
 """Main memory: the linter's arithmetic says what the planner found by running the code."""
 
+import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from tests.test_cli import command
 from trainer_plugins.launch import configs
@@ -11,6 +11,11 @@ from trainer_plugins.launch.lint import check, read_document
 from trainer_plugins.launch.lint.offload import host_need
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
 
 PLANS = tomllib.loads(Path(__file__).with_name("host_memory.toml").read_text())["plan"]
 

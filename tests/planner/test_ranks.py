@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import yaml
 from typer.testing import CliRunner
 
@@ -23,6 +22,11 @@ from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import names, path
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.run import predict_all
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
 
 HERE = Path(__file__).parent
 FSDP = ("--fsdp", "True", "--fsdp_config")
