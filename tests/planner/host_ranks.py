@@ -1,7 +1,7 @@
 """One of two CPU ranks that loads a model and trains one step. It writes its peak of main memory.
 
-For test_host_memory.py: `host_ranks.py FOLDER CHECKPOINT LAUNCH`, where LAUNCH is JSON: the fields
-of TrainingArguments.
+By hand, for docs/plan_measured.md: `host_ranks.py FOLDER CHECKPOINT LAUNCH`, with the fields of
+TrainingArguments as JSON.
 """
 
 import json
