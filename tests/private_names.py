@@ -122,8 +122,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_reset_state": ("accelerate.state.PartialState", "accelerate.state.AcceleratorState"),
     # DeepSpeed
     "_running_engine_step": ("deepspeed.runtime.engine",),
-    "_torch_empty_pinned": ("deepspeed.accelerator.abstract_accelerator",),
-    "_torch_pin_memory": ("deepspeed.accelerator.abstract_accelerator",),
     "_zero3_consolidated_16bit_state_dict": ("deepspeed.runtime.engine.DeepSpeedEngine",),
     # TRL
     "_backward_tile": ("trl.kernels.chunked_logprob", "trl<1.16"),

@@ -9,6 +9,8 @@ from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+from trainer_plugins.launch.main_memory import HostLimits
+from trainer_plugins.units import GIB
 
 
 def codes(path: Path, **more) -> set[str]:
@@ -42,7 +44,9 @@ def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> No
 def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
     training = None if words is None else training_arguments(words)
 
-    assert not check(configs.path(name), training=training, num_params=1e9, host_bytes=64 * 2**30)
+    assert not check(
+        configs.path(name), training=training, num_params=1e9, host=HostLimits(total_bytes=64 * GIB)
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,16 +99,18 @@ def test_a_missing_accumulation_is_one_and_clashes_with_eight(tmp_path: Path) ->
     ("name", "gib", "found"),
     [
         ("zero3_offload_all", 64, Severity.ERROR),
-        ("zero3_offload_all", 128, Severity.WARNING),
+        ("zero3_offload_all", 128, Severity.ERROR),
+        ("zero3_offload_all", 160, Severity.WARNING),
         ("zero3_offload_all", 192, None),
         ("one_gpu_7b_offload", 64, Severity.ERROR),
         ("one_gpu_7b_offload", 128, None),
         ("zero3_offload_nvme", 64, None),
-        ("zero3", 8, None),
+        ("zero3", 8, Severity.ERROR),  # weights pass through it at the start
+        ("zero3", 32, None),
     ],
 )
 def test_main_memory_for_7b(name: str, gib: int, found: Severity | None) -> None:
-    findings = check(configs.path(name), num_params=6.74e9, host_bytes=gib * 2**30)
+    findings = check(configs.path(name), num_params=6.74e9, host=HostLimits(total_bytes=gib * GIB))
 
     assert [finding.severity for finding in findings] == ([] if found is None else [found])
 

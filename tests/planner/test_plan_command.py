@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from tests.models import SMALL_GPT2
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.units import MIB
 
 CONFIGS = Path(__file__).parent / "configs"
 CHECKPOINTING = (
@@ -111,3 +112,19 @@ def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
     compiled = MemoryPlan.from_json(plan(*asked).stdout)
     assert found.allocated_peak_bytes == compiled.allocated_peak_bytes
     assert not list((tmp_path / "empty").glob("*.so")), "nothing was compiled"
+
+
+def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
+    asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4")
+    offload = ("--activation_checkpointing", "True", "--activation_checkpointing_kwargs")
+    done = plan(*asked, *offload, '{"offload": true}', "--host-memory", "2MiB", "--json")
+    assert done.exit_code == 3, done.output
+    found = MemoryPlan.from_json(done.stdout)
+    assert (found.fits, found.fits_card) == (False, True)
+    assert found.host_shortage is not None
+    assert "of main memory on a machine, which has 2.0 MiB" in found.host_shortage
+    assert found.host_bytes_per_node > found.host_process_bytes_per_node > 500 * MIB
+    # save_on_cpu pins each layer's input, in a block of a power of two
+    assert found.host_pinned_bytes_per_node > 0
+    assert plan(*asked, "--pinned-memory", "lots").exit_code == 2

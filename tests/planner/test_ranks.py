@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests import processes
 from tests.distributed.launched import ROOT, command, ended, environment, start
+from tests.planner.host_plans import planned
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import CHECKPOINTING, request, tiny
 from tests.processes import ENDS_A_HANG
@@ -21,6 +22,11 @@ from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import names, path
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.run import predict_all
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
 
 HERE = Path(__file__).parent
 FSDP = ("--fsdp", "True", "--fsdp_config")
@@ -432,3 +438,16 @@ def test_the_command_says_it_in_one_line(tmp_path, arguments):
 def test_plan_run_takes_a_launch_file():
     with pytest.raises(PlanError, match="say how many with --num-gpus"):
         plan_run(tiny(), {"output_dir": "runs"}, accelerate_config=path("ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["zero3_offload_all", "fsdp2_offload"])
+def test_the_table_that_the_linter_is_held_against_is_what_plans_say(file):
+    """Main memory of Llama-2-7B on 8 cards (see tests/launch/host_memory.toml)."""
+    table = tomllib.loads((HERE.parent / "launch" / "host_memory.toml").read_text())
+    (row,) = (
+        row for row in table["plan"] if (row["file"], row["size"], row["ranks"]) == (file, "7B", 8)
+    )
+    tensors, pinned = planned("llama-2-7b", file, 8)
+    assert tensors == pytest.approx(row["tensors"], rel=0.001)
+    assert pinned == row["pinned"]

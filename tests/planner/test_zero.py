@@ -14,6 +14,7 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.sharded.zero_config import refuse_config
+from trainer_plugins.planner.tracing.host import HostMemory
 
 SCRIPT = Path(__file__).with_name("zero_stream.py")
 if IS_TOO_OLD:
@@ -111,16 +112,23 @@ def test_states_are_those_of_the_paper(both):
 
 
 def test_pinned_blocks_are_kept_and_used_again():
-    from trainer_plugins.planner.sharded.zero_engine import PinnedBlocks
+    host = HostMemory()
+    host.ranks = 2
 
-    pinned = PinnedBlocks()
-    first = pinned.empty((300, 3), torch.float32)
-    assert (first.shape, first.dtype, pinned.num_bytes) == ((300, 3), torch.float32, 4096)
-    second = pinned.empty((2000,), torch.bfloat16)
-    assert pinned.num_bytes == 8192
+    def pinned(num_bytes):
+        storage = torch.UntypedStorage(num_bytes)
+        host.pin(storage, "load")
+        return storage, host.pinned_bytes
+
+    first, after = pinned(3600)
+    assert after == 2 * 4096
+    _second, after = pinned(4000)
+    assert after == 4 * 4096
     del first
-    third = pinned.empty((1024,), torch.float32)
-    assert (third.numel() + second.numel(), pinned.num_bytes) == (3024, 8192)
+    _third, after = pinned(4096)
+    assert after == 4 * 4096 == host.peaks["load"]
+    _fourth, after = pinned(4097)
+    assert after == 4 * 4096 + 2 * 8192 == host.peaks["load"]
 
 
 ZERO = {"stage": 3}

@@ -94,10 +94,22 @@ def check(
             "--params", min=1, help="Parameters of the model, such as 7e9: judges main memory."
         ),
     ] = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--num-gpus", min=1, help="Ranks on all machines, if the file leaves it open."
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
             "--host-memory", help="Main memory to judge by, such as 128GiB; default: this machine."
+        ),
+    ] = None,
+    pinned_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--pinned-memory", help="How much of it can be pinned, as in 2GiB; WSL limits that."
         ),
     ] = None,
 ) -> None:
@@ -112,6 +124,7 @@ def check(
     from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
     from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+    from trainer_plugins.launch.main_memory import HostLimits
     from trainer_plugins.units import parse_size
 
     try:
@@ -121,7 +134,11 @@ def check(
             )
         host_bytes = parse_size(host_memory) if host_memory else (_host_bytes() if params else None)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
-        findings = check(file, training=training, num_params=params, host_bytes=host_bytes)
+        host = HostLimits(
+            total_bytes=host_bytes,
+            pinned_bytes=parse_size(pinned_memory) if pinned_memory else None,
+        )
+        findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
     except (ConfigError, ValueError) as error:
         raise _refused(error) from None
     findings += tuple(lock_findings(read_locks(os.environ)))

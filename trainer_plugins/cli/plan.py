@@ -71,6 +71,12 @@ _NumGpus: TypeAlias = Annotated[
 _AccelerateConfig: TypeAlias = Annotated[
     Path | None, typer.Option(help="The config file that accelerate launch will get.")
 ]
+_HostMemory: TypeAlias = Annotated[
+    str | None, typer.Option(help="Main memory of a machine, as in 252GB: it has to fit there too.")
+]
+_PinnedMemory: TypeAlias = Annotated[
+    str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")
+]
 _Padding: TypeAlias = Annotated[
     bool | None,
     typer.Option(help="Whether batches have padding. If not given, those of several rows do."),
@@ -132,6 +138,8 @@ def plan(
     gpu: _Gpu = None,
     num_gpus: _NumGpus = None,
     accelerate_config: _AccelerateConfig = None,
+    host_memory: _HostMemory = None,
+    pinned_memory: _PinnedMemory = None,
     padding: _Padding = None,
     eval_batches: _EvalBatches = 8,
     search: _Search = False,
@@ -145,8 +153,8 @@ def plan(
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
-    Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input is wrong, or cannot be
-    predicted.
+    Exit codes: 0 it fits, or nothing was named to fit in; 3 it does not; 2 the input is wrong, or
+    cannot be predicted.
     """
     from trainer_plugins.cli.again import command_of
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
@@ -160,7 +168,10 @@ def plan(
             *(flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches),
             *(_quantisation(context.params), prepare_kbit),
         )
-        launch = RunInputs(gpu, calibration and run_dir is None, None, num_gpus, padding)
+        launch = RunInputs(
+            *(gpu, calibration and run_dir is None, None, num_gpus, padding),
+            *(host_memory, pinned_memory),
+        )
         request = request_of(model, details, launch)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:

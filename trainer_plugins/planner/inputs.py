@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.plan import PlanError
@@ -22,6 +23,7 @@ from trainer_plugins.planner.request import (
     ConfigSource,
     PlanRequest,
 )
+from trainer_plugins.units import parse_size
 
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _OF_A_TRAINER = {
@@ -99,6 +101,12 @@ class RunInputs:
     has_padding: bool | None = None
     """Whether batches have padding; None looks at the batch, or assumes it for several rows."""
 
+    host_memory: str | None = None
+    """The size of a machine's main memory; None is this machine's, if the card is the Trainer's."""
+
+    pinned_memory: str | None = None
+    """How much of it can be pinned; None sets no limit."""
+
 
 def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     """Make the request for a run.
@@ -119,6 +127,7 @@ def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs)
         request = _of_trainer(trainer_or_config, details, run)
     else:
         request = _of_config(trainer_or_config, details, run)
+    request = replace(request, host=_host_limits(run, request.host))
     if run.calibration and request.card is not None:
         return replace(request, card=with_measured_context(request.card))
     return request
@@ -182,6 +191,20 @@ def _check_quantisation(fields: Mapping[str, object]) -> None:
         if (value := fields.get(name)) is not None and str(value) not in words:
             flag = name.replace("_", "-")
             raise PlanError(f"--{flag} is one of {', '.join(words)}, got {value!r}")
+
+
+def _host_limits(run: RunInputs, here: HostLimits) -> HostLimits:
+    return HostLimits(
+        total_bytes=_bytes_of("--host-memory", run.host_memory) or here.total_bytes,
+        pinned_bytes=_bytes_of("--pinned-memory", run.pinned_memory),
+    )
+
+
+def _bytes_of(flag: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise PlanError(f"{flag}: {error}") from error
 
 
 def _settings(run: RunInputs) -> str:

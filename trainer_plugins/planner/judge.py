@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
+from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card, about_context
 from trainer_plugins.planner.plan import (
@@ -48,14 +49,18 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
     shown = on_card if on_card is not None and on_card.failed is None else unlimited
     context = card.context_bytes if card is not None else 0
     live = live_at_peak(trace, unlimited)
+    shortage = request.host.shortage(watched.host)
     return MemoryPlan(
         allocated_peak_bytes=unlimited.allocated_peak_bytes,
         reserved_peak_bytes=shown.reserved_peak_bytes,
         nvidia_smi_peak_bytes=shown.reserved_peak_bytes + context,
-        host_ram_bytes_per_node=trace.host_peak_bytes,
-        host_pinned_bytes_per_node=watched.host_pinned_bytes_per_node,
+        host_ram_bytes_per_node=watched.host.tensor_bytes,
+        host_pinned_bytes_per_node=watched.host.pinned_bytes,
+        host_process_bytes_per_node=watched.host.process_bytes,
+        host_capacity_bytes=request.host.total_bytes,
+        host_shortage=shortage,
         capacity_bytes=card.capacity_bytes if card is not None else None,
-        fits=on_card.failed is None if on_card is not None else None,
+        fits=_fits(on_card, request.host, shortage),
         moment=unlimited.peak_moment,
         breakdown=_breakdown(live),
         top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
@@ -92,6 +97,12 @@ def _on_card(card: Card | None, watched: Watched, rules: AllocatorRules) -> Repl
     if card is None:
         return None
     return replay(watched.trace, card.capacity_bytes - card.context_bytes, rules)
+
+
+def _fits(on_card: Replay | None, host: HostLimits, shortage: str | None) -> bool | None:
+    if on_card is None and host == HostLimits():
+        return None
+    return shortage is None and (on_card is None or on_card.failed is None)
 
 
 def _breakdown(live: list[tuple[Storage, int]]) -> dict[Category, int]:

@@ -187,16 +187,25 @@ class MemoryPlan:
     """What the driver will show for the process: reserved memory and the context."""
 
     host_ram_bytes_per_node: int
-    """The peak of the run's tensors in main memory; Python and its libraries come on top."""
+    """The peak of the tensors of all ranks of a node in main memory."""
 
     host_pinned_bytes_per_node: int = 0
-    """The part of the main memory that is pinned."""
+    """The part of the tensors in main memory that is pinned."""
+
+    host_process_bytes_per_node: int = 0
+    """What Python and its libraries take of main memory, in all ranks of a node."""
+
+    host_capacity_bytes: int | None = None
+    """The main memory of a node; None if nobody said."""
+
+    host_shortage: str | None = None
+    """What does not fit in main memory, in words; None if nothing is known to be short."""
 
     capacity_bytes: int | None = None
     """The memory of the card; None if no card was named."""
 
     fits: bool | None = None
-    """Whether the run completes on that card; None if no card was named."""
+    """Whether the run completes on that card and in that main memory; None if neither is known."""
 
     moment: Moment
     """The moment of the allocated peak, one of `MOMENTS`."""
@@ -271,6 +280,16 @@ class MemoryPlan:
             known_moment(moment)
         for category in self.breakdown:
             known_category(category)
+
+    @property
+    def fits_card(self) -> bool | None:
+        """Return whether the card holds the run; None if no card was named."""
+        return None if self.capacity_bytes is None else self.failed_request_bytes is None
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """Return what a node needs of its main memory: tensors, Python and its libraries."""
+        return self.host_ram_bytes_per_node + self.host_process_bytes_per_node
 
     @property
     def margin_bytes(self) -> int | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 
@@ -88,6 +89,9 @@ class PlanRequest:
 
     card: Card | None = None
     """The card on which the run has to fit; None asks only what the run needs."""
+
+    host: HostLimits = field(default_factory=HostLimits)
+    """The main memory in which the ranks of a machine have to fit."""
 
     allocator: str = ""
     """The allocator settings, as in PYTORCH_ALLOC_CONF."""

@@ -45,6 +45,8 @@ def plan_run(
     num_gpus: int | None = None,
     accelerate_config: str | os.PathLike[str] | None = None,
     has_padding: bool | None = None,
+    host_memory: str | None = None,
+    pinned_memory: str | None = None,
     calibration: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> MemoryPlan:
@@ -70,6 +72,9 @@ def plan_run(
         accelerate_config: with a config: the file that `accelerate launch` will get.
         has_padding: whether batches have padding, which decides about masks. None: with a Trainer
             as in its batch; with a config if there is more than one row.
+        host_memory: main memory of a machine, as in "252GB", in which its ranks have to fit. None:
+            that of this machine if the plan is for the Trainer's own card.
+        pinned_memory: how much of it can be pinned, as in "2GiB"; None: all of it.
         calibration: whether to use the context that `calibrate` measured on this machine.
         timeout_seconds: after which the prediction is given up.
 
@@ -82,7 +87,7 @@ def plan_run(
         quantization_config=quantization_config,
         prepare_kbit=prepare_kbit,
     )
-    run = RunInputs(gpu, calibration, allocator, num_gpus, has_padding)
+    run = RunInputs(gpu, calibration, allocator, num_gpus, has_padding, host_memory, pinned_memory)
     return predict_one(request_of(trainer_or_config, details, run), timeout_seconds)
 
 

@@ -13,6 +13,7 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
     """Render the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
     parts: list[RenderableType] = [
         Text(verdict(plan), style=_style(plan)),
+        *(Text(line, style="bold") for line in host_verdict(plan)),
         *(Text(line) for line in details(plan)),
         *_planned(plan),
         _figures(plan),
@@ -35,9 +36,9 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 
 def verdict(plan: MemoryPlan) -> str:
     """Say in one short line whether the run fits."""
-    if plan.fits is None or plan.capacity_bytes is None or plan.margin_bytes is None:
+    if plan.capacity_bytes is None or plan.margin_bytes is None:
         return f"Needs {size(plan.nvidia_smi_peak_bytes)}, in the {_moment(plan)}"
-    if plan.fits:
+    if plan.fits_card:
         card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {_moment(plan)}"
     if plan.margin_bytes < 0:
@@ -49,9 +50,9 @@ def verdict(plan: MemoryPlan) -> str:
 def details(plan: MemoryPlan) -> list[str]:
     """Say what the verdict rests on."""
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU"
-    if plan.fits is None or plan.capacity_bytes is None:
+    if plan.capacity_bytes is None:
         return [f"{peak}. Name a card with --gpu to learn whether that fits"]
-    if plan.fits:
+    if plan.fits_card:
         if not plan.num_flushes:
             return [peak]
         return [f"{peak}, after releasing the whole cache {plan.num_flushes} times"]
@@ -105,6 +106,19 @@ def to_paste(line: str) -> Text:
     return Text(line, no_wrap=True, overflow="ignore")
 
 
+def host_verdict(plan: MemoryPlan) -> list[str]:
+    """Say in one line whether it fits in main memory; nothing if nobody said how much there is."""
+    if plan.host_shortage is not None:
+        return [f"Does not fit in main memory: {plan.host_shortage}"]
+    if plan.host_capacity_bytes is None:
+        return []
+    left = plan.host_capacity_bytes - plan.host_bytes_per_node
+    return [
+        f"Fits in {size(plan.host_capacity_bytes)} of main memory: "
+        f"{size(plan.host_bytes_per_node)} on a machine, {size(left)} to spare"
+    ]
+
+
 def _figures(plan: MemoryPlan) -> Table:
     table = _table("", "a GPU")
     table.add_row("allocated (max_memory_allocated)", size(plan.allocated_peak_bytes))
@@ -116,6 +130,9 @@ def _figures(plan: MemoryPlan) -> Table:
         else ""
     )
     table.add_row("host RAM per node, for tensors", size(plan.host_ram_bytes_per_node) + pinned)
+    table.add_row(
+        "host RAM per node, with Python and its libraries", size(plan.host_bytes_per_node)
+    )
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
     table.add_row("trainable parameters", trainable)
     return table

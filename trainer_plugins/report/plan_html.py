@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.report.plan import details, verdict
+from trainer_plugins.report.plan import details, host_verdict, verdict
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import GIB, MIB, percent, size
 
@@ -48,7 +48,11 @@ def plan_page(plan: MemoryPlan) -> str:
     environment.filters |= {"size": size, "percent": percent, "words": words_of}
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return page.render(
-        plan=plan, verdict=verdict(plan), details=details(plan), chart=chart_of(plan)
+        plan=plan,
+        verdict=verdict(plan),
+        details=details(plan),
+        host=host_verdict(plan),
+        chart=chart_of(plan),
     )
 
 

@@ -16,6 +16,9 @@ from trainer_plugins.launch.lint.names import name_findings
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.launch.lint.text import ConfigError
 from trainer_plugins.launch.lint.training import training_arguments, training_findings
+from trainer_plugins.launch.main_memory import HostLimits
+
+_UNKNOWN = HostLimits()
 
 __all__ = ["ConfigError", "Document", "check", "judge", "read_document", "training_arguments"]
 
@@ -25,7 +28,8 @@ def check(
     *,
     training: Mapping[str, object] | None = None,
     num_params: float | None = None,
-    host_bytes: int | None = None,
+    num_ranks: int | None = None,
+    host: HostLimits = _UNKNOWN,
 ) -> tuple[Finding, ...]:
     """Judge one launch file.
 
@@ -34,13 +38,18 @@ def check(
         training: TrainingArguments by name, as `training_arguments` reads them from a command line.
         num_params: parameters of the model, all of them trained; without it main memory is not
             judged.
-        host_bytes: main memory of the machine or of its container.
+        num_ranks: ranks on all machines; None is what the file says, or 1.
+        host: main memory of a machine.
 
     Raises:
         ConfigError: the file cannot be read, or does not hold a mapping.
     """
     return judge(
-        read_document(path), training=training, num_params=num_params, host_bytes=host_bytes
+        read_document(path),
+        training=training,
+        num_params=num_params,
+        num_ranks=num_ranks,
+        host=host,
     )
 
 
@@ -49,7 +58,8 @@ def judge(
     *,
     training: Mapping[str, object] | None = None,
     num_params: float | None = None,
-    host_bytes: int | None = None,
+    num_ranks: int | None = None,
+    host: HostLimits = _UNKNOWN,
 ) -> tuple[Finding, ...]:
     """Judge a document that was read; see `check`. The worst findings come first."""
     found = [
@@ -58,6 +68,6 @@ def judge(
         *zero_findings(document),
         *name_findings(document),
         *training_findings(document, training),
-        *memory_findings(document, num_params, host_bytes),
+        *memory_findings(document, num_params, num_ranks, host),
     ]
     return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))

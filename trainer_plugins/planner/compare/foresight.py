@@ -75,7 +75,7 @@ class Foresight:
         repetition = self._repetition_of(request)
         if seen is None or repetition is None:
             return None
-        if any(each.host_pinned_bytes_per_node for each in seen):
+        if any(each.host.pinned_bytes for each in seen):
             return None  # pinned memory is in powers of two, which do not add up
         watched = _longer(seen, repetition.num_more)
         if watched is None:
@@ -109,7 +109,7 @@ def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
     trace = longer([each.trace for each in seen], num_more)
     num_parameters = _grown([each.num_parameters for each in seen], num_more)
     num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
-    pinned = _grown([each.host_pinned_bytes_per_node for each in seen], num_more)
+    pinned = _grown([each.host.pinned_bytes for each in seen], num_more)
     if trace is None or num_parameters is None or num_trainable is None or pinned is None:
         return None
     return replace(
@@ -117,7 +117,7 @@ def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
         trace=trace,
         num_parameters=num_parameters,
         num_trainable_parameters=num_trainable,
-        host_pinned_bytes_per_node=pinned,
+        host=replace(seen[0].host, tensor_bytes=trace.host_peak_bytes, pinned_bytes=pinned),
     )
 
 
@@ -145,6 +145,7 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
         host_pinned_bytes_per_node=further(
             first.host_pinned_bytes_per_node, second.host_pinned_bytes_per_node
         ),
+        host_shortage=None,
         fits=None if second.capacity_bytes is None else peak <= second.capacity_bytes,
         breakdown={
             name: further(first.breakdown.get(name, 0), num_bytes)

@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from trainer_plugins.devices.host import HostDevice
+from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import ship
@@ -85,10 +87,13 @@ def request_of(
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
     if has_padding is None:
         has_padding = is_padded
+    here = _card_here(args.device) if card is None else None
+    host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
     return PlanRequest(
         source=source,
         device=device,
-        card=card if card is not None else _card_here(args.device),
+        card=card or here,
+        host=host,
         allocator=allocator,
         num_gpus=num_gpus or max(1, args.world_size),
         num_nodes=_num_nodes(num_gpus or max(1, args.world_size)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from trainer_plugins.launch.main_memory import HostNeed
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.pretend import eight_bit, fake_cuda
@@ -34,7 +35,7 @@ class Watched:
     num_gpus: int
     num_parameters: int
     num_trainable_parameters: int
-    host_pinned_bytes_per_node: int
+    host: HostNeed
     not_predicted: tuple[str, ...]
     not_reliable: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -88,7 +89,6 @@ def watch(request: PlanRequest) -> Watched:
             )
         trace = tracker.trace()
         parameters = [*rehearsed.trainer.model.parameters()]
-        pinned = strategy.host_pinned_bytes_per_node()
         planned = planned_of(request, rehearsed.trainer, args)
     if request.num_nodes > 1:
         rehearsed.assumptions.append(
@@ -99,7 +99,11 @@ def watch(request: PlanRequest) -> Watched:
         num_gpus=request.num_gpus,
         num_parameters=_num_elements(parameters),
         num_trainable_parameters=_num_elements(each for each in parameters if each.requires_grad),
-        host_pinned_bytes_per_node=pinned,
+        host=HostNeed(
+            tensor_bytes=trace.host_peak_bytes,
+            pinned_bytes=tracker.host.pinned_bytes,
+            num_ranks=request.gpus_per_node,
+        ),
         not_predicted=strategy.not_predicted,
         not_reliable=(
             *notes,

@@ -74,9 +74,6 @@ class Ddp:
     def prepare(self, trainer: TrainerLike) -> None:
         pass
 
-    def host_pinned_bytes_per_node(self) -> int:
-        return 0
-
 
 def _reduced(_: object, bucket: Any) -> torch.futures.Future[object]:
     """Return the bucket as reduced in place, like the default hook.

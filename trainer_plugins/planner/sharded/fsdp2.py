@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
-from trainer_plugins.planner.pretend.pinned import PinnedMemory
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -42,7 +41,7 @@ class Fsdp2:
     @contextlib.contextmanager
     def around(self, tracker: Tracker) -> Iterator[None]:
         self._tracker = tracker
-        with as_first_rank(self._request, tracker) as stack, PinnedMemory(tracker):
+        with as_first_rank(self._request, tracker) as stack:
             self._num_local = tracker.host.ranks
             if all(os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS):
                 tracker.host.ranks = 1
@@ -63,9 +62,6 @@ class Fsdp2:
         if optimizer in OPTIMIZERS:
             raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under FSDP2")
         self._tracker.host.ranks = self._num_local
-
-    def host_pinned_bytes_per_node(self) -> int:
-        return self._tracker.host.pinned_peak_bytes
 
 
 def _as_buffers(name: str, tracker: Tracker) -> _Patch:

@@ -33,9 +33,6 @@ class Strategy(Protocol):
             NotPredicted: its run cannot be predicted under this strategy.
         """
 
-    def host_pinned_bytes_per_node(self) -> int:
-        """Return the pinned memory of all ranks of one node, in bytes."""
-
 
 class SingleGpu:
     """Keeps everything on one card."""
@@ -49,9 +46,6 @@ class SingleGpu:
 
     def prepare(self, trainer: TrainerLike) -> None:
         pass
-
-    def host_pinned_bytes_per_node(self) -> int:
-        return 0
 
 
 def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:

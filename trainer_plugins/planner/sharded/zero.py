@@ -29,10 +29,7 @@ class Zero:
     )
 
     def __init__(self, config: Mapping[str, Any], request: PlanRequest) -> None:
-        from trainer_plugins.planner.sharded.zero_engine import PinnedBlocks
-
         self._request = request
-        self._pinned = PinnedBlocks()
         if config["zero_optimization"]["stage"] == 3:
             self.not_reliable += ("ZeRO-3, host: reading a checkpoint at load is not counted",)
 
@@ -43,7 +40,7 @@ class Zero:
         os.environ.update(_exported(self._request))
         with (
             as_first_rank(self._request, tracker),
-            engine_without_bytes(tracker, self._pinned) as engines,
+            engine_without_bytes(tracker) as engines,
         ):
             yield
             if not engines or engines[-1].global_steps < self._request.num_steps:
@@ -53,9 +50,6 @@ class Zero:
 
     def prepare(self, trainer: TrainerLike) -> None:
         pass
-
-    def host_pinned_bytes_per_node(self) -> int:
-        return self._pinned.num_bytes * self._request.gpus_per_node
 
 
 def _exported(request: PlanRequest) -> dict[str, str]:

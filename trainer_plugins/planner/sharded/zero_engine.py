@@ -6,7 +6,7 @@ parameters are gathered, when they are released, and how large each buffer is.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -18,40 +18,9 @@ from trainer_plugins.planner.tracing.trace import Tracker
 
 _Views: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
-_HELD_HERE = 2  # references: the tensor, and the Python object of the storage
-
-
-class PinnedBlocks:
-    """Allocates pinned memory as torch does: in blocks of powers of two, which it keeps.
-
-    ATen/core/CachingHostAllocator.h: `size_t roundSize = c10::llvm::PowerOf2Ceil(size)`, and free
-    lists by that size.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that this process has pinned."""
-        return sum(block.numel() for block in self._blocks)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Make a pinned tensor."""
-        length = torch.Size(shape).numel() * dtype.itemsize
-        return self._block(1 << max(0, length - 1).bit_length())[:length].view(dtype).view(shape)
-
-    def _block(self, size: int) -> torch.Tensor:
-        use_count = torch._C._storage_Use_Count
-        for block in self._blocks:
-            if block.numel() == size and use_count(block.untyped_storage()._cdata) == _HELD_HERE:
-                return block
-        self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu"))
-        return self._blocks[-1]
-
 
 @contextlib.contextmanager
-def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[list[Any]]:
+def engine_without_bytes(tracker: Tracker) -> Iterator[list[Any]]:
     """Patch DeepSpeed while an engine is made and runs. Yields the engines that are made."""
     engines: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -60,7 +29,6 @@ def engine_without_bytes(tracker: Tracker, pinned: PinnedBlocks) -> Iterator[lis
         _gradients_are_finite(stack)
         _streams(stack)
         _ops_are_not_built(stack)
-        _memory_is_pinned(stack, pinned)
         _buffers_are_known(stack, tracker)
         _engines_are_watched(stack, tracker, engines)
         yield engines
@@ -164,22 +132,6 @@ def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
 
     for builder in (cpu_adam.CPUAdamBuilder, fused_adam.FusedAdamBuilder):
         stack.enter_context(patch.object(builder, "load", lambda *_, **__: _Op()))
-
-
-def _memory_is_pinned(stack: contextlib.ExitStack, pinned: PinnedBlocks) -> None:
-    """Replace the two functions through which the engine pins memory.
-
-    accelerator/abstract_accelerator.py.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    kind = type(get_accelerator())
-    answers = {
-        "_torch_pin_memory": lambda _, tensor: pinned.empty(tensor.shape, tensor.dtype),
-        "_torch_empty_pinned": lambda _, tensor, shape: pinned.empty(shape, tensor.dtype),
-    }
-    for name, answer in answers.items():
-        stack.enter_context(patch.object(kind, name, answer))
 
 
 def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:

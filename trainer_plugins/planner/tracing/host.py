@@ -1,62 +1,59 @@
 """Count the tensors of a run in a node's main memory. Imports torch."""
 
 import weakref
+from collections import defaultdict
 
 import torch
 
+from trainer_plugins.allocator.pinned import block_bytes
 from trainer_plugins.planner.plan import Moment
+from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
+
+aten = torch.ops.aten
 
 
 class HostMemory:
-    """Counts the storages on the host, and those of them that are pinned. Sizes in bytes."""
+    """Counts the storages on the host, and those of them that are pinned. Sizes in bytes.
+
+    A pinned storage takes a block, which the process keeps for the next one of its size.
+    """
 
     def __init__(self) -> None:
         self.ranks = 1
         """How many processes of a node do the same on the host as this one."""
 
         self.peaks: dict[Moment, int] = {}
-        """By moment, the peak of all storages."""
+        """By moment, the peak of all storages and of the blocks that are kept."""
 
-        self.pinned_peak_bytes = 0
+        self.pinned_bytes = 0
+        """The blocks of pinned memory of all ranks. It only grows."""
+
         self._now = 0
-        self._pinned_now = 0
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, tuple[int, int]] = {}
+        self._free: dict[tuple[int, int], int] = defaultdict(int)
         self._bytes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._truths: dict[int, str] = {}
 
     def see(self, storage: torch.UntypedStorage, moment: Moment) -> None:
         """Count a storage, unless it was counted before."""
+        if key_of(storage) not in self._bytes:
+            num_bytes = storage.nbytes() * self.ranks
+            self._remember(storage, num_bytes)
+            self._add(num_bytes, moment)
+
+    def pin(self, storage: torch.UntypedStorage, moment: Moment) -> None:
+        """Count a new storage as pinned, in a block that is free or new."""
         key = key_of(storage)
         if key in self._bytes:
             return
-
-        def died(_: object) -> None:
-            num_bytes = self._bytes.pop(key)[1]
-            self._truths.pop(key, None)
-            self._now -= num_bytes
-            if key in self._pinned:
-                self._pinned.remove(key)
-                self._pinned_now -= num_bytes
-
-        num_bytes = storage.nbytes() * self.ranks
-        self._bytes[key] = (weakref.ref(storage, died), num_bytes)
-        self._add(num_bytes, moment)
-
-    def pin(self, tensor: torch.Tensor, moment: Moment) -> None:
-        """Count a tensor as pinned: it takes a power of two of bytes.
-
-        ATen/core/CachingHostAllocator.h.
-        """
-        key = key_of(tensor.untyped_storage())
-        if key in self._pinned or key not in self._bytes:
+        self._remember(storage, 0)
+        block = self._pinned[key] = block_bytes(storage.nbytes()), self.ranks
+        if self._free[block]:
+            self._free[block] -= 1
             return
-        reference, before = self._bytes[key]
-        after = (1 << max(0, tensor.untyped_storage().nbytes() - 1).bit_length()) * self.ranks
-        self._bytes[key] = (reference, after)
-        self._pinned.add(key)
-        self._pinned_now += after
-        self._add(after - before, moment)
-        self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._pinned_now)
+        new_bytes = block[0] * self.ranks
+        self.pinned_bytes += new_bytes
+        self._add(new_bytes, moment)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether `pin` was called for the storage of this tensor."""
@@ -70,9 +67,37 @@ class HostMemory:
         """Return the operation that made a storage that holds one bool; empty for any other."""
         return self._truths.get(key_of(storage), "")
 
+    def _remember(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = key_of(storage)
+
+        def died(_: object) -> None:
+            self._now -= self._bytes.pop(key)[1]
+            self._truths.pop(key, None)
+            block = self._pinned.pop(key, None)
+            if block is not None:
+                self._free[block] += 1
+
+        self._bytes[key] = (weakref.ref(storage, died), num_bytes)
+
     def _add(self, num_bytes: int, moment: Moment) -> None:
         self._now += num_bytes
         self.peaks[moment] = max(self.peaks.get(moment, 0), self._now)
+
+
+def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> bool:
+    """Return whether the result of an operation is pinned.
+
+    It is asked to be, or it is copied to the host while the program goes on
+    (aten/src/ATen/native/TensorConversions.cpp, _to_copy).
+    """
+    if func is aten._pin_memory.default or kwargs.get("pin_memory"):
+        return True
+    if func is not aten._to_copy.default or not kwargs.get("non_blocking"):
+        return False
+    return (
+        args[0].device.type != "cpu"
+        and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+    )
 
 
 def key_of(storage: torch.UntypedStorage) -> int:

@@ -18,7 +18,7 @@ from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import Category, Moment, known_category, known_moment
 from trainer_plugins.planner.tracing import kernels
 from trainer_plugins.planner.tracing.graph import Graph
-from trainer_plugins.planner.tracing.host import HostMemory, key_of
+from trainer_plugins.planner.tracing.host import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 
@@ -255,6 +255,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return answer
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
             return True
+        if func is torch.ops.aten.is_pinned.default:
+            return self.host.is_pinned(args[0])
         if func in IN_PLACE and is_autograds_own(args[0]):
             func = IN_PLACE[func]
         if self._card is not None:
@@ -263,6 +265,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = kernels.run(func, args, kwargs)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
+            if makes_pinned(func, args, kwargs):
+                self.host.pin(result.untyped_storage(), self.moment)
             self._see_result(result, name, args)
         elif isinstance(result, (tuple, list)):
             for item in result:

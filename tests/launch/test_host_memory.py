@@ -1,0 +1,74 @@
+"""Main memory: the linter's arithmetic says what the planner found by running the code."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import command
+from trainer_plugins.launch import configs
+from trainer_plugins.launch.lint import check, read_document
+from trainer_plugins.launch.lint.offload import host_need
+from trainer_plugins.launch.main_memory import HostLimits
+from trainer_plugins.units import GIB
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
+
+PLANS = tomllib.loads(Path(__file__).with_name("host_memory.toml").read_text())["plan"]
+
+
+def test_plans_are_of_every_file_that_can_be_planned() -> None:
+    assert {plan["file"] for plan in PLANS} == {*configs.names()} - {"zero3_offload_nvme"}
+    assert {plan["size"] for plan in PLANS} == {"1B", "7B", "70B"}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p['file']}-{p['size']}-{p['ranks']}")
+def test_check_says_what_plan_says(plan) -> None:
+    need = host_need(read_document(configs.path(plan["file"])), plan["params"], plan["ranks"])
+    assert need.tensor_bytes == pytest.approx(plan["tensors"], rel=0.05)
+    # the rounding of each weight depends on the widths of a model
+    assert need.pinned_bytes == pytest.approx(plan["pinned"], rel=0.3)
+
+
+def test_what_a_machine_has_is_judged_with_the_processes_and_what_can_be_pinned() -> None:
+    file = configs.path("zero3_offload_all")
+    need = host_need(read_document(file), 9.4e9, 1)
+    assert need.total_bytes > need.tensor_bytes > need.pinned_bytes > 0
+
+    def found(**limits):
+        return [str(each) for each in check(file, num_params=9.4e9, host=HostLimits(**limits))]
+
+    assert not found()
+    assert not found(total_bytes=2 * need.total_bytes, pinned_bytes=need.pinned_bytes)
+    assert "which has" in found(total_bytes=need.tensor_bytes)[0]
+    (pinned,) = found(total_bytes=2 * need.total_bytes, pinned_bytes=2 * GIB)
+    assert "where 2.00 GiB can be pinned" in pinned
+
+
+def test_more_ranks_need_more_for_the_start_of_fsdp2() -> None:
+    file = configs.path("fsdp2")
+    few, many = (
+        check(file, num_params=34e9, num_ranks=ranks, host=HostLimits(total_bytes=500 * GIB))
+        for ranks in (2, 8)
+    )
+    assert not few
+    assert "8 ranks on a machine" in str(many)
+
+
+def test_the_command_takes_the_ranks(tmp_path: Path) -> None:
+    asked = (
+        "configs",
+        "check",
+        configs.path("fsdp2"),
+        "--params",
+        "34e9",
+        "--host-memory",
+        "1000GB",
+    )
+    assert command(*asked, "--num-gpus", "2").returncode == 0
+    done = command(*asked, "--num-gpus", "8")
+    assert (done.returncode, "config-host-memory" in done.stdout) == (1, True)
+    assert command(*asked, "--pinned-memory", "much").returncode == 2

@@ -1,0 +1,63 @@
+"""Main memory of a machine that runs ranks: what processes take of it, and what it has to hold.
+
+The linter and the planner both judge by this file. The one counts tensors by arithmetic from the
+number of parameters (`lint/offload.py`), the other by running the Trainer.
+"""
+
+from dataclasses import dataclass
+
+from trainer_plugins.units import MIB, size
+
+PROCESS_BYTES = 600 * MIB
+"""What Python, torch, transformers, accelerate and DeepSpeed take of a rank: 452 MiB when they are
+imported, 600 to 700 once it has trained a step. Measured on the CPU
+(docs/plan_measured.md); the libraries and the context of CUDA come on top, and are not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeed:
+    """Holds what all ranks of one machine need of its main memory, in bytes."""
+
+    tensor_bytes: int
+    """The tensors, with the blocks that pinned ones take."""
+
+    pinned_bytes: int
+    """The part of `tensor_bytes` that is pinned: it cannot be swapped."""
+
+    num_ranks: int
+    """The ranks of this machine."""
+
+    @property
+    def process_bytes(self) -> int:
+        """Return what the processes take without any tensor."""
+        return self.num_ranks * PROCESS_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Return all of it."""
+        return self.tensor_bytes + self.process_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLimits:
+    """Holds what a machine has, in bytes; None: nobody said."""
+
+    total_bytes: int | None = None
+    """Main memory of the machine, or of its container."""
+
+    pinned_bytes: int | None = None
+    """How much of it can be pinned, if that is less. Under WSL it is."""
+
+    def shortage(self, need: HostNeed) -> str | None:
+        """Say in a few words what is short; None if nothing is, or if nothing is known."""
+        if self.total_bytes is not None and need.total_bytes > self.total_bytes:
+            return (
+                f"it needs {size(need.total_bytes)} of main memory on a machine, "
+                f"which has {size(self.total_bytes)}"
+            )
+        if self.pinned_bytes is not None and need.pinned_bytes > self.pinned_bytes:
+            return (
+                f"it pins {size(need.pinned_bytes)} of main memory on a machine, "
+                f"where {size(self.pinned_bytes)} can be pinned"
+            )
+        return None
