@@ -6,7 +6,6 @@ backends/cuda/ops.py. transformers and PEFT import these classes by the package'
 which layers are quantised, and what an adapter computes on top, is decided by their own code.
 """
 
-import functools
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
@@ -281,7 +280,7 @@ def stand_in_for_bitsandbytes() -> None:
     for name in ("transformers.utils.import_utils", "peft.import_utils"):
         for asked in ("is_bitsandbytes_available", "is_bnb_available", "is_bnb_4bit_available"):
             answer = getattr(importlib.import_module(name), asked, None)
-            if isinstance(answer, functools._lru_cache_wrapper):
+            if hasattr(answer, "cache_clear"):  # it was asked before
                 answer.cache_clear()
     importlib.import_module("transformers.integrations.bitsandbytes").bnb = package  # type: ignore[attr-defined]
 
