@@ -280,7 +280,7 @@ def stand_in_for_bitsandbytes() -> None:
     for name in ("transformers.utils.import_utils", "peft.import_utils"):
         for asked in ("is_bitsandbytes_available", "is_bnb_available", "is_bnb_4bit_available"):
             answer = getattr(importlib.import_module(name), asked, None)
-            if hasattr(answer, "cache_clear"):  # it was asked before
+            if answer is not None and hasattr(answer, "cache_clear"):
                 answer.cache_clear()
     importlib.import_module("transformers.integrations.bitsandbytes").bnb = package  # type: ignore[attr-defined]
 
