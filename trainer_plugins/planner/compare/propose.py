@@ -14,10 +14,12 @@ from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import (
+    IN_4_BITS,
     LORA,
     half_as_long,
     source_of,
     with_adapter,
+    with_base_in_4_bits,
     with_flags,
 )
 from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal
@@ -95,15 +97,22 @@ class Proposer:
 
     def _with_more(self, base: tuple[_Change, ...], plan: MemoryPlan) -> None:
         """Try one more change, then two, each with fewest rows first."""
-        more = _changes(self._run, self._args)
+        more = _changes(self._run, self._args, plan)
         tries: list[tuple[_Change, ...]] = [(each,) for each in more]
         tries += [(one, two) for at, one in enumerate(more) for two in more[at + 1 :]]
+        alone: dict[str, MemoryPlan] = {}
         for extra in tries:
             if len(self._found) >= _ENOUGH or time.process_time() > self._until:
                 return
-            if self._is_covered(extra) or _least(plan, extra) > self._card.capacity_bytes:
+            least = _least(plan, extra)
+            for one, other in (extra, extra[::-1]) if len(extra) > 1 else ():
+                if one.words in alone:  # what one change brought is known, and not the most of it
+                    least = max(least, _least(alone[one.words], (other,)))
+            if self._is_covered(extra) or least > self._card.capacity_bytes:
                 continue
-            self._largest((*base, *extra), None)
+            tried = self._largest((*base, *extra), None)
+            if tried is not None and len(extra) == 1:
+                alone[extra[0].words] = tried.plan
 
     def _is_covered(self, extra: tuple[_Change, ...]) -> bool:
         """Return whether a part of these changes is enough."""
@@ -247,12 +256,12 @@ _CHECKPOINTING = _flag(
 _HALF = "half the length"
 
 
-def _changes(run: PlanRequest, args: Arguments) -> list[_Change]:
+def _changes(run: PlanRequest, args: Arguments, plan: MemoryPlan) -> list[_Change]:
     """Return what can be changed in this run, the least costly first."""
     source = source_of(run)
     found: list[_Change] = []
     of_batch: dict[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
-    if optimizer_name(args) == "adamw_torch":
+    if optimizer_name(args) == "adamw_torch" and plan.moment == "optimizer step":
         price = "the same optimizer in one kernel"
         foreach: dict[Category, float] = {"activations": 1.0}
         found.append(_flag("fused optimizer", price, foreach, optim="adamw_torch_fused"))
@@ -261,7 +270,7 @@ def _changes(run: PlanRequest, args: Arguments) -> list[_Change]:
     )
     if "8bit" not in optimizer_name(args):
         price = "optimizer states in 8 bits, needs bitsandbytes"
-        states: dict[Category, float] = {"optimizer states": 0.75, **of_batch}
+        states: dict[Category, float] = {"optimizer states": 0.75}
         found.append(_flag("8-bit optimizer", price, states, optim="adamw_bnb_8bit"))
     if source.sequence_length > 1:
         price = f"rows are cut at {_half(source)} tokens"
@@ -280,11 +289,23 @@ def _changes(run: PlanRequest, args: Arguments) -> list[_Change]:
         elif source.peft is None:
             price = "states and weights in main memory, slower steps"
             found.append(_file("offload", price, "one_gpu_7b_offload"))
+    return [*found[:2], *_adapters(run, args, of_batch), *found[2:]]
+
+
+def _adapters(run: PlanRequest, args: Arguments, of_batch: dict[Category, float]) -> list[_Change]:
+    """Return the ways to train an adapter, on the base as it is or in 4 bits."""
+    source, found = source_of(run), []
+    states: dict[Category, float] = {**of_batch, "gradients": 1.0, "optimizer states": 1.0}
     if source.peft is None:
         price = "trains an adapter and not the weights"
-        states = {**of_batch, "gradients": 1.0, "optimizer states": 1.0}
-        found.insert(
-            min(2, len(found)),
-            _Change("LoRA", price, LORA, with_adapter, states),
-        )
+        found.append(_Change("LoRA", price, LORA, with_adapter, states))
+    is_whole = source.quantisation is None and "quantization_config" not in source.config
+    if is_whole and run.launch_file is None and not args.deepspeed and not args.fsdp:
+        price = "the base is rounded to 4 bits, needs bitsandbytes"
+        words, flags = "base in 4 bits", IN_4_BITS
+        if source.peft is None:
+            price = f"trains an adapter and not the weights; {price}"
+            words, flags = "QLoRA", f"{LORA} {flags}"
+        frees: dict[Category, float] = {**states, "weights": 0.75, "frozen weights": 0.75}
+        found.append(_Change(words, price, flags, with_base_in_4_bits, frees))
     return found

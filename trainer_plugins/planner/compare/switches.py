@@ -8,6 +8,9 @@ from trainer_plugins.planner.request import ConfigSource, PlanRequest
 LORA = "--lora-r 16 --lora-target all-linear"
 """The flags for what `with_adapter` does."""
 
+IN_4_BITS = "--load-in-4bit --bnb-4bit-compute-dtype bfloat16"
+"""The flags for what `with_base_in_4_bits` does."""
+
 _LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 
 
@@ -30,6 +33,13 @@ def with_adapter(run: PlanRequest) -> PlanRequest:
     if source.peft is not None:
         raise PlanError("this run already trains an adapter")
     return replace(run, source=replace(source, peft=_LORA))
+
+
+def with_base_in_4_bits(run: PlanRequest) -> PlanRequest:
+    """Train LoRA adapters, those of the run if it has some, on a base in 4 bits."""
+    source = source_of(run)
+    base: dict[str, object] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    return replace(run, source=replace(source, peft=source.peft or _LORA, quantisation=base))
 
 
 def half_as_long(run: PlanRequest) -> PlanRequest:
