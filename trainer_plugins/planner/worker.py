@@ -91,7 +91,7 @@ def predict(request: PlanRequest) -> MemoryPlan:
 def _with_proposals(request: PlanRequest, found: object) -> object:
     """Add to a plan, as JSON has it, with what the run would fit if it does not."""
     plan = MemoryPlan.from_json(json.dumps(found))
-    if plan.fits is not False:
+    if plan.fits_card is not False:
         return found
     from trainer_plugins.planner.compare.foresight import Foresight
     from trainer_plugins.planner.compare.propose import Proposer
