@@ -355,6 +355,7 @@ def run_late(folder: Path) -> dict:
     if RANK == 0:
         ranks_store().set("rank 0 has signed", "yes")
     told = roll_call.missing(wait_seconds=60)
+    dist.barrier()
     roll_call.leave()
     dist.barrier()
     return {"missing": told, "missing when all have left": roll_call.missing(wait_seconds=0)}
