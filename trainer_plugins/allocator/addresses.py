@@ -1,4 +1,4 @@
-"""Where new segments lie: the addresses decide which of two free blocks of one size is taken.
+"""The address of a new segment decides which of two free blocks of one size is taken later.
 
 No source of CUDA's says where cudaMalloc puts memory. The rule of `ChunkedAddresses` was learned
 from published traces of real cards, and holds on others that taught nothing of it;

@@ -11,7 +11,7 @@ from bisect import bisect_left
 
 from trainer_plugins.allocator.addresses import Addresses, addresses_in
 from trainer_plugins.allocator.blocks import Block, Pool, drop, insert_behind, room_of
-from trainer_plugins.allocator.placement import UNLIMITED, AllocatorRules
+from trainer_plugins.allocator.model_rules import UNLIMITED, AllocatorRules
 from trainer_plugins.allocator.settings import NUM_INTERVALS
 from trainer_plugins.units import MIB
 

@@ -3,11 +3,14 @@
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer_plugins.printable import printable
+
+if TYPE_CHECKING:
+    from trainer_plugins.launch.main_memory import HostLimits
 
 configs = typer.Typer(
     no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
@@ -17,6 +20,9 @@ configs = typer.Typer(
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
 Name = Annotated[str, typer.Argument(help="A name that `configs list` shows.")]
+PinnedMemory = Annotated[
+    str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")
+]
 
 
 @configs.command("list")
@@ -106,12 +112,7 @@ def check(
             "--host-memory", help="Main memory to judge by, such as 128GiB; default: this machine."
         ),
     ] = None,
-    pinned_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--pinned-memory", help="How much of it can be pinned, as in 2GiB; WSL limits that."
-        ),
-    ] = None,
+    pinned_memory: PinnedMemory = None,
 ) -> None:
     """Check a launch file before the launch, and look for extension builds it would wait for.
 
@@ -124,20 +125,14 @@ def check(
     from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
     from trainer_plugins.launch.lint import ConfigError, check, training_arguments
-    from trainer_plugins.launch.main_memory import HostLimits
-    from trainer_plugins.units import parse_size
 
     try:
         if params is not None and not math.isfinite(params):
             raise ValueError(
                 f"--params is the number of the model's parameters, such as 7e9, got {params}"
             )
-        host_bytes = parse_size(host_memory) if host_memory else (_host_bytes() if params else None)
+        host = _limits(host_memory, pinned_memory, is_judged=bool(params))
         training = None if training_args is None else training_arguments(shlex.split(training_args))
-        host = HostLimits(
-            total_bytes=host_bytes,
-            pinned_bytes=parse_size(pinned_memory) if pinned_memory else None,
-        )
         findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
     except (ConfigError, ValueError) as error:
         raise _refused(error) from None
@@ -149,6 +144,22 @@ def check(
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
+
+
+def _limits(host_memory: str | None, pinned_memory: str | None, *, is_judged: bool) -> "HostLimits":
+    """Read the main memory to judge by; where none is named it is this machine's.
+
+    Raises:
+        ValueError: one of them is no size.
+    """
+    from trainer_plugins.launch.main_memory import HostLimits
+    from trainer_plugins.units import parse_size
+
+    here = _host_bytes() if is_judged and not host_memory else None
+    return HostLimits(
+        total_bytes=parse_size(host_memory) if host_memory else here,
+        pinned_bytes=parse_size(pinned_memory) if pinned_memory else None,
+    )
 
 
 def _refused(error: ValueError) -> typer.Exit:

@@ -156,7 +156,6 @@ def plan(
     Exit codes: 0 it fits, or nothing was named to fit in; 3 it does not; 2 the input is wrong, or
     cannot be predicted.
     """
-    from trainer_plugins.cli.again import command_of
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
 
@@ -164,27 +163,29 @@ def plan(
         _check_places(html, run_dir)
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
-        details = ConfigInputs(
-            *(flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches),
-            *(_quantisation(context.params), prepare_kbit),
-        )
-        launch = RunInputs(
-            *(gpu, calibration and run_dir is None, None, num_gpus, padding),
-            *(host_memory, pinned_memory),
-        )
-        request = request_of(model, details, launch)
+        base = (_quantisation(context.params), prepare_kbit)
+        data = (flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches)
+        card = (gpu, calibration and run_dir is None, None, num_gpus, padding)
+        run = RunInputs(*card, host_memory, pinned_memory)
+        request = request_of(model, ConfigInputs(*data, *base), run)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
             fits = _table(request, search, search_lengths, explain_change, timeout, as_json)
         else:
-            request = replace(request, proposes=True, command=command_of(context))
-            fits = _one_plan(request, timeout, as_json, run_dir, html)
+            fits = _one_plan(_in_full(request, context), timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if fits is False:
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
+
+
+def _in_full(request: "PlanRequest", context: typer.Context) -> "PlanRequest":
+    """Ask also for the command, and for what would fit."""
+    from trainer_plugins.cli.again import command_of
+
+    return replace(request, proposes=True, command=command_of(context))
 
 
 def _quantisation(given: Mapping[str, object]) -> dict[str, object] | None:

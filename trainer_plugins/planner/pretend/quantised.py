@@ -282,7 +282,8 @@ def stand_in_for_bitsandbytes() -> None:
             answer = getattr(importlib.import_module(name), asked, None)
             if answer is not None and hasattr(answer, "cache_clear"):
                 answer.cache_clear()
-    importlib.import_module("transformers.integrations.bitsandbytes").bnb = package  # type: ignore[attr-defined]
+    user: Any = importlib.import_module("transformers.integrations.bitsandbytes")
+    user.bnb = package
 
 
 def quantise(
@@ -352,7 +353,7 @@ def place(model: Any, device: torch.device) -> None:
     for part in model.modules():
         if isinstance(part, Linear4bit) and part.quant_state is not None:
             part.quant_state.to(device)
-            part.weight.quantised_numel = part.quant_state.shape.numel()  # type: ignore[attr-defined]
+            vars(part.weight)["quantised_numel"] = part.quant_state.shape.numel()
         elif isinstance(part, Linear8bitLt):
             part.state.CB = part.weight.data
             part.state.SCB = torch.empty(part.weight.shape[0], device=device)
