@@ -20,7 +20,9 @@ FLAGS = (
 
 def planned(config: str, file: str, num_ranks: int) -> tuple[int, int]:
     """Tensors in main memory and the pinned ones among them, in bytes."""
-    content = json.loads((Path(__file__).parent / "configs" / f"{config}.json").read_text())
+    content = json.loads(
+        (Path(__file__).parents[1] / "tests" / "planner" / "configs" / f"{config}.json").read_text()
+    )
     source = ConfigSource(
         config=content, arguments=tuple(FLAGS.split()), sequence_length=16, dtype="bfloat16"
     )
