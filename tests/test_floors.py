@@ -70,6 +70,12 @@ def test_what_contributors_are_sent_to_is_there() -> None:
     assert [path for path in there if not (ROOT / path).exists()] == []
 
 
+def test_the_files_that_take_turns_are_there_and_each_turn_has_some() -> None:
+    lines = [line.split() for line in (ROOT / "tests" / "turns.txt").read_text().splitlines()]
+    assert {turn for turn, _ in lines} == {"0", "1", "2"}
+    assert [name for _, name in lines if not (ROOT / name).is_file()] == []
+
+
 def test_the_fast_tier_reaches_every_room() -> None:
     """By its folder, by its name, or as what a room that is named so imports."""
     files = [ROOT / name for name in (ROOT / "tests" / "fast.txt").read_text().split()]

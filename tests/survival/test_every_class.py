@@ -11,7 +11,7 @@ from tests.survival.classes.table import read_table, table_version
 
 NUM_SHARDS = 16
 RUN, NUM_RUNS = map(int, os.environ.get("CLASS_SHARDS", "0/1").split("/"))
-"""CI takes a quarter of the shards for each commit, chosen by its hash; otherwise all of them run."""
+"""CI takes some of the shards for each commit, chosen by its hash; otherwise all of them run."""
 
 TABLE = read_table()
 IS_PINNED = version("transformers") == table_version()
