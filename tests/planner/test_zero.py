@@ -90,8 +90,10 @@ def test_pinned_memory_is_what_the_engine_pins_in_powers_of_two(both, name):
     ranks, planner = (each[name] for each in both)
     assert ranks["pinned"]
     blocks = [1 << (num_bytes - 1).bit_length() for num_bytes in ranks["pinned"]]
-    assert planner["plan"]["host_pinned_bytes_per_node"] == 2 * sum(blocks)
-    assert planner["plan"]["host_ram_bytes_per_node"] > 2 * sum(blocks)
+    pinned = planner["plan"]["host_pinned_bytes_per_node"]
+    assert pinned <= 2 * sum(blocks), "a block that is free again is used again"
+    assert pinned == pytest.approx(2 * sum(blocks), rel=0.01)
+    assert planner["plan"]["host_ram_bytes_per_node"] > pinned
 
 
 def test_states_are_those_of_the_paper(both):

@@ -168,7 +168,6 @@ class NotANumber(nn.Module):
         return {"loss": nn.functional.cross_entropy(hidden, labels[:, 0] % 3) * self.factor}
 
 
-@pytest.mark.parametrize("factor", [float("nan"), 0.0])
 class MixedWhereAsked(nn.Module):
     """Lets rows see each other, but only in batches that say so."""
 
@@ -214,6 +213,7 @@ def test_another_kind_of_batch_is_measured_for_itself(tmp_path) -> None:
     assert "its gradient is not the sum of its parts'" in told.finding.evidence
 
 
+@pytest.mark.parametrize("factor", [float("nan"), 0.0])
 def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(
     tmp_path, factor: float
 ) -> None:
