@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from benchmarks.snapshots import NotReadableError, Trace, read, write
 from benchmarks.traces import KEPT, ModelCard, Outcome, main, replay
 from trainer_plugins.allocator import model as rules
 from trainer_plugins.allocator.addresses import ChunkedAddresses
+from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.units import GIB, KIB, MIB
 
@@ -58,7 +60,7 @@ def test_together_they_show_growth_and_releases_and_both_kinds_of_segments():
     assert {trace(name).expandable for name in IDS} == {True, False}
 
 
-def _highest_of_equals(model: AllocatorModel, pool: rules.Pool, size: int) -> Block | None:
+def _highest_of_equals(model: AllocatorModel, pool: Pool, size: int) -> Block | None:
     found = [key for key in pool.keys if key[0] >= size]
     if not found:
         return None
@@ -228,7 +230,7 @@ class RecordedModel(AllocatorModel):
         self.free(block)
 
     def snapshot(self, last: int) -> dict[str, object]:
-        segments: list[dict[str, object]] = []
+        segments: list[dict[str, Any]] = []
         for (stream, is_small), pool in self._pools.items():
             found = [block for block, _ in self.live.values() if block.pool is pool]
             found += pool.free_blocks()

@@ -87,18 +87,18 @@ def frozen(outcomes):
 
 def test_a_quantised_base_takes_what_its_bits_take(frozen):
     scales = 4 * QUANTISED // 64
-    near = {"rel": 0.01}  # blocks of 512 bytes, and what is left of a large block
-    assert frozen["whole"] == pytest.approx(2 * QUANTISED + 2 * SKIPPED, **near)
-    assert frozen["nf4"] == pytest.approx(QUANTISED // 2 + scales + 4 * SKIPPED, **near)
+    near = 0.01  # blocks of 512 bytes, and what is left of a large block
+    assert frozen["whole"] == pytest.approx(2 * QUANTISED + 2 * SKIPPED, rel=near)
+    assert frozen["nf4"] == pytest.approx(QUANTISED // 2 + scales + 4 * SKIPPED, rel=near)
     assert frozen["fp4"] == frozen["bf16 storage"] == frozen["nf4"]
-    assert frozen["packed already"] == pytest.approx(frozen["nf4"], **near)
-    assert frozen["int8"] == pytest.approx(QUANTISED + 4 * SKIPPED, **near)
+    assert frozen["packed already"] == pytest.approx(frozen["nf4"], rel=near)
+    assert frozen["int8"] == pytest.approx(QUANTISED + 4 * SKIPPED, rel=near)
     of_scales = scales // 4 + scales // 256
-    assert frozen["double"] == pytest.approx(QUANTISED // 2 + of_scales + 4 * SKIPPED, **near)
-    assert frozen["not prepared"] == pytest.approx(QUANTISED // 2 + scales + 2 * SKIPPED, **near)
+    assert frozen["double"] == pytest.approx(QUANTISED // 2 + of_scales + 4 * SKIPPED, rel=near)
+    assert frozen["not prepared"] == pytest.approx(QUANTISED // 2 + scales + 2 * SKIPPED, rel=near)
     mlps = LAYERS * 3 * HIDDEN * WIDE
     assert frozen["with its MLPs whole"] == pytest.approx(
-        (QUANTISED - mlps) * (1 / 2 + 4 / 64) + 4 * (mlps + SKIPPED), **near
+        (QUANTISED - mlps) * (1 / 2 + 4 / 64) + 4 * (mlps + SKIPPED), rel=near
     )
 
 
@@ -122,6 +122,7 @@ def test_only_int8_keeps_its_input_for_the_backward(layer, keeps):
     del x
     assert (input_of_layer() is not None) is keeps
     made.sum().backward()
+    assert leaf.grad is not None
     assert leaf.grad.shape == leaf.shape
     assert made.dtype == torch.float32
 

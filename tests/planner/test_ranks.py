@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.host_plans import planned
 from tests import processes
 from tests.distributed.launched import ROOT, command, ended, environment, start
-from tests.planner.host_plans import planned
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import CHECKPOINTING, request, tiny
 from tests.processes import ENDS_A_HANG

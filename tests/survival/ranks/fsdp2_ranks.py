@@ -44,7 +44,7 @@ from trainer_plugins.survival import Survival
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 from trainer_plugins.survival.run import memo_of
-from trainer_plugins.upkeep.agreement import Agreement, ranks_store
+from trainer_plugins.upkeep.agreement import Agreement
 from trainer_plugins.upkeep.roll_call import RollCall
 
 RANK = int(os.environ["RANK"])
@@ -319,8 +319,12 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
 def heard(logger: str):
     """What was logged there at WARNING or above."""
     said: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
     logging.getLogger(logger).addHandler(listener)
     try:
         yield said
@@ -348,12 +352,12 @@ def run_on_some(folder: Path, case: dict, reference: Run) -> dict:
 
 def run_late(folder: Path) -> dict:
     """Rank 1 signs when rank 0 already asks."""
-    roll_call = RollCall("late")
+    roll_call, store = RollCall("late"), dist.distributed_c10d._get_default_store()
     if RANK == 1:
-        ranks_store().get("rank 0 has signed")
+        store.get("rank 0 has signed")
     roll_call.sign()
     if RANK == 0:
-        ranks_store().set("rank 0 has signed", "yes")
+        store.set("rank 0 has signed", "yes")
     told = roll_call.missing(wait_seconds=60)
     dist.barrier()
     roll_call.leave()
