@@ -21,7 +21,8 @@ if IS_TOO_OLD:
     pytest.skip(WHY_NOT, allow_module_level=True)
 
 SMALL_TENSORS = 256
-"""Bytes of scalars, and of rotary frequencies (128), that a rank now and then holds a moment longer."""
+"""Bytes of a loss, a norm, a scale, which one has moved to the card and the other has there already; and of rotary
+frequencies (128 bytes), which a rank now and then holds a moment longer."""
 
 
 @pytest.fixture(scope="module")
