@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorModel
+from trainer_plugins.allocator.model_rules import LARGE_SEGMENT_BYTES
 from trainer_plugins.units import MIB
 
 _SMALL_SEGMENT_BYTES = 2 * MIB
-_MAPPED_AT_ONCE = 20 * MIB  # pages of the large pool, where segments are expandable
 _STEP = 512  # each address is a multiple of it
 
 Action = Literal["alloc", "free", "segment_alloc", "segment_free", "oom"]
@@ -217,7 +217,7 @@ class _Start:
             self._live[address], self._requested[address] = None, size
         elif event.action == "segment_alloc" and self._expandable:
             self._mapped = list(_without(self._mapped, address, address + size))
-            self._ranges.setdefault(address, (event.stream, size % _MAPPED_AT_ONCE > 0))
+            self._ranges.setdefault(address, (event.stream, size % LARGE_SEGMENT_BYTES > 0))
         elif event.action == "segment_alloc":
             self._taken.pop(address, None)
         elif event.action == "segment_free" and self._expandable:

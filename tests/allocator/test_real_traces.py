@@ -201,16 +201,12 @@ class RecordedModel(AllocatorModel):
         return mapped
 
     def _unmap(self, block: Block) -> None:
-        before = {b.address for pool in self._pools.values() for b in pool.unmapped.values()}
-        start, size, reserved = block.address, block.size_bytes, self.reserved_bytes
+        base, start, reserved = block.segment_start or 0, block.address, self.reserved_bytes
         page = self._page_bytes(block.pool)
         super()._unmap(block)
         if self.reserved_bytes < reserved:
-            base = block.segment_start or 0
             first = base - (base - start) // page * page
-            assert before is not None
             self.note("segment_unmap", first, reserved - self.reserved_bytes)
-        assert size > 0
 
     def alloc(self, size: int) -> int:
         try:
@@ -235,26 +231,26 @@ class RecordedModel(AllocatorModel):
             found = [block for block, _ in self.live.values() if block.pool is pool]
             found += pool.free_blocks()
             for block in sorted(found, key=lambda block: block.address):
-                kind, end = ("small" if is_small else "large"), block.address + block.size_bytes
-                last_one = segments[-1] if segments else None
-                if last_one is None or last_one["end"] != block.address:
-                    last_one = {
-                        "device": 0,
-                        "address": block.address,
-                        "total_size": 0,
-                        "stream": stream,
-                        "segment_type": kind,
-                        "is_expandable": True,
-                        "blocks": [],
-                    }
-                    segments.append(last_one)
-                last_one["end"] = end
-                last_one["total_size"] += block.size_bytes
+                if not segments or block.address != (
+                    segments[-1]["address"] + segments[-1]["total_size"]
+                ):
+                    segments.append(
+                        {
+                            "device": 0,
+                            "address": block.address,
+                            "total_size": 0,
+                            "stream": stream,
+                            "segment_type": "small" if is_small else "large",
+                            "is_expandable": True,
+                            "blocks": [],
+                        }
+                    )
+                segments[-1]["total_size"] += block.size_bytes
                 state = "active_allocated" if block.in_use else "inactive"
-                last_one["blocks"].append(
+                segments[-1]["blocks"].append(
                     {"address": block.address, "size": block.size_bytes, "state": state}
                 )
-        return {"segments": segments, "device_traces": [[], self.events[-last:]][1:]}
+        return {"segments": segments, "device_traces": [self.events[-last:]]}
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ from trainer_plugins.planner.request import PlanRequest
 
 if TYPE_CHECKING:
     from trainer_plugins.allocator.model import AllocatorRules
+    from trainer_plugins.planner.compare.foresight import Foresight
+    from trainer_plugins.planner.trainer import Arguments
 
 Answer: TypeAlias = dict[str, object]
 """One entry of RESULTS: `plan`, `search`, `not_predicted` or `error`, and what belongs to it."""
@@ -93,17 +95,11 @@ def _with_proposals(request: PlanRequest, found: object) -> object:
     plan = MemoryPlan.from_json(json.dumps(found))
     if plan.fits_card is not False:
         return found
-    from trainer_plugins.planner.compare.foresight import Foresight
     from trainer_plugins.planner.compare.propose import Proposer
-    from trainer_plugins.planner.judge import judge, rules_of
-    from trainer_plugins.planner.rehearse.watch import read_arguments, watch
-    from trainer_plugins.planner.sharded.launched import resolved
 
     seconds = time.process_time()  # with the imports, which a plan alone needs too
-    rules, run = rules_of(request), resolved(request)
-    foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
-    proposer = Proposer(run, read_arguments(run), plan, foresight.probe, seconds)
-    proposals, missing = proposer.look()
+    run, args, foresight = _foreseen(request)
+    proposals, missing = Proposer(run, args, plan, foresight.probe, seconds).look()
     return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
 
 
@@ -115,15 +111,20 @@ def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:
 
 
 def _searched(request: SearchRequest) -> SearchResult:
+    run, args, foresight = _foreseen(request.run)
+    return search(replace(request, run=run), args, foresight.probe, foresight, _write_line)
+
+
+def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, Arguments, Foresight]":
+    """Return a run with its launch file read, its TrainingArguments, and what predicts changes."""
     from trainer_plugins.planner.compare.foresight import Foresight
     from trainer_plugins.planner.judge import judge, rules_of
     from trainer_plugins.planner.rehearse.watch import read_arguments, watch
     from trainer_plugins.planner.sharded.launched import resolved
 
-    rules = rules_of(request.run)  # no line of a search changes the allocator
-    request = replace(request, run=resolved(request.run))
-    foresight = Foresight(watch, lambda run, watched: judge(run, watched, rules))
-    return search(request, read_arguments(request.run), foresight.probe, foresight, _write_line)
+    rules, run = rules_of(run), resolved(run)  # no change is one of the allocator
+    foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
+    return run, read_arguments(run), foresight
 
 
 def _write_line(line: SearchLine) -> None:
