@@ -3,14 +3,11 @@
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainer_plugins.printable import printable
-
-if TYPE_CHECKING:
-    from trainer_plugins.launch.main_memory import HostLimits
 
 configs = typer.Typer(
     no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
@@ -102,9 +99,7 @@ def check(
     ] = None,
     num_gpus: Annotated[
         int | None,
-        typer.Option(
-            "--num-gpus", min=1, help="Ranks on all machines, if the file leaves it open."
-        ),
+        typer.Option(min=1, help="Ranks on all machines, if the file leaves it open."),
     ] = None,
     host_memory: Annotated[
         str | None,
@@ -125,13 +120,15 @@ def check(
     from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
     from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+    from trainer_plugins.launch.main_memory import HostLimits
 
     try:
         if params is not None and not math.isfinite(params):
             raise ValueError(
                 f"--params is the number of the model's parameters, such as 7e9, got {params}"
             )
-        host = _limits(host_memory, pinned_memory, is_judged=bool(params))
+        here = _host_bytes() if params and host_memory is None else None
+        host = HostLimits.of(host_memory, pinned_memory, here)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
     except (ConfigError, ValueError) as error:
@@ -144,22 +141,6 @@ def check(
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
-
-
-def _limits(host_memory: str | None, pinned_memory: str | None, *, is_judged: bool) -> "HostLimits":
-    """Read the main memory to judge by; where none is named it is this machine's.
-
-    Raises:
-        ValueError: one of them is no size.
-    """
-    from trainer_plugins.launch.main_memory import HostLimits
-    from trainer_plugins.units import parse_size
-
-    here = _host_bytes() if is_judged and not host_memory else None
-    return HostLimits(
-        total_bytes=parse_size(host_memory) if host_memory else here,
-        pinned_bytes=parse_size(pinned_memory) if pinned_memory else None,
-    )
 
 
 def _refused(error: ValueError) -> typer.Exit:

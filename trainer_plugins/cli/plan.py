@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from trainer_plugins.cli.configs import PinnedMemory
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -74,9 +75,6 @@ _AccelerateConfig: TypeAlias = Annotated[
 _HostMemory: TypeAlias = Annotated[
     str | None, typer.Option(help="Main memory of a machine, as in 252GB: it has to fit there too.")
 ]
-_PinnedMemory: TypeAlias = Annotated[
-    str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")
-]
 _Padding: TypeAlias = Annotated[
     bool | None,
     typer.Option(help="Whether batches have padding. If not given, those of several rows do."),
@@ -139,7 +137,7 @@ def plan(
     num_gpus: _NumGpus = None,
     accelerate_config: _AccelerateConfig = None,
     host_memory: _HostMemory = None,
-    pinned_memory: _PinnedMemory = None,
+    pinned_memory: PinnedMemory = None,
     padding: _Padding = None,
     eval_batches: _EvalBatches = 8,
     search: _Search = False,

@@ -6,7 +6,7 @@ number of parameters (`lint/offload.py`), the other by running the Trainer.
 
 from dataclasses import dataclass
 
-from trainer_plugins.units import MIB, size
+from trainer_plugins.units import MIB, parse_size, size
 
 PROCESS_BYTES = 600 * MIB
 """What Python, torch, transformers, accelerate and DeepSpeed take of a rank: 452 MiB when they are
@@ -48,6 +48,20 @@ class HostLimits:
     pinned_bytes: int | None = None
     """How much of it can be pinned, if that is less. Under WSL it is."""
 
+    @classmethod
+    def of(
+        cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
+    ) -> "HostLimits":
+        """Read what a user has named, as in "252GB"; where that is nothing, `here_bytes` counts.
+
+        Raises:
+            ValueError: one of them is no size.
+        """
+        return cls(
+            total_bytes=here_bytes if host_memory is None else _size("--host-memory", host_memory),
+            pinned_bytes=None if pinned_memory is None else _size("--pinned-memory", pinned_memory),
+        )
+
     def shortage(self, need: HostNeed) -> str | None:
         """Say in a few words what is short; None if nothing is, or if nothing is known."""
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
@@ -61,3 +75,10 @@ class HostLimits:
                 f"where {size(self.pinned_bytes)} can be pinned"
             )
         return None
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error

@@ -23,7 +23,6 @@ from trainer_plugins.planner.request import (
     ConfigSource,
     PlanRequest,
 )
-from trainer_plugins.units import parse_size
 
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _OF_A_TRAINER = {
@@ -194,17 +193,10 @@ def _check_quantisation(fields: Mapping[str, object]) -> None:
 
 
 def _host_limits(run: RunInputs, here: HostLimits) -> HostLimits:
-    return HostLimits(
-        total_bytes=_bytes_of("--host-memory", run.host_memory) or here.total_bytes,
-        pinned_bytes=_bytes_of("--pinned-memory", run.pinned_memory),
-    )
-
-
-def _bytes_of(flag: str, text: str | None) -> int | None:
     try:
-        return None if text is None else parse_size(text)
+        return HostLimits.of(run.host_memory, run.pinned_memory, here.total_bytes)
     except ValueError as error:
-        raise PlanError(f"{flag}: {error}") from error
+        raise PlanError(str(error)) from error
 
 
 def _settings(run: RunInputs) -> str:

@@ -7,7 +7,13 @@ from os import environ
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
-from trainer_plugins.planner.compare.switches import LORA, half_as_long, with_adapter, with_flags
+from trainer_plugins.planner.compare.switches import (
+    LORA,
+    as_flags,
+    half_as_long,
+    with_adapter,
+    with_flags,
+)
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -48,8 +54,7 @@ class _Switch:
 
 
 def _flags(name: str, **flags: object) -> _Switch:
-    how = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    return _Switch(name, how, lambda run: with_flags(run, **flags))
+    return _Switch(name, as_flags(flags), lambda run: with_flags(run, **flags))
 
 
 def _expandable(run: PlanRequest) -> PlanRequest:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.compare.switches import as_flags
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.planner.request import PlanRequest
 
@@ -96,7 +97,7 @@ class SearchLine:
     @property
     def flags(self) -> str:
         """Return the same arguments as flags."""
-        return " ".join(f"--{name} {value}" for name, value in self.arguments.items())
+        return as_flags(self.arguments)
 
     @property
     def hydra_overrides(self) -> str:

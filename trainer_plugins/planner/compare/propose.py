@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
@@ -16,6 +17,7 @@ from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import (
     IN_4_BITS,
     LORA,
+    as_flags,
     half_as_long,
     source_of,
     with_adapter,
@@ -73,6 +75,7 @@ class Proposer:
         assert run.card is not None
         self._run, self._args, self._plan, self._probe = run, args, plan, probe
         self._card: Card = run.card
+        self._room = run.card.capacity_bytes - run.card.context_bytes
         self._rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._until = time.process_time() + seconds * _MOST_OF_THE_PLANS_TIME
         self._found: list[Proposal] = []
@@ -98,16 +101,17 @@ class Proposer:
     def _with_more(self, base: tuple[_Change, ...], plan: MemoryPlan) -> None:
         """Try one more change, then two, each with fewest rows first."""
         more = _changes(self._run, self._args, plan)
-        tries: list[tuple[_Change, ...]] = [(each,) for each in more]
-        tries += [(one, two) for at, one in enumerate(more) for two in more[at + 1 :]]
         alone: dict[str, MemoryPlan] = {}
-        for extra in tries:
+        for extra in (*((each,) for each in more), *combinations(more, 2)):
             if len(self._found) >= _ENOUGH or time.process_time() > self._until:
                 return
-            least = _least(plan, extra)
-            for one, other in (extra, extra[::-1]) if len(extra) > 1 else ():
-                if one.words in alone:  # what one change brought is known, and not the most of it
-                    least = max(least, _least(alone[one.words], (other,)))
+            # what one change has brought is known then, and not only the most of it
+            leasts = [
+                _least(alone[one.words], (other,))
+                for one, other in permutations(extra, 2)
+                if one.words in alone
+            ]
+            least = max(_least(plan, extra), *leasts, 0)
             if self._is_covered(extra) or least > self._card.capacity_bytes:
                 continue
             tried = self._largest((*base, *extra), None)
@@ -132,17 +136,15 @@ class Proposer:
         rows_now = self._args.per_device_train_batch_size
         sizes = [each for each in range(rows_now, 0, -1) if self._rows % each == 0]
         if known is not None:
-            room = self._card.capacity_bytes - self._card.context_bytes
-            sizes = [each for each in sizes[1:] if grown(known, each / rows_now) < room]
+            sizes = [each for each in sizes[1:] if grown(known, each / rows_now) < self._room]
             if not sizes:
                 return None
             return self._first_safe(changes, sizes)
         smallest = self._try(changes, sizes[-1])
         if smallest is None or not is_safe(smallest.plan):
             return smallest
-        room = self._card.capacity_bytes - self._card.context_bytes
-        room -= margin_bytes(room)
-        likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < room]
+        usable = self._room - margin_bytes(self._room)
+        likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < usable]
         is_late = time.process_time() > self._until
         found = self._first_safe(changes, likely) if likely and not is_late else None
         if found is None or not is_safe(found.plan):
@@ -232,8 +234,7 @@ def _least(plan: MemoryPlan, changes: tuple[_Change, ...]) -> int:
 
 
 def _flag(words: str, price: str, frees: dict[Category, float], **flags: object) -> _Change:
-    text = " ".join(f"--{name} {value}" for name, value in flags.items())
-    return _Change(words, price, text, lambda run: with_flags(run, **flags), frees)
+    return _Change(words, price, as_flags(flags), lambda run: with_flags(run, **flags), frees)
 
 
 def _file(words: str, price: str, name: str) -> _Change:

@@ -1,5 +1,6 @@
 """Change a run that was described by a config and flags, in one respect each."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from trainer_plugins.planner.plan import PlanError
@@ -12,6 +13,11 @@ IN_4_BITS = "--load-in-4bit --bnb-4bit-compute-dtype bfloat16"
 """The flags for what `with_base_in_4_bits` does."""
 
 _LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+
+
+def as_flags(arguments: Mapping[str, object]) -> str:
+    """Write TrainingArguments as flags, in one line."""
+    return " ".join(f"--{name} {value}" for name, value in arguments.items())
 
 
 def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
