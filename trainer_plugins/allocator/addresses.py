@@ -1,8 +1,7 @@
 """The address of a new segment decides which of two free blocks of one size is taken later.
 
-No source of CUDA's says where cudaMalloc puts memory. The rule of `ChunkedAddresses` was learned
-from published traces of real cards, and holds on others that taught nothing of it;
-`docs/allocator_traces.md` lists them.
+No source of CUDA's says where cudaMalloc puts memory. `ChunkedAddresses` is what traces of real
+cards show; `docs/allocator_traces.md` says how far that could be checked.
 """
 
 from bisect import insort

@@ -1,0 +1,87 @@
+"""Where new segments lie: in the newest chunk with room, else in a new one, as the driver takes address space."""
+
+from itertools import pairwise
+
+import pytest
+
+from trainer_plugins.allocator.addresses import ChunkedAddresses, FallingAddresses, addresses_in
+from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
+from trainer_plugins.units import MIB
+
+
+def taken(rule: ChunkedAddresses, *sizes_mib: int) -> list[int]:
+    """Where segments come to lie, in MiB below the end of the address space."""
+    return [(0x7F00_0000_0000 - rule.take(size * MIB)) // MIB for size in sizes_mib]
+
+
+def test_on_linux_segments_fall_by_chunks_of_32_mib() -> None:
+    assert taken(ChunkedAddresses(), 20, 20, 20) == [32, 64, 96]
+    assert taken(ChunkedAddresses(), 40, 33, 32) == [64, 128, 160]
+
+
+def test_what_is_left_of_the_newest_chunk_is_filled_from_its_lowest_place_on() -> None:
+    rule = ChunkedAddresses()
+    assert taken(rule, 20, 20, 2, 10, 12) == [32, 64, 64 - 20, 64 - 22, 32 - 20]
+    assert taken(rule, 2) == [96], "12 of 12 MiB are taken in both"
+
+
+def test_a_chunk_goes_back_with_its_last_segment_and_the_highest_gap_is_taken_again() -> None:
+    rule = ChunkedAddresses()
+    places = [rule.take(size * MIB) for size in (64, 20, 64, 20, 20)]
+    rule.give_back(places[0], 64 * MIB)
+    rule.give_back(places[2], 64 * MIB)
+    assert taken(rule, 64) == [64], "the highest one, in full"
+    assert taken(rule, 32) == [128], "the next one, from its upper end down"
+    assert taken(rule, 24) == [160], "and the rest of that gap"
+    rule.give_back(places[4], 20 * MIB)
+    assert taken(rule, 40) == [288 - 32], "what lies below all is as if never taken"
+
+
+def test_gaps_that_meet_are_one() -> None:
+    rule = ChunkedAddresses()
+    _, second, third, _ = (rule.take(32 * MIB) for _ in range(4))
+    rule.give_back(second, 32 * MIB)
+    rule.give_back(third, 32 * MIB)
+    assert taken(rule, 64) == [96]
+
+
+def test_under_windows_and_wsl2_they_rise_and_the_oldest_chunk_is_filled_first() -> None:
+    rule = ChunkedAddresses(rising=True)
+    first, *others = (rule.take(size * MIB) for size in (20, 20, 2, 40))
+    assert [(other - first) // MIB for other in others] == [32, 20, 64]
+    rule.give_back(others[2], 40 * MIB)
+    assert rule.take(32 * MIB) == others[2]
+
+
+def test_a_rule_goes_on_from_the_segments_of_a_process() -> None:
+    top = 0x7000_0000_0000
+    rule = ChunkedAddresses()
+    rule.hold({top: 20 * MIB, top + 32 * MIB: 30 * MIB, top + 20 * MIB: 2 * MIB})
+    assert rule.take(10 * MIB) == top + 22 * MIB
+    assert rule.take(20 * MIB) == top - 32 * MIB
+
+
+@pytest.mark.parametrize("order", ["chunks", "rising", "falling"])
+def test_no_two_segments_share_an_address_whatever_comes_and_goes(order) -> None:
+    rule = addresses_in(order)
+    held: dict[int, int] = {}
+    for number in range(400):
+        if number % 3 == 2:
+            address = sorted(held)[number % len(held)]
+            rule.give_back(address, held.pop(address))
+        size = (2, 10, 20, 34, 64, 14)[number % 6] * MIB
+        held[rule.take(size)] = size
+    ends = sorted((address, address + size) for address, size in held.items())
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    assert len(held) == 400 - 133
+
+
+def test_the_rules_of_an_allocator_name_the_order() -> None:
+    heights = {}
+    for order in ("chunks", "rising", "falling"):
+        model = AllocatorModel(rules=AllocatorRules(segments=order))
+        heights[order] = [model.malloc(20 * MIB).address for _ in range(2)]
+    assert heights["chunks"][0] - heights["chunks"][1] == 32 * MIB
+    assert heights["rising"][1] - heights["rising"][0] == 32 * MIB
+    assert heights["falling"][0] - heights["falling"][1] == 22 * MIB
+    assert isinstance(addresses_in("falling"), FallingAddresses)
