@@ -75,14 +75,15 @@ def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
     """Nothing was learned from them. The first one has 8 MiB less reserved memory in the order of Windows and WSL2."""
     measured = {row.key: row.measured for row in published()}
 
-    answers = replayed(
-        "fitcheck 2026-09-15: tinyllama-1.1b LORA r32 fp16 b2 s512 efficient checkpointing",
-        "fitcheck 2026-09-16: smollm2-1.7b LORA r32 fp16 b1 s2048 eager checkpointing",
-    )
+    near = {
+        "fitcheck 2026-09-15: tinyllama-1.1b LORA r32 fp16 b2 s512 efficient checkpointing": 0.003,
+        "fitcheck 2026-09-16: smollm2-1.7b LORA r32 fp16 b1 s2048 eager checkpointing": 0.001,
+    }
+    answers = replayed(*near)
 
     for key, answer in answers.items():
         assert answer["allocated"] == pytest.approx(measured[key]["allocated"], rel=0.001)
-        assert answer["reserved"] == pytest.approx(measured[key]["reserved"], rel=0.003)
+        assert answer["reserved"] == pytest.approx(measured[key]["reserved"], rel=near[key])
 
 
 @pytest.mark.slow

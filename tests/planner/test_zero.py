@@ -20,9 +20,8 @@ SCRIPT = Path(__file__).with_name("zero_stream.py")
 if IS_TOO_OLD:
     pytest.skip(WHY_NOT, allow_module_level=True)
 
-SMALL_TENSORS = 256
-"""Bytes of a loss, a norm, a scale, which one has moved to the card and the other has there already; and of rotary
-frequencies (128 bytes), which a rank now and then holds a moment longer."""
+SMALL_TENSORS = 64
+"""Bytes of a loss, a norm, a scale, which one has moved to the card and the other has there already."""
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +90,10 @@ def test_pinned_memory_is_what_the_engine_pins_in_powers_of_two(both, name):
     ranks, planner = (each[name] for each in both)
     assert ranks["pinned"]
     blocks = [1 << (num_bytes - 1).bit_length() for num_bytes in ranks["pinned"]]
-    pinned = planner["plan"]["host_pinned_bytes_per_node"]
-    assert pinned <= 2 * sum(blocks), "a block that is free again is used again"
-    assert pinned == pytest.approx(2 * sum(blocks), rel=0.01)
-    assert planner["plan"]["host_ram_bytes_per_node"] > pinned
+    # 1,152 bytes take a block of 2,048 that a partition of `zero.Init` had and gave back
+    again = 2048 if name.startswith("3") else 0
+    assert planner["plan"]["host_pinned_bytes_per_node"] == 2 * (sum(blocks) - again)
+    assert planner["plan"]["host_ram_bytes_per_node"] > 2 * sum(blocks)
 
 
 def test_states_are_those_of_the_paper(both):
