@@ -1,0 +1,5 @@
+"""explain: why a run ran out of memory, and what would have made it fit.
+
+A raw log, a memory snapshot of torch or the record of a run becomes an `Explanation`. It is read
+without torch, so that an answer takes less than a second.
+"""
