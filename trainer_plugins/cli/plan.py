@@ -82,6 +82,12 @@ _Padding: TypeAlias = Annotated[
 _EvalBatches: TypeAlias = Annotated[
     int, typer.Option(help="How many batches an evaluation has, if there is one.")
 ]
+_Metrics: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--metrics", help="The Trainer has a compute_metrics: an evaluation keeps all outputs."
+    ),
+]
 _Search: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -140,6 +146,7 @@ def plan(
     pinned_memory: PinnedMemory = None,
     padding: _Padding = None,
     eval_batches: _EvalBatches = 8,
+    metrics: _Metrics = False,
     search: _Search = False,
     search_lengths: _SearchLengths = None,
     explain_change: _ExplainChange = None,
@@ -162,10 +169,11 @@ def plan(
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
         base = (_quantisation(context.params), prepare_kbit)
-        data = (flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches)
+        data = (flags, seq_length, target_length, dtype, adapter, accelerate_config)
+        evaluation = (eval_batches, metrics)
         card = (gpu, calibration and run_dir is None, None, num_gpus, padding)
         run = RunInputs(*card, host_memory, pinned_memory)
-        request = request_of(model, ConfigInputs(*data, *base), run)
+        request = request_of(model, ConfigInputs(*data, *evaluation, *base), run)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")

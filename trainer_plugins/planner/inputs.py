@@ -74,6 +74,9 @@ class ConfigInputs:
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
 
+    has_metrics: bool = False
+    """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
+
     quantization_config: object = None
     """A BitsAndBytesConfig, or a dict of its fields, for a base that is quantised as it loads."""
 
@@ -157,6 +160,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             quantisation=_quantisation(details, config.get("quantization_config")),
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
+            has_metrics=details.has_metrics,
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,
