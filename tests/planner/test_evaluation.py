@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
-from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.run import plan_run, predict_all
 from trainer_plugins.units import GIB, MIB
 
 VOCABULARY, WIDTH = 32128, 64
@@ -72,6 +72,12 @@ def test_with_metrics_the_logits_of_all_batches_are_kept_twice_and_it_does_not_f
     assert more == pytest.approx(kept, rel=0.02)
     assert plan.host_ram_bytes_per_node == pytest.approx(NUM_BATCHES * LOGITS_BYTES, rel=0.1)
     assert not any("compute_metrics" in line for line in plan.assumptions)
+
+
+def test_an_encoder_decoder_without_a_first_token_is_bad_input():
+    config = {name: value for name, value in T5.items() if name != "decoder_start_token_id"}
+    with pytest.raises(PlanError, match="the config has no decoder_start_token_id"):
+        plan_run(config, {"output_dir": "runs"}, seq_length=LENGTH)
 
 
 def test_the_answer_sends_outputs_to_main_memory_and_as_answered_it_fits(plans):

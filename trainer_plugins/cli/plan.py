@@ -21,7 +21,7 @@ _EXIT_DOES_NOT_FIT = 3
 _LARGEST_RANK = 1 << 20
 
 _Model: TypeAlias = Annotated[
-    str, typer.Option(help="A config.json of a model, or a folder that has one.")
+    str | None, typer.Option(help="A config.json of a model, or a folder that has one.")
 ]
 _SeqLength: TypeAlias = Annotated[int, typer.Option(help="Tokens of each row.")]
 _TargetLength: TypeAlias = Annotated[
@@ -105,6 +105,13 @@ _ExplainChange: TypeAlias = Annotated[
         help="What a switch would save: a name, several with +, or all. Repeatable.",
     ),
 ]
+_Compare: TypeAlias = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        metavar="A B",
+        help="Print two sides by moment and category: plans as JSON, or folders of runs.",
+    ),
+]
 _Timeout: TypeAlias = Annotated[
     float, typer.Option(help="Give up after so many seconds; a search: for each way to run.")
 ]
@@ -125,7 +132,7 @@ _Html: TypeAlias = Annotated[
 
 def plan(
     context: typer.Context,
-    model: _Model,
+    model: _Model = None,
     seq_length: _SeqLength = 2048,
     target_length: _TargetLength = None,
     dtype: _Dtype = None,
@@ -150,6 +157,7 @@ def plan(
     search: _Search = False,
     search_lengths: _SearchLengths = None,
     explain_change: _ExplainChange = None,
+    compare: _Compare = None,
     timeout: _Timeout = 600,
     as_json: _AsJson = False,
     run_dir: _RunDir = None,
@@ -165,6 +173,11 @@ def plan(
     from trainer_plugins.planner.plan import PlanError
 
     try:
+        if compare is not None:
+            _show_beside(*compare, as_json)
+            return
+        if model is None:
+            raise PlanError("name the model: --model config.json, or a folder that has one")
         _check_places(html, run_dir)
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
@@ -256,6 +269,19 @@ def _one_plan(
     else:
         _show(outcome, compared)
     return outcome.fits
+
+
+def _show_beside(a: Path, b: Path, as_json: bool) -> None:
+    from trainer_plugins.planner.compare.beside import beside
+
+    found = beside(a, b)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return
+    from trainer_plugins.report.beside import beside_report
+    from trainer_plugins.report.page import show
+
+    show(beside_report(found))
 
 
 def _show(outcome: "MemoryPlan", compared: "Calibration | None") -> None:
