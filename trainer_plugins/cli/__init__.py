@@ -13,6 +13,7 @@ from trainer_plugins import __version__
 from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
+from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
 from trainer_plugins.printable import printable
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command()(report)
 app.command()(env)
+app.command()(explain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
 app.command(
     "exec",

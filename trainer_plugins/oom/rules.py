@@ -47,6 +47,7 @@ _LOST_WORKER = (
     " not help"
 )
 _ENDED = "the process was ended"
+_KILLED = "the process was killed from outside, and the words do not say by whom"
 
 # Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
 PINS = r"pin[ _]memory|to\(['\"]cpu['\"], non_blocking"
@@ -94,8 +95,14 @@ RULES = (
     # The caching allocator.
     Rule(
         "allocator",
-        r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory(?:[.:]| \(|$)",
-        "torch, CUDACachingAllocator.cpp",
+        r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory"
+        r"(?:[.:]| \(|$| occurred when warming up)",
+        "torch, CUDACachingAllocator.cpp; vllm-project/vllm#14452",
+    ),
+    Rule(
+        "allocator",
+        r"RESOURCE_EXHAUSTED: Out of memory|\bOOM when allocating tensor",
+        "jax-ml/jax#8506, tensorflow/tensorflow#4735",
     ),
     Rule(
         "allocator",
@@ -220,6 +227,14 @@ RULES = (
         "pytorch/pytorch#87861, idiap/ESLAM#20",
         _LOST_WORKER,
     ),
+    Rule(
+        "shared",
+        r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
+        "pytorch/pytorch#108861, msr-fiddle/pipedream#28",
+        _LOST_WORKER,
+        is_certain=False,
+        follows_anything=True,
+    ),
     # Main memory.
     Rule(
         "host",
@@ -275,6 +290,52 @@ RULES = (
         r"memory allocation of \d{1,20} bytes failed",
         "deepspeedai/DeepSpeedExamples#321",
         _ENDED,
+    ),
+    Rule(
+        "host",
+        r"Cannot allocate memory \(os error 12\)|\bOs \{ code: 12, kind: OutOfMemory",
+        "huggingface/safetensors#528",
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"\[WinError 1455\]|\(os error 1455\)",
+        "ultralytics/yolov5#1698",
+        "Windows' commit limit is reached, and freeing device memory does not raise it",
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"\bOOMKilled\b|\bMemory cgroup out of memory: Kill",
+        "kubernetes/kubernetes#112177",
+        _ENDED,
+        follows_anything=True,
+    ),
+    # Killed by a signal: usually for main memory, but anybody may send it.
+    Rule(
+        "host",
+        r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
+        r"|<Signals\.SIGKILL: 9>|exit status -9\b",
+        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239",
+        _KILLED,
+        is_certain=False,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"\b[Ee]xit(?:ed)?(?: with)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
+        "docker and Kubernetes: 128 + 9",
+        _KILLED,
+        is_certain=False,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"is killed by signal: Killed|: line \d{1,9}: {1,8}\d{1,9} Killed {2,30}\S|^Killed {0,4}$",
+        "thangvubk/SoftGroup#18; what a shell says",
+        _KILLED,
+        is_certain=False,
+        follows_anything=True,
     ),
     # torch's own class, whatever it says: ComfyUI#4880 cuts the message to "Allocation on device".
     Rule("allocator", r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),
