@@ -73,9 +73,11 @@ def _print(answer: "Explanation") -> None:
         return
     parts: list[Text | Table] = []
     for number, cause in enumerate(answer.causes):
-        head = Text("Why  " if number == 0 else "     also possible: ", style="bold" * (not number))
-        parts.append(head.append(printable(cause.summary)).append(f"  [{cause.grade}]", "dim"))
+        head = Text("Why  " if number == 0 else f"     Also possible ({cause.code}): ")
+        head.append(printable(cause.summary))
+        parts.append(head)
         if number == 0:
+            head.append(f"  [{cause.grade}: {cause.code}]", "dim")
             parts += [Text(f"     {printable(line)}") for line in cause.evidence]
             parts += [Text(f"     {printable(fact)}", "dim") for fact in answer.facts]
         if cause.doubt and number == 0:
@@ -86,7 +88,9 @@ def _print(answer: "Explanation") -> None:
                 printable(remedy.do), "bold green"
             )
         )
-        first = "Do this first: " * (number == 0)
+        first = "Do this first: " if number == 0 else ""
+        if remedy.cause != answer.causes[0].code:
+            first = f"If it is {remedy.cause}: "
         price = f"; it costs: {remedy.price}" * bool(remedy.price)
         said = f"{first}{remedy.effect}{price} ({_GRADES[remedy.grade]})"
         parts.append(Text(f"       {printable(said)}"))

@@ -147,6 +147,11 @@ RULES = (
         _LOST_ALLOCATOR,
     ),
     Rule("driver", r"(?:CUDA|HIP) [Ee]rror: out of memory", "deepbeepmeep/Wan2GP#1083"),
+    Rule(
+        "driver",
+        r"[Cc]uda [Ee]rror: out of memory at .{0,200}cumem_allocator",
+        "verl-project/verl#302",
+    ),
     Rule("driver", r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
     Rule("driver", r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
     Rule(
@@ -323,7 +328,7 @@ RULES = (
     ),
     Rule(
         "host",
-        r"\b[Ee]xit(?:ed)?(?: with)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
+        r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
         "docker and Kubernetes: 128 + 9",
         _KILLED,
         is_certain=False,

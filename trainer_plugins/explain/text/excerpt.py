@@ -20,13 +20,13 @@ _HINTS = re.compile(
     r"|annot allocate|not enough mem|Allocation |llocation of|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
-    r"|SIGKILL|xit ?code|xited with|xit status|code = -9|by signal|bus error|Killed|1455"
+    r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
 )
 _LONGEST_HINT = 32
 # In a sentence, where `classify` does not take it for an error: whoever pastes it means it.
 _TRIED = re.compile(
-    r"(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
-    r"|MPS backend out of memory \(MPS)[^\"]*$"
+    r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
+    r"|MPS backend out of memory \(MPS)"
 )
 # A terminal has broken a message where it was full; this is how its last line ends.
 _COMPLETE = re.compile(r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory")
@@ -137,5 +137,6 @@ def _message(lines: list[Line], at: int) -> str:
         if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(said)):
             break
         if line.writer == lines[at].writer:
-            said += (" " if is_one_line else "\n") + line.text.strip()
+            is_cut = said[-1:].isdigit() and line.text[:1].isdigit()  # in the middle of a number
+            said += ("" if is_cut else " " if is_one_line else "\n") + line.text.strip()
     return said

@@ -46,7 +46,7 @@ class Frame:
         if not self.path:
             return f"'{self.source[:100]}'"
         place = re.split(r"[/\\]", self.path)[-1] + (f":{self.line}" if self.line else "")
-        source = f": {self.source[:100]}" if self.source else ""
+        source = f": {self.source[:100]}".rstrip(" ,(") if self.source else ""
         return f"{place} in {self.function}{source}"
 
 

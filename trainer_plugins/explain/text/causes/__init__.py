@@ -14,10 +14,10 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     # Sizes that cannot be meant.
     numbers.impossible_size,
     numbers.contradictory,
-    numbers.spilled,
     # Who else is on the card.
     others.ddp_gpu0,
     others.engine_share,
+    numbers.spilled,
     others.kept_after_catch,
     # Not the card's memory.
     host.shm,
@@ -31,13 +31,13 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     numbers.mps_other,
     # What the run was doing.
     frames.eval_logits,
-    frames.quadratic_attention,
     frames.eval_batch,
     frames.save_gather,
     frames.resume_load,
     frames.load_too_large,
     frames.logits_loss,
     frames.image_size,
+    frames.quadratic_attention,
     frames.generate_cache,
     frames.optimizer_state,
     frames.zero3_gather,
@@ -54,7 +54,7 @@ _MOST_CAUSES = 3
 
 
 def causes_of(facts: Facts) -> tuple[Cause, ...]:
-    """Judge the facts: the answer first, then what is possible too, unless the answer is certain."""
+    """Judge the facts: the answer first, then what is possible too if it is not certain."""
     found: list[Cause] = []
     for rule in RULES:
         cause = None if found and rule is numbers.capacity else rule(facts)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import GIB, MIB, size
 
@@ -18,10 +17,13 @@ EVALUATION = (
 TRAINING = (
     r"training_step|inner_training_loop|\btrain(?:_\w+)?(?= |$|\()|backward|trainer\.fit|optimizer"
 )
-LOADING = r"from_pretrained|load_checkpoint_and_dispatch|_load_pretrained_model|dispatch_model"
+LOADING = (
+    r"from_pretrained|load_checkpoint_and_dispatch|_load_pretrained_model|dispatch_model"
+    r"|into_meta_model|set_module_tensor"
+)
 _MOVING = r"_apply\b|\bconvert\b|\.to\(|\.cuda\(|_move_module|_move_model|set_module_tensor"
 _LOGITS = (
-    r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head|ForCausalLMLoss|loss_function"
+    r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
     r"|\blogits?\b.*(?:float|\.to\(|contiguous|clone|softmax)|shift_logits|selective_log|_logps"
     r"|logprobs|log_probs|entropy_from"
 )
@@ -60,7 +62,7 @@ class ByFrame:
             code=self.code,
             grade="likely",
             summary=self.summary,
-            evidence=(f"It failed in {frame}.", *_sizes(facts)),
+            evidence=(f"It failed in {frame}.",),
             doubt=self.doubt,
         )
 
@@ -186,7 +188,7 @@ def logits_loss(facts: Facts) -> Cause | None:
         code="logits-loss",
         grade="likely",
         summary="the logits at the loss do not fit",
-        evidence=tuple(filter(None, (f"It failed in {frame}.", tokens, *_sizes(facts)))),
+        evidence=tuple(filter(None, (f"It failed in {frame}.", tokens))),
         doubt="The shape of the logits is not in the text: print logits.shape before that line",
     )
 
@@ -198,7 +200,7 @@ def quadratic_attention(facts: Facts) -> Cause | None:
         return None
     asked = facts.asked or 0
     lengths = ", ".join(
-        f"{int((asked / (heads * 2)) ** 0.5):,} with {heads} heads" for heads in (1, 8, 32)
+        f"{int((asked / (heads * 2)) ** 0.5):,} with {heads} heads" for heads in (8, 16, 32)
     )
     return Cause(
         code="quadratic-attention",
@@ -221,17 +223,7 @@ def long_sample(facts: Facts) -> Cause | None:
         code="long-sample",
         grade="possible",
         summary="earlier steps fitted, so this batch was larger, or memory had grown",
-        evidence=(f"It had fitted for some time: {facts.progress}.", *_sizes(facts)),
+        evidence=(f"It had fitted for some time: {facts.progress}.",),
         doubt="A longer batch, memory that grows from step to step, and what an evaluation left"
         " look alike here: `trainer-plugins exec --preset observe -- COMMAND` records which it is",
     )
-
-
-def _sizes(facts: Facts) -> tuple[str, ...]:
-    if facts.asked is None or facts.total is None:
-        return ()
-    unused = facts.unused
-    cached = f", {size(unused)} cached" if unused is not None else ""
-    said = f"It asked for {size(facts.asked)}; of {size(facts.total)} {size(facts.free or 0)} were"
-    pieces = "" if is_fragmented(facts) or unused is None else ": not fragmentation"
-    return (f"{said} free{cached}{pieces}.",)

@@ -7,7 +7,7 @@ from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import GIB, size
 
 _SMALL_BYTES = 4 * GIB
-_PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|non_blocking|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
+_PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
 _WSL = r"\bWSL|microsoft-standard|/mnt/[a-z]/Users"
 _USED = r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%"
 _LIMITED = (
@@ -155,7 +155,7 @@ def pinned(facts: Facts) -> Cause | None:
                 if wsl
                 else ()
             ),
-            "The driver says 'out of memory' without torch's numbers, as it does for pinned memory.",
+            "The driver's words have no numbers of torch's, as for pinned memory.",
         ),
         doubt=""
         if sure

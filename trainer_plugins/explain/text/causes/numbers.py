@@ -8,6 +8,8 @@ _IMPOSSIBLE_BYTES = 1 << 40
 _SLACK_BYTES = GIB // 4
 _FRAGMENTED_FRACTION = 0.04
 _OTHER_FRACTION = 0.25
+_LEAST_OTHERS_BYTES = 2 * GIB
+_LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
 
 
@@ -28,13 +30,23 @@ def impossible_size(facts: Facts) -> Cause | None:
     )
 
 
+def is_held_by_others(facts: Facts) -> bool:
+    """Return whether others have so much of the card that it is no context and no desktop."""
+    total = facts.total or 0
+    least = max(_LEAST_OTHERS_FRACTION * total, min(_LEAST_OTHERS_BYTES, total / 2))
+    named = sum(size for _, size in facts.neighbours)
+    return max(facts.others or 0, named) > least
+
+
 def contradictory(facts: Facts) -> Cause | None:
     """The driver refused though memory was free."""
     free, total, asked = facts.free, facts.total, facts.asked
     if free is None or asked is None or facts.oom.limit_bytes is not None:
         return None
     is_absurd = total is not None and free > total
-    if not is_absurd and free <= 1.05 * asked + _SLACK_BYTES:
+    # A neighbour may give memory back between the refusal and the message.
+    slack = asked if is_held_by_others(facts) else 0.05 * asked
+    if not is_absurd and free <= asked + slack + _SLACK_BYTES:
         return None
     of = f" of {size(total)}" if total is not None else ""
     return Cause(
@@ -57,12 +69,16 @@ def spilled(facts: Facts) -> Cause | None:
         return None
     return Cause(
         code="capacity",
-        grade="certain",
+        grade="certain" if facts.is_windows else "likely",
         summary="the run needs more than the card has, and spilled into main memory before",
         evidence=(
             f"{size(facts.live)} were allocated on a card of {size(facts.total)}.",
             "The driver lends main memory then, which is many times slower than the card's.",
         ),
+        doubt=""
+        if facts.is_windows
+        else "That Windows or WSL lends memory is not in the text: an engine that sleeps (vLLM) may"
+        " count what it has given back; its log says so",
     )
 
 

@@ -4,16 +4,15 @@ import re
 from collections import defaultdict
 
 from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.text.causes.numbers import is_held_by_others
 from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.units import GIB, percent, size
+from trainer_plugins.units import percent, size
 
-_LEAST_OTHERS_BYTES = 2 * GIB
-_LEAST_OTHERS_FRACTION = 0.15
 _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
-_ENGINE = r"(?i)\b(?:vllm|sglang)\b|VllmWorker|EngineCore|warming up sampler"
+_ENGINE = r"(?i)\b(?:vllm|sglang)\b|VllmWorker|EngineCore|cumem_allocator"
+_TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
-_STARTS = r"_lazy_init|_cuda_init|\.cuda\(|\.to\(|_apply|\bconvert\b|set_device|_cuda_deserialize"
 
 
 def ddp_gpu0(facts: Facts) -> Cause | None:
@@ -40,17 +39,17 @@ def ddp_gpu0(facts: Facts) -> Cause | None:
 def engine_share(facts: Facts) -> Cause | None:
     """An inference engine has a fixed share of the card."""
     inside = facts.called(r"[/\\](?:vllm|sglang)[/\\]|\b(?:vllm|sglang)\.")
-    engine = inside or re.search(_ENGINE, facts.writer)
+    engine = inside or re.search(_ENGINE, facts.writer + facts.oom.text.split("\n")[0])
     warming = "warming up" in facts.oom.text
     if facts.called(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
         return None
-    if not warming and not engine and not (_held_by_others(facts) and facts.says(_ENGINE)):
+    if not warming and not engine and not (_no_room(facts) and facts.says(_ENGINE)):
         return None
     evidence = [_sum_of(facts)] if facts.others is not None else []
     if warming:
         evidence.append("vLLM says that its sampler did not fit when it was warmed up.")
     elif engine:
-        evidence.append(f"It failed in {inside or facts.writer}.")
+        evidence.append(f"It failed in {inside or facts.writer or 'vLLM, as the words say'}.")
     else:
         evidence.append("The text speaks of vLLM or SGLang on the same card.")
     return Cause(
@@ -68,7 +67,7 @@ def engine_share(facts: Facts) -> Cause | None:
 def foreign(facts: Facts) -> Cause | None:
     """Other processes hold the card."""
     if facts.others is not None and facts.total:
-        if not _held_by_others(facts) or not _would_fit_alone(facts):
+        if not is_held_by_others(facts) or not _would_fit_alone(facts):
             return None
         if facts.called(_DESERIALISES, innermost=12):
             return _ranks_on_one_card(facts)
@@ -78,13 +77,22 @@ def foreign(facts: Facts) -> Cause | None:
             code="foreign",
             grade="certain" if sure else "likely",
             summary="another process holds the card",
-            evidence=(_sum_of(facts), *_names(facts)),
+            evidence=(
+                _sum_of(facts),
+                *_names(facts),
+                "It is not this run: no batch size and no allocator setting helps.",
+            ),
             doubt=""
             if sure
             else "Memory of this process outside torch (TensorFlow, JAX, a second library) would"
-            " look alike: `nvidia-smi --query-compute-apps=pid,used_memory --format=csv` settles it",
+            " look alike: `nvidia-smi --query-compute-apps=pid,used_memory --format=csv` tells",
         )
     return _by_table(facts) or _at_first_touch(facts)
+
+
+def _no_room(facts: Facts) -> bool:
+    """Return whether others hold the card, or the engine counts what it has given back."""
+    return is_held_by_others(facts) or (facts.live or 0) > (facts.total or facts.live or 0)
 
 
 def _ranks_on_one_card(facts: Facts) -> Cause:
@@ -101,12 +109,6 @@ def _ranks_on_one_card(facts: Facts) -> Cause:
 def _would_fit_alone(facts: Facts) -> bool:
     room = (facts.free or 0) + (facts.others or 0) + (facts.unused or 0)
     return (facts.asked or 0) <= room
-
-
-def _held_by_others(facts: Facts) -> bool:
-    least = max(_LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0))
-    named = sum(size for _, size in facts.neighbours)
-    return max(facts.others or 0, named) > least
 
 
 def _sum_of(facts: Facts) -> str:
@@ -143,8 +145,9 @@ def _by_table(facts: Facts) -> Cause | None:
 
 def _at_first_touch(facts: Facts) -> Cause | None:
     """A driver that refuses the first thing it is asked for."""
-    first = facts.called(_STARTS, innermost=4)
-    if facts.oom.source != "driver" or not first or facts.progress:
+    first = facts.frames[-1] if facts.frames else None
+    is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
+    if facts.oom.source != "driver" or not first or is_later:
         return None
     return Cause(
         code="foreign",
@@ -158,7 +161,7 @@ def _at_first_touch(facts: Facts) -> Cause | None:
 
 def leftover(facts: Facts) -> Cause | None:
     """Something of an earlier run in this process is still alive."""
-    trial = facts.says(r"Trial \d+ failed")
+    trial = facts.says(_TRIAL)
     full = facts.live is not None and bool(facts.total)
     full = full and (facts.live or 0) >= 0.7 * (facts.total or 0)
     small = (facts.asked or 0) < 0.05 * (facts.total or 0)

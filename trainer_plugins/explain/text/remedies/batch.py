@@ -12,7 +12,7 @@ _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]t
 
 def capacity(facts: Facts) -> list[Remedy]:
     """Make the training smaller; where it only runs a model, say what makes that smaller."""
-    if not _trains(facts):
+    if _only_runs(facts):
         return [
             Remedy(
                 do="pass fewer rows at once, or shorter ones",
@@ -26,6 +26,8 @@ def capacity(facts: Facts) -> list[Remedy]:
                 grade="known",
             ),
         ]
+    if not uses_trainer(facts):
+        return [*fewer_rows(facts), checkpointing("model.gradient_checkpointing_enable()")]
     return [*fewer_rows(facts), survive(facts), checkpointing(), plan(facts)]
 
 
@@ -37,7 +39,7 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
     if rows:
         do = f"--{_ROWS} {half} --{_STEPS} {steps * factor}"
-    elif _uses_trainer(facts):
+    elif uses_trainer(facts):
         do = f"halve --{_ROWS}, and double --{_STEPS}"
     else:
         do = "halve the rows of a micro-batch, and double the steps of gradient accumulation"
@@ -70,9 +72,10 @@ def survive(facts: Facts) -> Remedy:
     )
 
 
-def checkpointing() -> Remedy:
+def checkpointing(do: str = "--gradient_checkpointing True") -> Remedy:
+    """Compute activations twice instead of keeping them."""
     return Remedy(
-        do="--gradient_checkpointing True",
+        do=do,
         effect="only the inputs of layers are kept for the backward pass",
         grade="known",
         price="about a third more time",
@@ -90,6 +93,9 @@ def plan(facts: Facts) -> Remedy:
 
 
 def long_sample(facts: Facts) -> list[Remedy]:
+    """Let long batches pass in pieces, or come first."""
+    if not uses_trainer(facts):
+        return fewer_rows(facts)
     return [
         survive(facts),
         Remedy(
@@ -108,6 +114,7 @@ def long_sample(facts: Facts) -> list[Remedy]:
 
 
 def logits_loss(facts: Facts) -> list[Remedy]:
+    """Never make the logits whole, or make fewer of them."""
     liger = Remedy(
         do="--use_liger_kernel True",
         effect=f"the logits ({size(facts.asked)} at that place, more than once) are never whole"
@@ -116,10 +123,13 @@ def logits_loss(facts: Facts) -> list[Remedy]:
         grade="arithmetic" if facts.asked else "known",
         price="rounding differs a little; the model has to be one that Liger knows",
     )
-    return [*([liger] if _uses_trainer(facts) else []), *fewer_rows(facts), survive(facts)]
+    if not uses_trainer(facts):
+        return fewer_rows(facts)
+    return [liger, *fewer_rows(facts), survive(facts)]
 
 
 def eval_logits(facts: Facts) -> list[Remedy]:
+    """Keep less of each batch, or keep it in main memory."""
     asked = f" ({size(facts.asked)} at that place)" if facts.asked else ""
     return [
         Remedy(
@@ -144,9 +154,10 @@ def eval_logits(facts: Facts) -> list[Remedy]:
 
 
 def eval_batch(facts: Facts) -> list[Remedy]:
+    """Make evaluation batches smaller."""
     rows = facts.rows("per_device_eval_batch_size")
     found = []
-    if _uses_trainer(facts):
+    if uses_trainer(facts):
         if rows != 1:
             found.append(
                 Remedy(
@@ -181,6 +192,7 @@ def eval_batch(facts: Facts) -> list[Remedy]:
 
 
 def generate_cache(facts: Facts) -> list[Remedy]:
+    """Keep fewer or shorter rows in the cache."""
     found = [
         Remedy(
             do="fewer prompts at once",
@@ -195,7 +207,7 @@ def generate_cache(facts: Facts) -> list[Remedy]:
             price="slower generation",
         ),
     ]
-    if _uses_trainer(facts):
+    if uses_trainer(facts):
         found.insert(
             0,
             Remedy(
@@ -209,6 +221,7 @@ def generate_cache(facts: Facts) -> list[Remedy]:
 
 
 def image_size(facts: Facts) -> list[Remedy]:
+    """Cut pictures into fewer patches."""
     del facts
     return [
         Remedy(
@@ -226,6 +239,7 @@ def image_size(facts: Facts) -> list[Remedy]:
 
 
 def quadratic_attention(facts: Facts) -> list[Remedy]:
+    """Use a kernel that makes no matrix of length x length."""
     asked = size(facts.asked) if facts.asked else "the matrix"
     return [
         Remedy(
@@ -244,6 +258,7 @@ def quadratic_attention(facts: Facts) -> list[Remedy]:
 
 
 def optimizer_state(facts: Facts) -> list[Remedy]:
+    """Use smaller states, or put them elsewhere."""
     if facts.called(r"deepspeed"):
         return [
             Remedy(
@@ -270,14 +285,20 @@ def optimizer_state(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _uses_trainer(facts: Facts) -> bool:
-    return bool(facts.called(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
-
-
-def _trains(facts: Facts) -> bool:
-    return _uses_trainer(facts) or bool(
-        facts.called(r"(?i)backward|train|optimizer") or facts.says(r"gradient_accum|'loss'")
+def uses_trainer(facts: Facts) -> bool:
+    """Return whether flags of TrainingArguments fit; without any frame they are assumed to."""
+    return (
+        not facts.frames
+        or facts.called(_IN_TRAINER) is not None
+        or facts.says(rf"{_ROWS}|TrainingArguments") is not None
     )
+
+
+def _only_runs(facts: Facts) -> bool:
+    """Return whether the frames are of a model that is used and not trained."""
+    frame = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
+    trains = facts.called(r"(?i)backward|train|optimizer|closure")
+    return frame is not None and trains is None
 
 
 def _shortage(facts: Facts) -> str:

@@ -1,8 +1,8 @@
-"""Remedies that leave the training as it is: who holds the card, how it is divided, what is loaded."""
+"""Remedies that leave the training as it is: who holds the card, what is loaded onto it."""
 
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.explain.text.remedies.batch import capacity, fewer_rows, plan
+from trainer_plugins.explain.text.remedies.batch import capacity, fewer_rows, plan, uses_trainer
 from trainer_plugins.units import size
 
 _EXPANDABLE = r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)"
@@ -11,16 +11,22 @@ _SEE = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=cs
 
 def foreign(facts: Facts) -> list[Remedy]:
     """See who it is, then take another card or wait: no setting of the run helps."""
-    who = ", ".join(str(pid) for pid, _ in facts.neighbours) or "nobody is named in the text"
-    gone = size(facts.others) if facts.others else "the card"
-    known = "arithmetic" if facts.others else "known"
+    who = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names nobody"
+    found = [Remedy(do=_SEE, effect=f"shows who holds the card ({who})", grade="known")]
+    if len(facts.cards) != 1:
+        rooms = [total - used for used, total in facts.cards]
+        best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
+        there = f"{size(rooms[best])} were free there" if rooms else "if there is one"
+        gone = f"; {size(facts.others)} are in the way on this one" if facts.others else ""
+        found.append(
+            Remedy(
+                do=f"CUDA_VISIBLE_DEVICES={best} {facts.launch} {facts.script}",
+                effect=f"takes another card, {there}{gone}",
+                grade="arithmetic" if rooms or gone else "known",
+            )
+        )
     return [
-        Remedy(do=_SEE, effect=f"shows who holds the card ({who})", grade="known"),
-        Remedy(
-            do=f"CUDA_VISIBLE_DEVICES=1 {facts.launch} {facts.script}",
-            effect=f"takes another card; {gone} are in the way on this one",
-            grade="arithmetic" if known == "arithmetic" else "known",
-        ),
+        *found,
         Remedy(
             do="kill PID",
             effect="frees the card, if the process is a dead run of your own",
@@ -31,6 +37,7 @@ def foreign(facts: Facts) -> list[Remedy]:
 
 
 def ddp_gpu0(facts: Facts) -> list[Remedy]:
+    """Keep ranks off card 0."""
     stray = [one for one in facts.processes if one.card == 0]
     return [
         Remedy(
@@ -48,6 +55,7 @@ def ddp_gpu0(facts: Facts) -> list[Remedy]:
 
 
 def engine_share(facts: Facts) -> list[Remedy]:
+    """Give the engine less."""
     beside = bool(facts.says(r"(?i)trl|GRPO|colocate|use_vllm"))
     found = [
         Remedy(
@@ -84,8 +92,9 @@ def fragmentation(facts: Facts) -> list[Remedy]:
         grade="known",
         price="some padding",
     )
+    padded = [pad] if uses_trainer(facts) else []
     if facts.is_windows or facts.says(_EXPANDABLE):
-        return [pad, *fewer_rows(facts)]
+        return [*padded, *fewer_rows(facts)]
     name = "PYTORCH_HIP_ALLOC_CONF" if "HIP" in facts.oom.text else "PYTORCH_CUDA_ALLOC_CONF"
     return [
         Remedy(
@@ -94,7 +103,7 @@ def fragmentation(facts: Facts) -> list[Remedy]:
             grade="arithmetic",
             price="none as a rule; not on WSL, and not with vLLM's sleep mode",
         ),
-        pad,
+        *padded,
     ]
 
 
@@ -128,6 +137,7 @@ def contradictory(facts: Facts) -> list[Remedy]:
 
 
 def wrong_shape(facts: Facts) -> list[Remedy]:
+    """Look at the shapes."""
     where = facts.users_frame
     place = f"{where.path.rsplit('/', 1)[-1]}:{where.line}" if where else "the failing line"
     return [
@@ -140,6 +150,7 @@ def wrong_shape(facts: Facts) -> list[Remedy]:
 
 
 def leftover(facts: Facts) -> list[Remedy]:
+    """Start anew, or free what is left."""
     first = Remedy(
         do="restart the kernel, and run the cells once",
         effect=f"frees {size(facts.live)}, if it is left from before"
@@ -147,16 +158,17 @@ def leftover(facts: Facts) -> list[Remedy]:
         else "frees what is left from before",
         grade="arithmetic" if facts.live else "known",
     )
-    if facts.says(r"Trial \d+ failed"):
+    if facts.says(r"[Tt]rial ?#?\d"):
         first = Remedy(
             do="del trainer, model; gc.collect(); torch.cuda.empty_cache()  # after each trial",
             effect="nothing of a trial is left for the next one",
             grade="known",
         )
-    return [first, *([] if facts.says(r"Trial \d+ failed") else capacity(facts)[:1])]
+    return [first, *([] if facts.says(r"[Tt]rial ?#?\d") else capacity(facts)[:1])]
 
 
 def kept_after_catch(facts: Facts) -> list[Remedy]:
+    """Let go of what the exception keeps."""
     del facts
     return [
         Remedy(
@@ -168,6 +180,7 @@ def kept_after_catch(facts: Facts) -> list[Remedy]:
 
 
 def load_too_large(facts: Facts) -> list[Remedy]:
+    """Load fewer bytes a parameter."""
     return [
         Remedy(
             do="from_pretrained(..., dtype=torch.bfloat16)",
@@ -185,6 +198,7 @@ def load_too_large(facts: Facts) -> list[Remedy]:
 
 
 def resume_load(facts: Facts) -> list[Remedy]:
+    """Load into main memory, and drop the copy."""
     del facts
     return [
         Remedy(
@@ -201,6 +215,7 @@ def resume_load(facts: Facts) -> list[Remedy]:
 
 
 def save_gather(facts: Facts) -> list[Remedy]:
+    """Save in parts."""
     if facts.called(r"deepspeed|zero3"):
         return [
             Remedy(
@@ -228,6 +243,7 @@ def save_gather(facts: Facts) -> list[Remedy]:
 
 
 def zero3_gather(facts: Facts) -> list[Remedy]:
+    """Gather less at once."""
     if not facts.called(r"deepspeed"):
         return [
             Remedy(
@@ -250,6 +266,7 @@ def zero3_gather(facts: Facts) -> list[Remedy]:
 
 
 def mps_other(facts: Facts) -> list[Remedy]:
+    """Give back what is not live."""
     del facts
     return [
         Remedy(
@@ -267,6 +284,7 @@ def mps_other(facts: Facts) -> list[Remedy]:
 
 
 def nccl(facts: Facts) -> list[Remedy]:
+    """Leave room outside torch."""
     del facts
     return [
         Remedy(

@@ -4,8 +4,11 @@ from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import size
 
+_TAKERS = r"(?i)dataloader|offload|cpu_?adam"
+
 
 def shm(facts: Facts) -> list[Remedy]:
+    """Give /dev/shm more, or do without."""
     del facts
     return [
         Remedy(
@@ -23,6 +26,7 @@ def shm(facts: Facts) -> list[Remedy]:
 
 
 def host_limit(facts: Facts) -> list[Remedy]:
+    """Raise the limit, or need less."""
     if facts.says(r"(?i)slurm|srun|sbatch"):
         first = Remedy(
             do="#SBATCH --mem=0   # all of the node, or a number above MaxRSS of sacct",
@@ -39,17 +43,17 @@ def host_limit(facts: Facts) -> list[Remedy]:
 
 
 def host_kill(facts: Facts) -> list[Remedy]:
-    return [
-        *_less(facts),
-        Remedy(
-            do="sudo dmesg -T | grep -i 'killed process'",
-            effect="says whether it was main memory, and how much the process had",
-            grade="known",
-        ),
-    ]
+    """Confirm it first, unless the text shows what took the memory."""
+    see = Remedy(
+        do="sudo dmesg -T | grep -i 'killed process'",
+        effect="says whether it was main memory, and how much the process had",
+        grade="known",
+    )
+    return [*_less(facts), see] if facts.says(_TAKERS) else [see, *_less(facts)]
 
 
 def host_commit(facts: Facts) -> list[Remedy]:
+    """Need less of what counts as committed, or raise the limit."""
     del facts
     return [
         Remedy(
@@ -67,6 +71,7 @@ def host_commit(facts: Facts) -> list[Remedy]:
 
 
 def host_alloc(facts: Facts) -> list[Remedy]:
+    """Look at the line that asked, then need less."""
     asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
     frame = facts.users_frame
     return [
@@ -82,6 +87,7 @@ def host_alloc(facts: Facts) -> list[Remedy]:
 
 
 def pinned(facts: Facts) -> list[Remedy]:
+    """Pin less."""
     found = [
         Remedy(
             do="--dataloader_pin_memory False",
