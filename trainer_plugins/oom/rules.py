@@ -101,8 +101,8 @@ RULES = (
     ),
     Rule(
         "allocator",
-        r"RESOURCE_EXHAUSTED: Out of memory|\bOOM when allocating tensor",
-        "jax-ml/jax#8506, tensorflow/tensorflow#4735",
+        r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor",
+        "patrickbryant1/AFProfile#8, ai-models-graphcast#18, keras-team/keras#9643",
     ),
     Rule(
         "allocator",
@@ -299,20 +299,20 @@ RULES = (
     Rule(
         "host",
         r"Cannot allocate memory \(os error 12\)|\bOs \{ code: 12, kind: OutOfMemory",
-        "huggingface/safetensors#528",
+        "how Rust writes an io::Error: safetensors, tokenizers",
         follows_anything=True,
     ),
     Rule(
         "host",
         r"\[WinError 1455\]|\(os error 1455\)",
-        "ultralytics/yolov5#1698",
+        "cszn/KAIR#127",
         "Windows' commit limit is reached, and freeing device memory does not raise it",
         follows_anything=True,
     ),
     Rule(
         "host",
         r"\bOOMKilled\b|\bMemory cgroup out of memory: Kill",
-        "kubernetes/kubernetes#112177",
+        "alauda/kubeflow-chart#45, docker/for-linux#1001",
         _ENDED,
         follows_anything=True,
     ),
@@ -329,7 +329,7 @@ RULES = (
     Rule(
         "host",
         r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
-        "docker and Kubernetes: 128 + 9",
+        "jupyter/docker-stacks#736, mozilla/bugbug#3906: 128 + 9",
         _KILLED,
         is_certain=False,
         follows_anything=True,

@@ -14,7 +14,7 @@ _IPYTHON = re.compile(
 )
 _CELL = re.compile(r"^\s*(?P<path>(?:Cell )?In ?\[\d+\])(?:, line (?P<line>\d+))?")
 _RICH = re.compile(r"^\s*(?P<path>\S{2,300}?):(?P<line>\d+) in (?P<name>[\w<>.]+)\s*$")
-_ARROW = re.compile(r"^\s*(?:❱|-{2,4}>)\s*\d+[│\s]*(?P<source>.*)$")
+_ARROW = re.compile(r"^\s*(?:❱|-{1,4}>)\s*\d+[│\s]*(?P<source>.*)$")
 _MARKS = re.compile(r"^\s*(?:[\^~ ]+|\.\.\.<\d+ lines>\.\.\.)$")
 _HEAD = re.compile(r"Traceback \(most recent call last\)")
 _PACKAGES = re.compile(
@@ -72,12 +72,17 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
 
 def _frames(texts: Sequence[str]) -> list[Frame]:
     frames: list[Frame] = []
+    used = -1  # the second line of a place, which is none by itself
     for number, text in enumerate(texts):
+        if number == used:
+            continue
         following = texts[number + 1 : number + 3]
         found = _PYTHON.match(text) or _CELL.match(text) or _IPYTHON.match(text)
         found = found or _RICH.match(text)
         if not found and following:  # rich breaks a long path in the middle of a word
-            found = _RICH.match(text + following[0].lstrip())
+            rest = following[0].lstrip()
+            found = _RICH.match(text + rest) or _RICH.match(f"{text} {rest}")
+            used = number + 1 if found else used
         arrow = _ARROW.match(text)
         if found:
             named = found.groupdict()

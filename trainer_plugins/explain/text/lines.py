@@ -19,6 +19,7 @@ class Line(NamedTuple):
 _ESCAPE = re.compile(
     r"\x1b\[[0-?]{0,40}[ -/]{0,4}[@-~]|\x1b\][^\x07\x1b]{0,500}(?:\x07|\x1b\\)?|\x1b[@-_]"
 )
+_LINK = re.compile(r"\[([^\]\n]{1,300})\]\(https?://[^)\n]{0,300}\)")  # as Colab prints paths
 _BOX = re.compile(r"^[│┃╭╰╮╯─━┏┗ ]*[│┃╭╰─━]|[ ]*[│┃╮╯]$|─{4,}")
 _TIME = r"\d{4}-\d\d-\d\d[T_ ]{1,2}\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
 # What stands before the words, most of it more than once. A group is who wrote the line.
@@ -46,7 +47,7 @@ def clean_lines(text: str) -> Iterator[Line]:
 
 def clean_line(raw: str) -> Line:
     """Strip one line, and tell who wrote it."""
-    text = _ESCAPE.sub("", raw).rstrip()
+    text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
     writer = ""
     for _ in range(_MOST_PREFIXES):
         match = _PREFIX.match(text, len(text) - len(text.lstrip()))

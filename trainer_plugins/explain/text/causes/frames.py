@@ -21,12 +21,16 @@ LOADING = (
     r"from_pretrained|load_checkpoint_and_dispatch|_load_pretrained_model|dispatch_model"
     r"|into_meta_model|set_module_tensor"
 )
-_MOVING = r"_apply\b|\bconvert\b|\.to\(|\.cuda\(|_move_module|_move_model|set_module_tensor"
+_MOVING = (
+    r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
+    r"|set_module_tensor"
+)
 _LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
     r"|\blogits?\b.*(?:float|\.to\(|contiguous|clone|softmax)|shift_logits|selective_log|_logps"
     r"|logprobs|log_probs|entropy_from"
 )
+_LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
 _ATTENTION = (
     r"scaled_dot_product|attn_weights|attention_scores|attention_mask|\battn\b|\bsim = "
     r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|softmax\(|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
@@ -92,7 +96,7 @@ save_gather = ByFrame(
     r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
     r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
     innermost=20,
-    unless=r"load_state_dict|torch\.load|load_checkpoint|load_model|from_pretrained|evaluat",
+    unless=r"load_state_dict|torch\.load|load_checkpoint|load_model|from_pretrained|\bevaluate\b|evaluation_loop",
     summary="saving gathers the whole state on one card",
     doubt="How large the gathered state is, is not in the text: weights in fp32 take 4 bytes for"
     " each parameter",
@@ -129,9 +133,10 @@ move_too_large = ByFrame(
 )
 image_size = ByFrame(
     code="image-size",
-    pattern=r"(?i)vision|[/\\.]visual|image_encoder|siglip|patch_embed|pixel_values|image_tower",
+    pattern=r"Vision[A-Z]\w+|vision_(?:tower|model|encoder)|\.visual\b|image_encoder|[Ss]iglip"
+    r"|patch_embed|pixel_values|image_tower",
     innermost=12,
-    unless=r"torchvision|backward",
+    unless=r"backward",
     summary="pictures make too many patches in the vision tower",
     doubt="The sizes of the pictures are not in the text: print pixel_values.shape of the batch",
 )
@@ -179,7 +184,7 @@ def logits_loss(facts: Facts) -> Cause | None:
     if not frame or (asked is not None and asked < least):
         return None
     tokens = ""
-    if asked:
+    if asked and facts.called(_LANGUAGE):
         vocabulary = facts.rows("vocab_size")
         sizes = (vocabulary,) if vocabulary else (32_000, 128_256, 151_936)
         told = " or ".join(f"{asked // (4 * one):,} of {one:,}" for one in sizes)
