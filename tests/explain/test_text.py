@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,6 +173,15 @@ def test_one_row_is_not_halved() -> None:
 
     assert "batch_size" not in todo(answer)
     assert answer.remedies[0].do == "trainer-plugins exec --preset survive -- python train.py"
+
+
+@pytest.mark.parametrize("width", [40, 71, 100])
+def test_a_message_that_a_terminal_has_broken_is_whole_again(width: int) -> None:
+    whole = explained(PIECES).facts
+    hard = "\n".join(PIECES[start : start + width] for start in range(0, len(PIECES), width))
+
+    assert explained(hard).facts == whole
+    assert explained("\n".join(textwrap.wrap(PIECES, width))).facts == whole
 
 
 def test_the_first_of_several_leads() -> None:

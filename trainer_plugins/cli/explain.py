@@ -30,9 +30,10 @@ def explain(
         answer = _explained(path)
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror or error}") from error
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise typer.BadParameter(f"{path}: {error}") from error
-    _print_json(answer) if is_json else _print(answer)
+    show = _print_json if is_json else _print
+    show(answer)
     if not answer.causes or answer.causes[0].code == "not-an-oom":
         raise typer.Exit(_NO_OOM)
 
@@ -46,10 +47,10 @@ def _explained(path: str) -> "Explanation":
     if path == "-":
         return explain_stream(sys.stdin.buffer, "standard input")
     if Path(path).is_dir():
-        raise ValueError("is a folder; give the log of the run, or a pasted trace")
+        raise ValueError("it is a folder; give the log of the run, or a pasted trace")
     with Path(path).open("rb") as file:
         if file.peek(2)[:1] == b"\x80":
-            raise ValueError("looks like a pickle; give the log of the run, or a pasted trace")
+            raise ValueError("it looks like a pickle; give the log of the run, or a pasted trace")
         return explain_stream(file, path)
 
 

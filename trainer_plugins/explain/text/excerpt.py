@@ -3,7 +3,7 @@
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import BinaryIO
 
 from trainer_plugins.explain.text.lines import Line, clean_line, clean_lines
@@ -23,6 +23,9 @@ _HINTS = re.compile(
     r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
 )
 _LONGEST_HINT = 32
+_MOST_UNKNOWN = 0.3
+"""Of the characters of a text, at most so many are none in UTF-8; other encodings have fewer."""
+
 # In a sentence, where `classify` does not take it for an error: whoever pastes it means it.
 _TRIED = re.compile(
     r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
@@ -31,7 +34,7 @@ _TRIED = re.compile(
 # A terminal has broken a message where it was full; this is how its last line ends.
 _COMPLETE = re.compile(r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory")
 _ANOTHER = re.compile(r"^(?:Traceback|\s+File |[\w.]+Error\b|\s*\d{1,3}%\||\s*$)")
-_MOST_BROKEN_LINES, _NUM_BEFORE, _NUM_AFTER = 8, 12, 40
+_MOST_BROKEN_LINES, _NUM_BEFORE, _NUM_AFTER = 12, 12, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
     while block:
         following = stream.read(_BLOCK_BYTES)
         text = decoder.decode(block, not following)
+        if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
+            raise ValueError("it is not text")
         yield text, not following
         block = following
 
@@ -128,15 +133,22 @@ def _excerpt(lines: list[Line], at: int) -> Excerpt:
 
 def _message(lines: list[Line], at: int) -> str:
     """Join what a terminal has broken; a message that has lines of its own keeps them."""
-    said = lines[at].text
-    tried = _TRIED.search(said)
-    if tried and not classify(said):
-        said = said[tried.start() :]
-    is_one_line = "ried to allocate" in said or "out of memory. Tried" in said
+    said = [lines[at].text]
+    tried = _TRIED.search(said[0])
+    if tried and not classify(said[0]):
+        said = [said[0][tried.start() :]]
+    is_one_line = "ried to allocate" in said[0] or "out of memory. Tried" in said[0]
     for line in lines[at + 1 : at + _MOST_BROKEN_LINES]:
-        if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(said)):
+        if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(" ".join(said))):
             break
         if line.writer == lines[at].writer:
-            is_cut = said[-1:].isdigit() and line.text[:1].isdigit()  # in the middle of a number
-            said += ("" if is_cut else " " if is_one_line else "\n") + line.text.strip()
-    return said
+            said.append(line.text.strip())
+    if not is_one_line:
+        return "\n".join(said)
+    # Some break between words, others in the middle of one.
+    return max("".join(said), " ".join(said), key=_num_numbers)
+
+
+def _num_numbers(message: str) -> int:
+    found = classify(message)
+    return 0 if found is None else sum(value is not None for value in astuple(found))

@@ -84,6 +84,8 @@ def _known(facts: Facts) -> tuple[str, ...]:
     lines = [", ".join(told)] if told else []
     if frame := facts.users_frame:
         lines.append(f"innermost line outside packages: {frame}")
+    if facts.writer:
+        lines.append(f"the first to fail was {'rank ' * facts.writer.isdigit()}{facts.writer}")
     if facts.progress:
         lines.append(facts.progress)
     if facts.unused is not None and facts.asked is not None and not is_fragmented(facts):

@@ -17,7 +17,7 @@ _BAR = re.compile(r"(?:^|[\s:])\d{1,3}%\|[^|]{0,300}\| *(\d{1,9})/(\d{1,9}) ?\["
 _FAR = 3
 """After so many steps nothing happens for the first time."""
 
-_NUM_LAST_WORDS = 4
+_NUM_LAST_WORDS, _NUM_NEAR = 4, 600
 _NOT_STEPS = re.compile(r"shard|Download|Map|Filter|Tokeniz|Generating|Saving|Fetching|Load", re.I)
 _STEP = re.compile(r"(?:\b(?:global_?)?(?:step|iter(?:ation)?)s?[ =:#]{1,3})(\d{1,9})\b", re.I)
 _EPOCH = re.compile(r"'epoch': '?(\d+\.\d+)")
@@ -26,7 +26,12 @@ _SMI_PROCESS = re.compile(
     r"(\d{1,7})MiB\s*\|"
 )
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
-_SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,5}})\b"
+# A command of one line with nothing in it that a shell would obey.
+_COMMAND = (
+    r"(?m)(?:^|[$#%>] )((?:CUDA_VISIBLE_DEVICES=[\d,]{1,40} )?(?:python3?|torchrun|deepspeed"
+    r"|accelerate launch) [\w./=,:@+ -]{0,300}?\.py(?: [\w./=,:@+ -]{0,500})?)$"
+)
+_SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,11 @@ class Facts:
         return next((one for one in reversed(self.frames) if one.is_users), None)
 
     @property
+    def failed(self) -> Frame | None:
+        """Return the frame in which it failed."""
+        return self.frames[-1] if self.frames else None
+
+    @property
     def is_notebook(self) -> bool:
         return bool(self.called(r"ipython-input|^(?:Cell )?In ?\[|ipykernel")) or bool(
             self.says(r"ipython-input-|\bCell In ?\[|ipykernel")
@@ -144,22 +154,19 @@ class Facts:
 
     @property
     def is_windows(self) -> bool:
-        return bool(self.says(r"[A-Z]:\\|WinError|os error 1455"))
+        return bool(self.says(r"\b[A-Z]:\\|WinError|os error 1455"))
 
     @property
-    def script(self) -> str:
-        """Return the script that was run, as the outermost frame names it."""
+    def launched(self) -> str:
+        """Return the command line of the run: as the text shows it, else by the outermost frame."""
+        if shown := self.says(_COMMAND):
+            return re.sub(r"^CUDA_VISIBLE_DEVICES=\S+ ", "", shown[1].strip())
         frame = next((one for one in self.frames if one.function == "<module>"), None)
-        if not frame or not frame.is_users or not re.fullmatch(r"[\w./~-]+\.py", frame.path):
-            return "train.py"
-        return frame.path.rsplit("/", 1)[-1] if frame.path.startswith(("/", "~")) else frame.path
-
-    @property
-    def launch(self) -> str:
-        """Return the word or two that start the script, as the text shows them."""
-        found = self.says(r"\b(?:accelerate launch|torchrun|deepspeed)(?= [\w.-])")
-        several = self.says(r"torch[/\\]distributed[/\\](?:run|launch)|local_rank")
-        return found[0] if found else "torchrun" if several else "python"
+        if not frame or not frame.is_users or not re.fullmatch(r"[\w./-]+\.py", frame.path):
+            return "python train.py"
+        path = frame.path.rsplit("/", 1)[-1] if frame.path.startswith("/") else frame.path
+        several = self.writer.isdigit() or self.says(r"local_rank|torch[/\\]distributed[/\\]run")
+        return f"{'accelerate launch' if several else 'python'} {path}"
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
@@ -171,14 +178,15 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> Facts:
     """Read the facts off the lines around an OOM."""
     lines, at = excerpt.lines, excerpt.at
     texts = [line.text for line in lines]
+    near = max(0, at - _NUM_NEAR)
     processes = [match for text in texts if (match := _SMI_PROCESS.match(text))]
     cards = [match for text in texts if (match := _SMI_CARD.search(text))]
     return Facts(
         oom=oom,
         frames=frames_around(lines, at) or _last_words(texts, at),
         writer=lines[at].writer,
-        text="\n".join(texts[max(0, at - 600) :]),
-        command="\n".join(texts[: max(0, at - 600)])[:20_000],
+        text="\n".join(texts[near:]),
+        command="\n".join(texts[:near]),
         processes=tuple(
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
@@ -202,9 +210,12 @@ def _progress(before: Sequence[Line]) -> str:
     for line in reversed(before):
         bar = _BAR.search(line.text)
         if bar and not _NOT_STEPS.search(line.text[: bar.start() + 1]):
-            return f"the last progress bar is at {bar[1]} of {bar[2]}" * (int(bar[1]) >= _FAR)
-        if epoch := _EPOCH.search(line.text):
-            return f"the run was at epoch {epoch[1]}" * (float(epoch[1]) > 0)
-        if step := _STEP.search(line.text):
-            return f"the run was at step {step[1]}" * (int(step[1]) >= _FAR)
+            far, told = int(bar[1]) >= _FAR, f"the last progress bar is at {bar[1]} of {bar[2]}"
+        elif epoch := _EPOCH.search(line.text):
+            far, told = float(epoch[1]) > 0, f"the run was at epoch {epoch[1]}"
+        elif step := _STEP.search(line.text):
+            far, told = int(step[1]) >= _FAR, f"the run was at step {step[1]}"
+        else:
+            continue
+        return told if far else ""
     return ""

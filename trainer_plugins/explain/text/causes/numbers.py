@@ -130,6 +130,7 @@ def is_fragmented(facts: Facts) -> bool:
         return False
     return (
         facts.unused >= facts.asked / 2
+        and facts.asked > (facts.free or 0)
         and facts.unused + (facts.free or 0) >= facts.asked
         and facts.unused >= _FRAGMENTED_FRACTION * facts.total
     )
@@ -155,7 +156,7 @@ def wrong_shape(facts: Facts) -> Cause | None:
 
 def capacity(facts: Facts) -> Cause:
     """Nothing else is shown: the run is too large for the card."""
-    live, total, frame = facts.live, facts.total, facts.users_frame or _last(facts)
+    live, total, frame = facts.live, facts.total, facts.users_frame or facts.failed
     limit = facts.oom.limit_bytes
     fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)
     evidence = []
@@ -187,7 +188,3 @@ def _open_question(facts: Facts) -> str:
         " earlier steps have left. `trainer-plugins plan` says what this run should need"
         + ("" if facts.frames else "; a traceback would say where it failed")
     )
-
-
-def _last(facts: Facts) -> object:
-    return facts.frames[-1] if facts.frames else None

@@ -80,7 +80,11 @@ def foreign(facts: Facts) -> Cause | None:
             evidence=(
                 _sum_of(facts),
                 *_names(facts),
-                "It is not this run: no batch size and no allocator setting helps.",
+                *(
+                    ["It is not this run: no batch size, no allocator setting helps."]
+                    if sure
+                    else []
+                ),
             ),
             doubt=""
             if sure
@@ -145,15 +149,14 @@ def _by_table(facts: Facts) -> Cause | None:
 
 def _at_first_touch(facts: Facts) -> Cause | None:
     """A driver that refuses the first thing it is asked for."""
-    first = facts.frames[-1] if facts.frames else None
     is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
-    if facts.oom.source != "driver" or not first or is_later:
+    if facts.oom.source != "driver" or not facts.failed or is_later:
         return None
     return Cause(
         code="foreign",
         grade="possible",
         summary="the card was probably full before this process began",
-        evidence=(f"The driver refused the first memory that was asked for, in {first}.",),
+        evidence=(f"The driver refused the first memory that was asked for, in {facts.failed}.",),
         doubt="The message has no numbers: `nvidia-smi --query-gpu=index,memory.used,memory.total"
         " --format=csv` before the start settles it",
     )

@@ -43,16 +43,16 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
         do = f"halve --{_ROWS}, and double --{_STEPS}"
     else:
         do = "halve the rows of a micro-batch, and double the steps of gradient accumulation"
-    effect, grade = "activations shrink with the rows; the effective batch stays the same", False
-    if facts.asked and facts.asked >= GIB // 4:
-        less = facts.asked // factor
-        effect = f"{size(less)} instead of {size(facts.asked)} at that place; {effect}"
-        grade = True
+    effect = "activations shrink with the rows; the effective batch stays the same"
+    has_rows = bool(facts.asked and facts.called(r"\bforward\b|backward|loss|logits", innermost=4))
+    if has_rows:
+        asked = facts.asked or 0
+        effect = f"{size(asked // factor)} instead of {size(asked)} at that place; {effect}"
     return [
         Remedy(
             do=do,
             effect=effect,
-            grade="arithmetic" if grade else "known",
+            grade="arithmetic" if has_rows else "known",
             price="some speed, if the card was not busy with fewer rows",
         )
     ]
@@ -61,9 +61,9 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
 def survive(facts: Facts) -> Remedy:
     """Finish a micro-batch that does not fit in pieces."""
     if facts.called(r"hydra[/\\]"):
-        do = f"python {facts.script} +trainer_plugins=survive"
+        do = f"{facts.launched} +trainer_plugins=survive"
     else:
-        do = f"trainer-plugins exec --preset survive -- {facts.launch} {facts.script}"
+        do = f"trainer-plugins exec --preset survive -- {facts.launched}"
     return Remedy(
         do=do,
         effect="a micro-batch that does not fit is finished in pieces, with the same gradient",
@@ -106,7 +106,7 @@ def long_sample(facts: Facts) -> list[Remedy]:
             price="another order of the rows",
         ),
         Remedy(
-            do=f"trainer-plugins exec --preset observe -- {facts.launch} {facts.script}",
+            do=f"trainer-plugins exec --preset observe -- {facts.launched}",
             effect="records memory at each step: a longest batch and a growth look different",
             grade="known",
         ),
@@ -195,16 +195,10 @@ def generate_cache(facts: Facts) -> list[Remedy]:
     """Keep fewer or shorter rows in the cache."""
     found = [
         Remedy(
-            do="fewer prompts at once",
-            effect="the cache is rows x length x layers x 2 x hidden size of keys",
-            grade="known",
-            price="slower generation",
-        ),
-        Remedy(
             do='model.generate(..., max_new_tokens=256, cache_implementation="offloaded")',
-            effect="only one layer's cache is on the card",
+            effect="only one layer's cache is on the card; fewer prompts make it smaller too",
             grade="known",
-            price="slower generation",
+            price="slower generation, shorter answers",
         ),
     ]
     if uses_trainer(facts):

@@ -20,7 +20,7 @@ def foreign(facts: Facts) -> list[Remedy]:
         gone = f"; {size(facts.others)} are in the way on this one" if facts.others else ""
         found.append(
             Remedy(
-                do=f"CUDA_VISIBLE_DEVICES={best} {facts.launch} {facts.script}",
+                do=f"CUDA_VISIBLE_DEVICES={best} {facts.launched}",
                 effect=f"takes another card, {there}{gone}",
                 grade="arithmetic" if rooms or gone else "known",
             )
