@@ -3,15 +3,15 @@
 import io
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 import trainer_plugins
+from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.text import explain_stream, explain_text
 from trainer_plugins.explain.text.remedies import REMEDIES
@@ -336,13 +336,8 @@ def test_a_large_log_is_read_in_blocks_and_no_further_than_it_must() -> None:
 
 
 def command(*arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer_plugins", "explain", *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        input=stdin,
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    done = CliRunner().invoke(app, ["explain", *map(str, arguments)], input=stdin)
+    return done.exit_code, done.stdout, done.stderr
 
 
 def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:

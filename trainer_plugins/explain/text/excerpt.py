@@ -34,6 +34,7 @@ _TRIED = re.compile(
 # A terminal has broken a message where it was full; this is how its last line ends.
 _COMPLETE = re.compile(r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory")
 _ANOTHER = re.compile(r"^(?:Traceback|\s+File |[\w.]+Error\b|\s*\d{1,3}%\||\s*$)")
+_ONE_LINE = re.compile(r"ried to allocate|(?:CUDA|HIP|XPU|NPU|backend) out of")
 _MOST_BROKEN_LINES, _NUM_BEFORE, _NUM_AFTER = 12, 12, 40
 
 
@@ -137,16 +138,16 @@ def _message(lines: list[Line], at: int) -> str:
     tried = _TRIED.search(said[0])
     if tried and not classify(said[0]):
         said = [said[0][tried.start() :]]
-    is_one_line = "ried to allocate" in said[0] or "out of memory. Tried" in said[0]
+    is_one_line = _ONE_LINE.search(said[0])
     for line in lines[at + 1 : at + _MOST_BROKEN_LINES]:
         if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(" ".join(said))):
             break
         if line.writer == lines[at].writer:
-            said.append(line.text.strip())
+            said.append(line.text)
     if not is_one_line:
         return "\n".join(said)
     # Some break between words, others in the middle of one.
-    return max("".join(said), " ".join(said), key=_num_numbers)
+    return max("".join(said), " ".join(map(str.strip, said)), key=_num_numbers)
 
 
 def _num_numbers(message: str) -> int:
