@@ -316,7 +316,7 @@ def test_skipped_batches_are_a_leak() -> None:
 
 
 class Endless(io.RawIOBase):
-    """A log of 2 GB whose first OOM is near its beginning."""
+    """A log without an end, whose first OOM is near its beginning."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -324,6 +324,7 @@ class Endless(io.RawIOBase):
     def read(self, num_bytes: int = -1) -> bytes:
         assert 0 < num_bytes <= 1 << 20
         self.num_read += num_bytes
+        assert self.num_read < 32 << 20
         start = FULL.encode() + b"\n" if self.num_read == 3 << 20 else b""
         return start + b"{'loss': 1.25, 'learning_rate': 0.001}\n" * (num_bytes // 39)
 

@@ -66,7 +66,8 @@ def _main(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
+    Exit codes: 0 fine, 1 `configs check` found an ERROR or `explain` no OOM, 2 bad input, 3 a plan
+    does not fit.
     """
     # The locale may lack a character of somebody's file name.
     for stream in (sys.stdout, sys.stderr):
