@@ -315,6 +315,26 @@ def test_skipped_batches_are_a_leak() -> None:
     assert explained(FULL + "\n" + lines).causes[0].code == "leak"
 
 
+def test_what_an_optimizer_calls_is_not_its_state() -> None:
+    """Lightning computes the loss within the optimizer's step."""
+    step = '  File "/v/lib/python3.12/site-packages/torch/optim/adamw.py", line 150, in step\n    loss = closure()\n'
+    forward = '  File "/app/model.py", line 20, in forward\n    return self.net(x)\n'
+
+    assert (
+        explained(TRAINER.replace("backward", "x") + step + FULL).causes[0].code
+        == "optimizer-state"
+    )
+    assert explained(step + forward + FULL).causes[0].code == "capacity"
+
+
+def test_an_engine_in_the_same_process_is_seen_beside_torch() -> None:
+    own = "Including non-PyTorch memory, this process has 78.60 GiB memory in use."
+    message = said("2.00 GiB", "79.15 GiB", "0.50 GiB", "40.00 GiB", "1.00 GiB", own)
+
+    assert "37.60 GiB of this process are outside torch" in str(explained(message).causes[0])
+    assert explained("--vllm_mode colocate\n" + message).causes[0].code == "engine-share"
+
+
 class Endless(io.RawIOBase):
     """A log without an end, whose first OOM is near its beginning."""
 

@@ -121,6 +121,12 @@ class Facts:
         return max(0, self.total - self.free - self.own)
 
     @property
+    def beside_torch(self) -> int:
+        """Return what this process holds outside torch's allocator, as far as it is told."""
+        told = [size for pid, size in self._told if pid is None]
+        return max(0, told[0] - (self.live or 0) - (self.unused or 0)) if told else 0
+
+    @property
     def neighbours(self) -> tuple[tuple[int, int], ...]:
         """Return the other processes that the message names, as pairs (pid, bytes)."""
         return tuple(

@@ -33,7 +33,7 @@ _LOGITS = (
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
 _ATTENTION = (
     r"scaled_dot_product|attn_weights|attention_scores|attention_mask|\battn\b|\bsim = "
-    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|softmax\(|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
+    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)softmax\(|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
 )
 _LEAST_QUADRATIC_BYTES = 4 * GIB
 _LARGE_FRACTION = 0.02
@@ -52,6 +52,9 @@ class ByFrame:
     unless: str = ""
     """Frames with which it is something else."""
 
+    unless_within: str = ""
+    """Frames that it must not have called: then those were what failed."""
+
     within: str = ""
     """A frame that must be there as well."""
 
@@ -61,6 +64,9 @@ class ByFrame:
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
             return None
         if self.within and not facts.called(self.within):
+            return None
+        deeper = len(facts.frames) - 1 - facts.frames.index(frame)
+        if self.unless_within and deeper and facts.called(self.unless_within, deeper):
             return None
         return Cause(
             code=self.code,
@@ -161,7 +167,7 @@ optimizer_state = ByFrame(
     pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\(|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
     r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
     r"|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
-    unless=r"\bforward\b|training_step|run_backward",
+    unless_within=r"\bforward\b|training_step|backward",
     summary="the optimizer's states, or the temporaries of its step, do not fit",
     doubt="Whether the states or the temporaries of a foreach step are too large is not in the"
     " text: if the first step fails it is usually the states",

@@ -38,6 +38,13 @@ def is_held_by_others(facts: Facts) -> bool:
     return max(facts.others or 0, named) > least
 
 
+def is_held_beside_torch(facts: Facts) -> bool:
+    """Return whether this process has much of the card outside torch: an engine, JAX, NCCL."""
+    return facts.beside_torch > max(
+        _LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0)
+    )
+
+
 def contradictory(facts: Facts) -> Cause | None:
     """The driver refused though memory was free."""
     free, total, asked = facts.free, facts.total, facts.asked
@@ -166,6 +173,9 @@ def capacity(facts: Facts) -> Cause:
         evidence.append(
             f"{size(live)} of {size(total)} ({percent(live / total)}) are under live tensors."
         )
+    if is_held_beside_torch(facts):
+        held = size(facts.beside_torch)
+        evidence.append(f"{held} of this process are outside torch: NCCL, graphs, other libraries.")
     if frame:
         evidence.append(f"It failed in {frame}.")
     return Cause(

@@ -4,13 +4,13 @@ import re
 from collections import defaultdict
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes.numbers import is_held_by_others
+from trainer_plugins.explain.text.causes.numbers import is_held_beside_torch, is_held_by_others
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import percent, size
 
 _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
-_ENGINE = r"(?i)\b(?:vllm|sglang)\b|VllmWorker|EngineCore|cumem_allocator"
+_ENGINE = r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|EngineCore|cumem_allocator"
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
 
@@ -96,7 +96,8 @@ def foreign(facts: Facts) -> Cause | None:
 
 def _no_room(facts: Facts) -> bool:
     """Return whether others hold the card, or the engine counts what it has given back."""
-    return is_held_by_others(facts) or (facts.live or 0) > (facts.total or facts.live or 0)
+    held = is_held_by_others(facts) or is_held_beside_torch(facts)
+    return held or (facts.live or 0) > (facts.total or facts.live or 0)
 
 
 def _ranks_on_one_card(facts: Facts) -> Cause:

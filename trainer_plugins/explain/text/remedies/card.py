@@ -56,31 +56,38 @@ def ddp_gpu0(facts: Facts) -> list[Remedy]:
 
 def engine_share(facts: Facts) -> list[Remedy]:
     """Give the engine less."""
-    beside = bool(facts.says(r"(?i)trl|GRPO|colocate|use_vllm"))
+    if facts.says(r"\bverl\b|actor_rollout_ref"):
+        share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"
+    elif facts.says(r"(?i)\btrl\b|GRPO|colocate|use_vllm"):
+        share = "--vllm_gpu_memory_utilization 0.3"
+    else:
+        share = "--gpu-memory-utilization 0.8"
     found = [
         Remedy(
-            do="--vllm_gpu_memory_utilization 0.3" if beside else "--gpu-memory-utilization 0.8",
+            do=share,
             effect="the engine reserves this share of the card, weights and KV cache together",
             grade="known",
             price="fewer sequences at once in the engine",
-        ),
+        )
+    ]
+    if share.startswith("--gpu"):
+        return [
+            *found,
+            Remedy(
+                do="--max-num-seqs 64",
+                effect="the sampler and the graphs are warmed up for fewer sequences",
+                grade="known",
+                price="fewer sequences at once",
+            ),
+        ]
+    return [
+        *found,
         Remedy(
-            do="max_num_seqs=64" if beside else "--max-num-seqs 64",
-            effect="the sampler and the graphs are warmed up for fewer sequences (256 to 1024 are"
-            " usual)",
+            do='eval "$(trainer-plugins env --vllm)"',
+            effect="allocator settings that go with vLLM in the training process",
             grade="known",
-            price="fewer sequences at once",
         ),
     ]
-    if beside:
-        found.append(
-            Remedy(
-                do='eval "$(trainer-plugins env --vllm)"',
-                effect="allocator settings that go with vLLM in the training process",
-                grade="known",
-            )
-        )
-    return found
 
 
 def fragmentation(facts: Facts) -> list[Remedy]:
