@@ -163,6 +163,10 @@ class Facts:
         return bool(self.says(r"\b[A-Z]:\\|WinError|os error 1455"))
 
     @property
+    def is_wsl(self) -> bool:
+        return bool(self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users"))
+
+    @property
     def launched(self) -> str:
         """Return the command line of the run: as the text shows it, else by the outermost frame."""
         if shown := self.says(_COMMAND):

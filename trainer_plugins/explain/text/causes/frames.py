@@ -33,7 +33,8 @@ _LOGITS = (
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
 _ATTENTION = (
     r"scaled_dot_product|attn_weights|attention_scores|attention_mask|\battn\b|\bsim = "
-    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)softmax\(|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
+    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)softmax\("
+    r"|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
 )
 _LEAST_QUADRATIC_BYTES = 4 * GIB
 _LARGE_FRACTION = 0.02
@@ -102,7 +103,8 @@ save_gather = ByFrame(
     r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
     r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
     innermost=20,
-    unless=r"load_state_dict|torch\.load|load_checkpoint|load_model|from_pretrained|\bevaluate\b|evaluation_loop",
+    unless=r"load_state_dict|torch\.load|load_checkpoint|load_model"
+    r"|from_pretrained|\bevaluate\b|evaluation_loop",
     summary="saving gathers the whole state on one card",
     doubt="How large the gathered state is, is not in the text: weights in fp32 take 4 bytes for"
     " each parameter",
@@ -164,7 +166,8 @@ generation = ByFrame(
 )
 optimizer_state = ByFrame(
     code="optimizer-state",
-    pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\(|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
+    pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\("
+    r"|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
     r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
     r"|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
     unless_within=r"\bforward\b|training_step|backward",

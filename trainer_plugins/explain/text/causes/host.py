@@ -8,7 +8,6 @@ from trainer_plugins.units import GIB, size
 
 _SMALL_BYTES = 4 * GIB
 _PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
-_WSL = r"\bWSL|microsoft-standard|/mnt/[a-z]/Users"
 _USED = r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%"
 _LIMITED = (
     r"OOMKilled|[Mm]emory cgroup|CONSTRAINT_MEMCG|oom_memcg|oom[-_ ]kill event|srun: error.*Out Of"
@@ -140,7 +139,7 @@ def pinned(facts: Facts) -> Cause | None:
     """Page-locked main memory ran out; the driver says it in its own words."""
     is_driver = facts.oom.source == "driver" and facts.total is None
     frame = facts.called(_PINS, innermost=6) if is_driver else None
-    wsl = is_driver and facts.says(_WSL)
+    wsl = is_driver and facts.is_wsl
     if facts.oom.source != "pinned" and not frame and not wsl:
         return None
     sure = facts.oom.source == "pinned"

@@ -38,13 +38,13 @@ def foreign(facts: Facts) -> list[Remedy]:
 
 def ddp_gpu0(facts: Facts) -> list[Remedy]:
     """Keep ranks off card 0."""
-    stray = [one for one in facts.processes if one.card == 0]
+    stray = sum(one.num_bytes for one in facts.processes if one.card == 0)
+    told = f"; nvidia-smi shows {size(stray)} on card 0" if stray else ""
     return [
         Remedy(
             do='torch.load(path, map_location="cpu")',
-            effect="a checkpoint saved on card 0 is not loaded there by every rank;"
-            f" nvidia-smi shows {size(sum(one.num_bytes for one in stray))} on card 0",
-            grade="arithmetic",
+            effect=f"a checkpoint saved on card 0 is not loaded there by every rank{told}",
+            grade="arithmetic" if stray else "known",
         ),
         Remedy(
             do='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
@@ -100,7 +100,7 @@ def fragmentation(facts: Facts) -> list[Remedy]:
         price="some padding",
     )
     padded = [pad] if uses_trainer(facts) else []
-    if facts.is_windows or facts.says(_EXPANDABLE):
+    if facts.is_windows or facts.is_wsl or facts.says(_EXPANDABLE):
         return [*padded, *fewer_rows(facts)]
     name = "PYTORCH_HIP_ALLOC_CONF" if "HIP" in facts.oom.text else "PYTORCH_CUDA_ALLOC_CONF"
     return [
@@ -108,7 +108,7 @@ def fragmentation(facts: Facts) -> list[Remedy]:
             do=f"export {name}=expandable_segments:True",
             effect=f"up to {pieces} in pieces become usable, {size(facts.asked or 0)} are needed",
             grade="arithmetic",
-            price="none as a rule; not on WSL, and not with vLLM's sleep mode",
+            price="none as a rule; it does not go with vLLM's sleep mode",
         ),
         *padded,
     ]
@@ -133,7 +133,7 @@ def contradictory(facts: Facts) -> list[Remedy]:
                 " locked memory that the driver reports as 'out of memory'",
             ),
         ]
-        if facts.is_windows or facts.says(r"(?i)\bWSL|microsoft-standard"):
+        if facts.is_windows or facts.is_wsl:
             checks.append(
                 (
                     "wsl --shutdown, then memory=... in .wslconfig",
