@@ -669,7 +669,7 @@ POSITIVES = (
     ),
     Case(
         "log",
-        "kubeflow                    training-operator-8569f97489-zkxbt                            0/1     OOMKilled",
+        "kubeflow                    training-operator-1                            0/1     OOMKilled",
         "alauda/kubeflow-chart#45",
         "host",
         survivable=False,
