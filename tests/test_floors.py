@@ -96,6 +96,7 @@ def test_the_fast_tier_reaches_every_room() -> None:
         "report.text",
         "cli",
         "oom",
+        "explain.text",
         "allocator.settings",
         "allocator.model",
         "planner",
