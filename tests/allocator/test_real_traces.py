@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.snapshots import NotReadableError, Trace, read, write
-from benchmarks.traces import KEPT, ModelCard, Outcome, main, replay
+from benchmarks.snapshots import read, write
+from benchmarks.traces import KEPT, main
 from trainer_plugins.allocator import model as rules
 from trainer_plugins.allocator.addresses import ChunkedAddresses
 from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace
 from trainer_plugins.units import GIB, KIB, MIB
 
 FILES = sorted(KEPT.glob("*.json.gz"))
@@ -117,7 +119,7 @@ def test_another_rule_does_not_pass(name, monkeypatch):
     def is_same(only: Trace) -> bool:
         try:
             return replay(only, ModelCard(only)).is_same
-        except NotReadableError:  # not even the segments that are there at the start can be made
+        except NotModelledError:  # not even the segments that are there at the start can be made
             return False
 
     assert not all(map(is_same, traces))

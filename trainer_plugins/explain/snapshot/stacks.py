@@ -1,0 +1,127 @@
+"""What a stack says: at what work memory was taken, and which line of the user's code asked."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer_plugins.explain.snapshot.cards import Frame, Stack
+from trainer_plugins.printable import printable
+
+Work = Literal[
+    "optimizer",
+    "evaluation",
+    "generation",
+    "parameters",
+    "saving",
+    "backward",
+    "loss",
+    "forward",
+    "other",
+    "unknown",
+]
+"""What the program was doing; `unknown` if no frame was recorded."""
+
+_LIBRARIES = re.compile(
+    r"/(?:site|dist)-packages/|/torch/|/lib/python3\.\d+/|^<frozen|/torchinductor_|/python3\.\d+/"
+    r"|^<string>|/Lib/"
+)
+_PYTHON = re.compile(r"\.py$|^<ipython-input|^<stdin>|/ipykernel_")
+_TORCH = re.compile(r"/torch/|/lib/python3\.\d+/\w+\.py$|^<frozen|/torchinductor_")
+_NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
+
+# Which frame tells which work: what its file ends with, and its function; the first rule that
+# meets any frame of a stack decides. Files and names are torch 2.13's and transformers 5.23's.
+_RULES: tuple[tuple[Work, str, str], ...] = (
+    ("optimizer", r"/torch/optim/\w+\.py$|/bitsandbytes/optim/|/apex/optimizers/", ""),
+    ("optimizer", r"/deepspeed/(?:ops/adam|runtime/.*optimizer|runtime/zero/stage)", "step|init"),
+    ("optimizer", r"(?i:optim)[^/]*(?:/[^/]+)?\.py$", r"^(?:step|__init__|_init_\w+)$"),
+    ("evaluation", "", "^(?:nested_concat|pad_across_processes|_nested_gather|add_batch)$"),
+    ("generation", r"/transformers/cache_utils\.py$", ""),
+    ("parameters", "", "^(?:from_pretrained|_?load_state_dict|_load_pretrained_model)$"),
+    ("parameters", r"/torch/serialization\.py$|/torch/nn/parallel/(?:replicate|comm)\.py$", ""),
+    ("saving", "", r"^(?:state_dict|_?save_\w*|save)$"),
+    ("loss", r"/torch/nn/functional\.py$", "^(?:cross_entropy|nll_loss|log_softmax)$"),
+    ("loss", "/transformers/loss/", ""),
+    ("loss", "", "cross_entropy"),
+)
+_PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|parameter\.py)")
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """Holds what one stack says."""
+
+    work: Work
+    place: str
+    """The innermost line outside of libraries, as people name it."""
+
+    names: frozenset[str]
+    """The functions of Python on it."""
+
+
+def meaning_of(stack: Stack) -> Meaning:
+    """Read a stack."""
+    frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
+    python = [frame for frame in frames if _PYTHON.search(frame.file)]
+    return Meaning(_work(frames, python), _place(frames, python), frozenset(f.name for f in python))
+
+
+def line_of(frame: Frame) -> str:
+    """Name a frame: its folder, file, line and function; an absolute path tells nothing more."""
+    return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
+
+
+def lines_of(stack: Stack, most: int = 4) -> list[str]:
+    """Name the innermost lines of the user's own code, or of Python if there is none."""
+    frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
+    python = [frame for frame in frames if _PYTHON.search(frame.file)]
+    return [line_of(frame) for frame in (list(_own(python)) or python)[:most]]
+
+
+def _own(python: Iterable[Frame]) -> Iterable[Frame]:
+    return (frame for frame in python if not _LIBRARIES.search(frame.file))
+
+
+def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
+    if not frames:
+        return "unknown"
+    for work, file, name in _RULES:
+        if any(re.search(file, frame.file) and re.search(name, frame.name) for frame in python):
+            return work
+    in_module = any(frame.name in ("_call_impl", "forward") for frame in python)
+    if not in_module and any(_is_engine(frame) for frame in frames):
+        return "backward"
+    if in_module:  # also what a checkpoint computes again, within the backward pass
+        return "forward"
+    if any(frame.name == "__init__" or _makes_parameters(frame) for frame in python):
+        return "parameters"
+    return "other"
+
+
+def _is_engine(frame: Frame) -> bool:
+    return frame.name.startswith(("torch::autograd::Engine", "torch::autograd::python::")) or (
+        frame.name in ("_engine_run_backward", "backward") and "/torch/" in frame.file
+    )
+
+
+def _makes_parameters(frame: Frame) -> bool:
+    if frame.file.endswith("/torch/nn/modules/module.py"):
+        return frame.name in ("_apply", "to", "cuda", "to_empty")
+    return _PARAMETERS.search(frame.file) is not None
+
+
+def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
+    own = next(iter(_own(python)), None)
+    # A model of transformers is not the user's code, but tells more than `trainer.train()`.
+    innermost = next((frame for frame in python if not _TORCH.search(frame.file)), own)
+    if own is not None and innermost is not None:
+        return line_of(own) if innermost is own else f"{line_of(innermost)}, of {line_of(own)}"
+    for frame in frames:
+        if node := _NODE.search(frame.name):
+            return f"backward of {printable(node[1])}"
+    if innermost is not None or python:
+        return line_of(innermost or python[0])
+    if any(_is_engine(frame) for frame in frames):
+        return "backward"
+    return "no line of Python" if frames else "no frames"
