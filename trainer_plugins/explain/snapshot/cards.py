@@ -163,9 +163,9 @@ def read(path: Path) -> Snapshot:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise NotReadableError(
-                f"it is no memory snapshot of a known format: {type(error).__name__} "
-                f"{printable(error)}; write it with torch.cuda.memory._dump_snapshot of torch "
-                "2.1 or later, and do not edit it"
+                "it is no memory snapshot of a known format: a value has another name or type "
+                f"than torch gives it ({type(error).__name__}: {printable(error)}); write it with "
+                "torch.cuda.memory._dump_snapshot of torch 2.1 or later, and do not edit it"
             ) from None
     if not found.cards:
         raise NotReadableError(

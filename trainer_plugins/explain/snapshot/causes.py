@@ -1,32 +1,40 @@
 """Which cause a snapshot shows. The first is the answer."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.oom import Case, reserved_after
-from trainer_plugins.explain.snapshot.remedies import Tries
-from trainer_plugins.units import GIB, MIB, percent, size
+from trainer_plugins.explain.snapshot.remedies import Tries, leaked_lives
+from trainer_plugins.units import GIB, percent, size
 
 _IMPOSSIBLE_BYTES = 1024 * GIB
-_LEAK_STEPS = 3  # what is alive from so many steps was not meant to be
 
 
-def causes_of(case: Case, tries: Tries) -> Iterator[Cause]:
+def causes_of(case: Case, tries: Tries) -> tuple[Cause, ...]:
     """Name the causes, the surest first."""
+    first, *others = _found(case, tries)
+    return (replace(first, evidence=(_asked(case), *first.evidence)), *others)
+
+
+def _found(case: Case, tries: Tries) -> Iterator[Cause]:
     assert case.oom is not None
     if case.oom.num_bytes > _IMPOSSIBLE_BYTES:
-        yield _impossible(case)
-        return
-    if case.oom.address > 1.05 * case.oom.num_bytes + GIB / 4:
-        yield _contradictory(case)
-        return
-    yield from _foreign(case)
-    yield from _fragmentation(case, tries)
-    yield from _leak(case)
-    yield from _long_sample(case)
-    yield from _by_request(case)
-    yield _capacity(case)
+        yield _impossible()
+    elif case.oom.address > 1.05 * case.oom.num_bytes + GIB / 4:
+        yield _contradictory()
+    else:
+        special = [
+            *_foreign(case),
+            *_fragmentation(case, tries),
+            *_leak(case),
+            *_long_sample(case),
+            *_by_request(case),
+        ]
+        yield from special
+        if not special or _missing_bytes(case) > 0:
+            yield _capacity(case)
 
 
 def _asked(case: Case) -> str:
@@ -37,21 +45,21 @@ def _asked(case: Case) -> str:
     )
 
 
-def _impossible(case: Case) -> Cause:
+def _impossible() -> Cause:
     return Cause(
         code="impossible-size",
         grade="certain",
         summary="a tensor was asked for that no card can hold, so an index or a shape is wrong",
-        evidence=(_asked(case),),
+        evidence=(),
     )
 
 
-def _contradictory(case: Case) -> Cause:
+def _contradictory() -> Cause:
     return Cause(
         code="contradictory",
         grade="likely",
         summary="the request was refused though the card had room for it",
-        evidence=(_asked(case),),
+        evidence=(),
         doubt=(
             "A limit that is not the card's refused it: look for "
             "set_per_process_memory_fraction, and for limits of WSL, a container or a MIG slice"
@@ -93,7 +101,6 @@ def _fragmentation(case: Case, tries: Tries) -> Iterator[Cause]:
             grade="certain" if helps else "likely",
             summary=f"{size(unused)} were reserved and free, but in pieces too small to use",
             evidence=(
-                _asked(case),
                 f"{size(case.in_use_bytes)} were in use, so the request would have fitted into "
                 f"{size(case.capacity_bytes)} without gaps",
                 *((f"Repeated with {helps}, the same trace fits",) if helps else ()),
@@ -103,32 +110,23 @@ def _fragmentation(case: Case, tries: Tries) -> Iterator[Cause]:
 
 
 def _leak(case: Case) -> Iterator[Cause]:
-    """Find what is alive from several steps: activations should live for one."""
-    steps: dict[str, dict[int, int]] = {}
-    for life in case.sorter.alive_at(case.held.position):
-        if life.birth < 0 or case.sorter.category(life) not in ("activations", "logits", "other"):
-            continue
-        of_place = steps.setdefault(case.sorter.place(life), {})
-        step = case.sorter.step_of(life)
-        of_place[step] = of_place.get(step, 0) + life.num_bytes
-    now = case.sorter.num_backward_passes
-    old = {
-        place: sum(size for step, size in found.items() if step < now)
-        for place, found in steps.items()
-        if len([step for step in found if step < now]) >= _LEAK_STEPS
-    }
-    total = sum(old.values())
-    if total <= max(256 * MIB, 0.05 * case.in_use_bytes):
+    leaked = leaked_lives(case)
+    if not leaked:
         return
-    place = max(old, key=old.__getitem__)
-    kept = sorted(step for step in steps[place] if step < now)
+    bytes_at: dict[str, int] = {}
+    for life in leaked:
+        place = case.sorter.place(life)
+        bytes_at[place] = bytes_at.get(place, 0) + life.num_bytes
+    place = max(bytes_at, key=bytes_at.__getitem__)
+    steps = {case.sorter.step_of(life) for life in leaked}
+    total = size(sum(bytes_at.values()))
     yield Cause(
         code="leak",
         grade="likely",
-        summary=f"{size(total)} of earlier steps are still alive: something keeps their tensors",
+        summary=f"{total} of earlier steps are still alive: something keeps their tensors",
         evidence=(
-            f"Most is from {place}: {size(old[place])}, alive from {len(kept)} earlier steps of "
-            f"the {now} in the trace",
+            f"They are from {len(steps)} of the {case.sorter.num_backward_passes} steps in the "
+            f"trace, and most, {size(bytes_at[place])}, are from {place}",
         ),
         doubt="Look for a list, a metric or a hook that keeps a tensor with its graph (`loss` "
         "instead of `loss.item()`)",
@@ -167,7 +165,7 @@ def _by_request(case: Case) -> Iterator[Cause]:
             code="logits-loss",
             grade="certain" if work == "loss" else "likely",
             summary="the logits and their loss are too large: one value for each token and word",
-            evidence=(_asked(case), f"Logits and loss held {size(logits)} already"),
+            evidence=(f"Logits and loss held {size(logits)} already",),
         )
     elif work == "optimizer":
         yield Cause(
@@ -175,7 +173,6 @@ def _by_request(case: Case) -> Iterator[Cause]:
             grade="certain",
             summary="the optimizer's step needs memory for its states or for temporaries",
             evidence=(
-                _asked(case),
                 f"Optimizer states held {size(case.held.categories.get('optimizer states', 0))}",
             ),
         )
@@ -184,22 +181,28 @@ def _by_request(case: Case) -> Iterator[Cause]:
             code="eval-logits",
             grade="certain",
             summary="the evaluation gathers the logits of all its batches on the card",
-            evidence=(_asked(case),),
+            evidence=(),
         )
     elif work == "generation":
         yield Cause(
             code="generate-cache",
             grade="certain",
             summary="the cache of keys and values grows with each generated token",
-            evidence=(_asked(case),),
+            evidence=(),
         )
     elif work == "saving":
         yield Cause(
             code="save-gather",
             grade="likely",
             summary="a state dict is put together on the card",
-            evidence=(_asked(case),),
+            evidence=(),
         )
+
+
+def _missing_bytes(case: Case) -> int:
+    """Return what would be missing even without a gap."""
+    assert case.oom is not None
+    return case.oom.num_bytes - case.oom.address - case.unused_bytes
 
 
 def _uneven(case: Case) -> Iterator[str]:
@@ -220,7 +223,7 @@ def _uneven(case: Case) -> Iterator[str]:
 def _capacity(case: Case) -> Cause:
     assert case.oom is not None
     category, most = next(iter(case.held.categories.items()), ("unknown", 0))
-    missing = case.oom.num_bytes - case.oom.address - case.unused_bytes
+    missing = _missing_bytes(case)
     share = f"{percent(most / max(case.in_use_bytes, 1))} of it is {WORDS[category]}"
     largest = case.held.lines[0] if case.held.lines else None
     fits = missing <= 0
@@ -229,7 +232,6 @@ def _capacity(case: Case) -> Cause:
         grade="possible" if fits else "certain",
         summary=f"the card is too small for what was alive: {share}",
         evidence=(
-            _asked(case),
             *((f"The most is from {largest[0]}: {size(largest[1])}",) if largest else ()),
             *_uneven(case),
             *(

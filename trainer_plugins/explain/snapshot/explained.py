@@ -1,9 +1,10 @@
 """Explains one snapshot: how it ended, what held the memory, why, and what would have helped."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from trainer_plugins.explain.answer import Explanation, Remedy
+from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.oom import Case, case_of
@@ -29,18 +30,21 @@ def explain_snapshot(path: Path) -> Explanation:
         case = case_of(path)
         tries = Tries(case)
         tries.run()
-        causes = tuple(causes_of(case, tries)) if case.oom is not None else ()
+        causes = causes_of(case, tries) if case.oom is not None else ()
         return Explanation(
             subject=printable(path),
             causes=causes,
-            remedies=tuple(_first_answers_first(tries, causes[0].code if causes else "")),
+            remedies=tuple(_ordered(tries.remedies, causes)),
             facts=tuple(_facts(case)),
             unknown=tuple(_unknown(case, tries)),
         )
 
 
-def _first_answers_first(tries: Tries, code: str) -> list[Remedy]:
-    return sorted(tries.remedies, key=lambda remedy: remedy.cause != code)
+def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
+    """Put what answers the first cause first; what names no cause answers every one."""
+    first = causes[0].code if causes else ""
+    for remedy in sorted(remedies, key=lambda remedy: remedy.cause not in ("", first)):
+        yield replace(remedy, cause=remedy.cause or first)
 
 
 def _facts(case: Case) -> Iterator[str]:
@@ -81,8 +85,9 @@ def _ending(case: Case) -> str:
             f"{len(case.card.events):,} events"
         )
     more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
+    how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"
     return (
-        f"It ended in an OOM{more}. {card}: {size(case.oom.num_bytes)} were asked for, "
+        f"{how}{more}. {card}: {size(case.oom.num_bytes)} were asked for, "
         f"{size(case.oom.address)} were left, and the process held {size(case.reserved_bytes)}"
     )
 

@@ -8,11 +8,12 @@ temporary; what outlives a backward pass is a gradient.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.lives import BEFORE, Life
-from trainer_plugins.explain.snapshot.stacks import Meaning, Work, meaning_of
+from trainer_plugins.explain.snapshot.stacks import NOWHERE, Meaning, Work, meaning_of
 from trainer_plugins.units import MIB
 
 Category = Literal[
@@ -88,6 +89,9 @@ class Sorter:
             if birth < self._end:
                 self._extend(birth, self._pass_of(self.meaning(stack).work))
         self._starts = [first for first, *_ in self._runs]
+        self._backward_before = list(
+            accumulate((which == "backward" for *_, which in self._runs), initial=0)
+        )
         self._fates = self._usual_fates()
         self._logits_bytes = self._sizes_of_losses()
 
@@ -100,12 +104,11 @@ class Sorter:
     @property
     def num_backward_passes(self) -> int:
         """Return how many backward passes had begun when the run ended."""
-        return sum(which == "backward" for *_, which in self._runs)
+        return self._backward_before[-1]
 
     def step_of(self, life: Life) -> int:
-        """Return how many backward passes had begun before a block was born."""
-        behind = bisect_right(self._starts, life.birth)
-        return sum(which == "backward" for *_, which in self._runs[: max(behind - 1, 0)])
+        """Return how many backward passes had begun before the pass in which a block was born."""
+        return self._backward_before[max(bisect_right(self._starts, life.birth) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
@@ -136,7 +139,7 @@ class Sorter:
             return self.meaning(life.stack).place
         if life.birth == BEFORE:
             return "before the recording began"
-        return "backward (no frames)" if self._has_frames else "no frames"
+        return "the backward pass, without frames" if self._has_frames else NOWHERE
 
     def category(self, life: Life) -> Category:
         """Say what a block was for."""

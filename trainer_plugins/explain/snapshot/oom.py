@@ -31,6 +31,9 @@ class Case:
     """The last OOM; its `address` is what the card had left."""
 
     oom_stack: int
+    went_on: bool
+    """Whether another step was trained after the OOM: it was caught."""
+
     repeated: Repeated | None
     why_not_repeated: str
 
@@ -88,8 +91,16 @@ def case_of(path: Path) -> Case:
         max(reserved),
         card.events[end] if end is not None else None,
         card.stacks[end] if end is not None else 0,
+        end is not None and _went_on(card, sorter, end),
         repeated,
         why,
+    )
+
+
+def _went_on(card: Card, sorter: Sorter, end: int) -> bool:
+    return any(
+        event.action == "alloc" and sorter.meaning(stack).work in ("backward", "optimizer")
+        for event, stack in zip(card.events[end:], card.stacks[end:], strict=True)
     )
 
 

@@ -7,12 +7,13 @@ replay cannot tell a remedy from luck, and none is named.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.snapshot.cards import Event
+from trainer_plugins.explain.snapshot.lives import BEFORE, Life
 from trainer_plugins.explain.snapshot.oom import Case
 from trainer_plugins.units import MIB, size
 
@@ -21,7 +22,26 @@ _SPLIT_MB = (512, 256, 128, 64)
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
 _CONF = "PYTORCH_CUDA_ALLOC_CONF"
 _COLLECTS = "  # and in the script: torch.cuda.set_per_process_memory_fraction(1.0)"
-_SCALED = ("activations", "logits", "temporaries")
+_NOTHING = 1 << 60  # what is divided by it becomes the smallest block
+_LEAK_STEPS = 3  # what is alive from so many earlier steps was not meant to be
+
+
+def leaked_lives(case: Case) -> list[Life]:
+    """Find what is alive from several earlier steps: activations should live for one."""
+    now = case.sorter.num_backward_passes
+    old: dict[str, list[Life]] = {}
+    for life in case.sorter.alive_at(case.held.position):
+        is_kept = case.sorter.category(life) in ("activations", "logits", "other")
+        if is_kept and life.birth != BEFORE and case.sorter.step_of(life) < now:
+            old.setdefault(case.sorter.place(life), []).append(life)
+    leaked = [
+        life
+        for lives in old.values()
+        if len({case.sorter.step_of(life) for life in lives}) >= _LEAK_STEPS
+        for life in lives
+    ]
+    total = sum(life.num_bytes for life in leaked)
+    return leaked if total > max(256 * MIB, 0.05 * case.in_use_bytes) else []
 
 
 @dataclass
@@ -37,17 +57,22 @@ class Tries:
     why_none_helps: str = ""
 
     def run(self) -> None:
-        """Try settings of the allocator, half of a micro-batch, and a larger card."""
-        if self.case.oom is None:
+        """Try settings of the allocator, smaller tensors, and a larger card."""
+        case = self.case
+        if case.oom is None:
             return
-        if self.case.repeated is None:
-            self.why_none_helps = self.case.why_not_repeated
+        if case.repeated is None:
+            self.why_none_helps = case.why_not_repeated
             return
-        if self.case.unused_bytes + self.case.oom.address < self.case.oom.num_bytes:
+        if case.unused_bytes + case.oom.address < case.oom.num_bytes:
             self.why_none_helps = "what was in use left too little room, with or without gaps"
         else:
             self._try_settings()
+        if leaked := leaked_lives(case):
+            self._try_without(leaked)  # all else would only come later to the same end
+            return
         self._try_half()
+        self._try_small_states()
         self._try_capacity()
 
     def _try_settings(self) -> None:
@@ -101,32 +126,63 @@ class Tries:
         others = [each for each in text.split(",") if not each.startswith((name, "expandable"))]
         return ",".join([*others, words])
 
+    def _try_without(self, leaked: Sequence[Life]) -> None:
+        """Take away what is left of earlier steps."""
+        births = {life.birth for life in leaked}
+        spare = self._spare(self._rules(), lambda at: _NOTHING if at in births else 1)
+        if spare is not None:
+            place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
+            self._add(
+                f"keep numbers instead of tensors: .item() or .detach().cpu() for {place}",
+                f"without the tensors of earlier steps the same trace fits, with {size(spare)} "
+                "to spare",
+            )
+
     def _try_half(self) -> None:
         """Halve what forward and backward passes allocated within the trace."""
         case = self.case
         if case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
             return
-        halved = {
+        births = {
             life.birth
             for life in case.sorter.lives
-            if life.birth >= 0
-            and case.sorter.category(life) in _SCALED
+            if case.sorter.category(life) in ("activations", "logits", "temporaries")
             and case.sorter.meaning(life.stack).work != "optimizer"
         }
-        spare = self._spare(self._rules(), lambda at: 2 if at in halved else 1, request_by=2)
-        if spare is None:
-            return
-        self.remedies.append(
-            Remedy(
-                do="--per_device_train_batch_size HALF_OF_YOURS "
+        spare = self._spare(self._rules(), lambda at: 2 if at in births else 1, request_by=2)
+        if spare is not None:
+            self._add(
+                "--per_device_train_batch_size HALF_OF_YOURS "
                 "--gradient_accumulation_steps TWICE_YOURS",
-                effect=f"half of each micro-batch fits at this point, with {size(spare)} to spare, "
-                "if the activations, logits and temporaries of the trace grow with the batch",
-                grade="replayed",
-                price="more and smaller steps of the card for one of the optimizer",
-                cause="capacity",
+                f"half of each micro-batch fits at this point, with {size(spare)} to spare, if "
+                "the activations, logits and temporaries of the trace grow with the batch",
+                "more and smaller steps of the card for one of the optimizer",
             )
-        )
+
+    def _try_small_states(self) -> None:
+        """Hold the states of Adam in a byte a number instead of four."""
+        case = self.case
+        if case.request.work != "optimizer" or not any(
+            "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
+        ):
+            return
+        births = {
+            life.birth
+            for life in case.sorter.lives
+            if case.sorter.category(life) == "optimizer states"
+        }
+        spare = self._spare(self._rules(), lambda at: 4 if at in births else 1, request_by=4)
+        if spare is not None:
+            self._add(
+                "--optim adamw_bnb_8bit",
+                f"with states of a quarter of the size the same trace fits, with {size(spare)} "
+                "to spare",
+                "it needs bitsandbytes, and rounds the states; temporaries of its kernels are "
+                "not counted",
+            )
+
+    def _add(self, do: str, effect: str, price: str = "") -> None:
+        self.remedies.append(Remedy(do=do, effect=effect, grade="replayed", price=price))
 
     def _try_capacity(self) -> None:
         case = self.case
@@ -137,14 +193,10 @@ class Tries:
         if more <= 0 or self._spare(rules, more_bytes=more) is None:
             return
         needed = case.capacity_bytes + more
-        self.remedies.append(
-            Remedy(
-                do=f"let it run where this process can hold {size(needed)}",
-                effect=f"with {size(more)} more than it had the failing request fits",
-                grade="replayed",
-                price="what the step would have asked for behind it is not in the trace",
-                cause="capacity",
-            )
+        self._add(
+            f"let it run where this process can hold {size(needed)}",
+            f"with {size(more)} more than it had the failing request fits",
+            "what the step would have asked for behind it is not in the trace",
         )
 
     def _rules(self) -> AllocatorRules:

@@ -22,6 +22,8 @@ Work = Literal[
 ]
 """What the program was doing; `unknown` if no frame was recorded."""
 
+NOWHERE = "a place that was not recorded"
+
 _LIBRARIES = re.compile(
     r"/(?:site|dist)-packages/|/torch/|/lib/python3\.\d+/|^<frozen|/torchinductor_|/python3\.\d+/"
     r"|^<string>|/Lib/"
@@ -73,10 +75,11 @@ def line_of(frame: Frame) -> str:
 
 
 def lines_of(stack: Stack, most: int = 4) -> list[str]:
-    """Name the innermost lines of the user's own code, or of Python if there is none."""
+    """Name the innermost lines of the user's own code, or the place if there are none."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
     python = [frame for frame in frames if _PYTHON.search(frame.file)]
-    return [line_of(frame) for frame in (list(_own(python)) or python)[:most]]
+    own = list(_own(python))[:most]
+    return [line_of(frame) for frame in own] or [_place(frames, python)]
 
 
 def _own(python: Iterable[Frame]) -> Iterable[Frame]:
@@ -123,5 +126,5 @@ def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
     if innermost is not None or python:
         return line_of(innermost or python[0])
     if any(_is_engine(frame) for frame in frames):
-        return "backward"
-    return "no line of Python" if frames else "no frames"
+        return "the backward pass"
+    return "C++, called by no line of Python" if frames else NOWHERE
