@@ -2,12 +2,14 @@
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.explain.snapshot.replay import ModelCard, replay
+from trainer_plugins.explain.snapshot.trace import Trace
+from trainer_plugins.units import MIB
 
 Frames = Sequence[tuple[str, int, str]]
 
@@ -32,18 +34,6 @@ class RecordedCard(AllocatorModel):
         self.events: list[dict[str, Any]] = []
         self.live: dict[int, tuple[Block, int, list[dict[str, Any]]]] = {}
         self._frames: list[dict[str, Any]] = []
-
-    @contextmanager
-    def at(self, frames: Frames) -> Iterator[None]:
-        """Record what is done within as done by this stack."""
-        before = self._frames
-        self._frames = [
-            {"filename": file, "line": line, "name": name} for file, line, name in frames
-        ]
-        try:
-            yield
-        finally:
-            self._frames = before
 
     def note(self, action: str, address: int, size: int, **more: object) -> None:
         event = {"action": action, "addr": address, "size": size, "stream": 0, **more}
@@ -74,17 +64,19 @@ class RecordedCard(AllocatorModel):
             first = base - (base - start) // page * page
             self.note("segment_unmap", first, reserved - self.reserved_bytes)
 
-    def alloc(self, size: int, frames: Frames | None = None) -> int:
+    def alloc(self, size: int, frames: Frames = ()) -> int:
         """Allocate, and return the address."""
-        with self.at(frames) if frames is not None else self.at(self._as_tuples()):
-            try:
-                block = self.malloc(size)
-            except AllocatorFull:
-                left = self.capacity_bytes - self.reserved_bytes
-                self.note("oom", 0, size, device_free=left)
-                raise
-            self.note("alloc", block.address, size)
-            self.live[block.address] = (block, size, self._frames)
+        self._frames = [
+            {"filename": file, "line": line, "name": name} for file, line, name in frames
+        ]
+        try:
+            block = self.malloc(size)
+        except AllocatorFull:
+            left = self.capacity_bytes - self.reserved_bytes
+            self.note("oom", 0, size, device_free=left)
+            raise
+        self.note("alloc", block.address, size)
+        self.live[block.address] = (block, size, self._frames)
         return block.address
 
     def release(self, *addresses: int) -> None:
@@ -93,9 +85,6 @@ class RecordedCard(AllocatorModel):
             self.note("free_requested", address, size)
             self.note("free_completed", address, size)
             self.free(block)
-
-    def _as_tuples(self) -> Frames:
-        return [(frame["filename"], frame["line"], frame["name"]) for frame in self._frames]
 
     def snapshot(self, last: int | None = None) -> dict[str, Any]:
         """Return what torch would write, with only the last events."""
@@ -148,3 +137,91 @@ def _add(
             "frames": frames,
         }
     )
+
+
+class _NotingCard(ModelCard):
+    """Notes the sizes of blocks by their address."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.sizes: dict[int, int] = {}
+
+    def malloc(self, num_bytes: int, stream: int) -> int:
+        address = super().malloc(num_bytes, stream)
+        self.sizes[address] = self.block_bytes_at(address)
+        return address
+
+
+def snapshot_of(trace: Trace) -> dict[str, Any]:
+    """Write what torch would have written of a reduced trace: its events, and where they led."""
+    card = _NotingCard(trace)
+    assert replay(trace, card).is_same
+    ranges: dict[int, tuple[int, int, str]] = {}
+    live: set[int] = set()
+    for start in trace.segments:
+        position, kind = start.address, "small" if start.is_small else "large"
+        for state, size in start.pieces:
+            if state == "used":
+                live.add(position)
+            if state != "unmapped":
+                last = max((each for each in ranges if each <= position), default=0)
+                if last >= start.address and last + ranges[last][0] == position:
+                    ranges[last] = (ranges[last][0] + size, *ranges[last][1:])
+                else:
+                    ranges[position] = (size, start.stream, kind)
+            position += size
+    for event in trace.events:
+        if event.action == "alloc":
+            live.add(event.address)
+        elif event.action == "free":
+            live.remove(event.address)
+        elif event.action == "segment_alloc":
+            kind = "small" if event.num_bytes == 2 * MIB else "large"
+            ranges[event.address] = (event.num_bytes, event.stream, kind)
+        elif event.action == "segment_free":
+            del ranges[event.address]
+    segments = [
+        _bare_segment(address, *about, trace.expandable, live, card.sizes)
+        for address, about in ranges.items()
+    ]
+    return {"segments": segments, "device_traces": [[], list(_raw(trace))]}
+
+
+def _bare_segment(
+    address: int,
+    size: int,
+    stream: int,
+    kind: str,
+    expandable: bool,
+    live: set[int],
+    sizes: dict[int, int],
+) -> dict[str, Any]:
+    inside = sorted(each for each in live if address <= each < address + size)
+    return {
+        "device": 1,
+        "address": address,
+        "total_size": size,
+        "allocated_size": sum(sizes[each] for each in inside),
+        "stream": stream,
+        "segment_type": kind,
+        "is_expandable": expandable,
+        "blocks": [
+            {"address": each, "size": sizes[each], "state": "active_allocated"} for each in inside
+        ],
+    }
+
+
+def _raw(trace: Trace) -> Iterator[dict[str, Any]]:
+    names = {
+        "alloc": "alloc",
+        "free": "free_completed",
+        "segment_alloc": "segment_map" if trace.expandable else "segment_alloc",
+        "segment_free": "segment_unmap" if trace.expandable else "segment_free",
+    }
+    for event in trace.events:
+        yield {
+            "action": names[event.action],
+            "addr": event.address,
+            "size": event.num_bytes,
+            "stream": event.stream,
+        }

@@ -61,7 +61,7 @@ class Wait(NamedTuple):
     """The number of events before it was released."""
 
     until: int
-    """The number of events before it was free, or of all events."""
+    """The number of events before it was free; more than there are if it never was."""
 
 
 class Block(NamedTuple):
@@ -196,7 +196,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self.stacks: list[Stack] = [()]
-        self._known: dict[tuple[int, ...], int] = {(): 0}
+        self._numbers: dict[Stack, int] = {(): 0}
+        self._known: dict[tuple[int, ...], int] = {}  # by the identities of frames
         self._frames: dict[int, Frame] = {}
 
     def card(self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]) -> Card:
@@ -218,7 +219,7 @@ class _Reader:
                         waits.append(Wait(event.address, since, len(events) - 1))
             elif name == "free_requested":
                 released[_number(each["addr"])] = len(events)
-        waits += [Wait(address, since, len(events)) for address, since in released.items()]
+        waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
         return Card(
             index,
             tuple(sorted(segments)),
@@ -272,8 +273,10 @@ class _Reader:
             stack = tuple(
                 self._frames.get(id(frame)) or self._frame(frame) for frame in frames[:_MOST_FRAMES]
             )
-            number = self._known[key] = len(self.stacks)
-            self.stacks.append(stack)
+            number = self._numbers.setdefault(stack, len(self.stacks))
+            if number == len(self.stacks):
+                self.stacks.append(stack)
+            self._known[key] = number
         return number
 
     def _frame(self, raw: Mapping[str, Any]) -> Frame:

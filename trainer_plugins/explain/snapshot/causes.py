@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.snapshot.held import WORDS
+from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import Case, reserved_after
 from trainer_plugins.explain.snapshot.remedies import Tries, leaked_lives
 from trainer_plugins.units import GIB, percent, size
-
-_IMPOSSIBLE_BYTES = 1024 * GIB
 
 
 def causes_of(case: Case, tries: Tries) -> tuple[Cause, ...]:
@@ -19,10 +18,9 @@ def causes_of(case: Case, tries: Tries) -> tuple[Cause, ...]:
 
 
 def _found(case: Case, tries: Tries) -> Iterator[Cause]:
-    assert case.oom is not None
-    if case.oom.num_bytes > _IMPOSSIBLE_BYTES:
+    if case.is_impossible:
         yield _impossible()
-    elif case.oom.address > 1.05 * case.oom.num_bytes + GIB / 4:
+    elif case.is_contradictory:
         yield _contradictory()
     else:
         special = [
@@ -33,7 +31,7 @@ def _found(case: Case, tries: Tries) -> Iterator[Cause]:
             *_by_request(case),
         ]
         yield from special
-        if not special or _missing_bytes(case) > 0:
+        if not special or case.missing_bytes > 0:
             yield _capacity(case)
 
 
@@ -92,7 +90,7 @@ def _foreign(case: Case) -> Iterator[Cause]:
 def _fragmentation(case: Case, tries: Tries) -> Iterator[Cause]:
     assert case.oom is not None
     wanted, unused = case.oom.num_bytes, case.unused_bytes
-    if unused + case.oom.address < wanted:
+    if case.missing_bytes > 0:
         return
     helps = tries.setting_that_helps
     if helps or (unused >= wanted / 2 and unused >= 0.04 * case.capacity_bytes):
@@ -118,15 +116,15 @@ def _leak(case: Case) -> Iterator[Cause]:
         place = case.sorter.place(life)
         bytes_at[place] = bytes_at.get(place, 0) + life.num_bytes
     place = max(bytes_at, key=bytes_at.__getitem__)
-    steps = {case.sorter.step_of(life) for life in leaked}
+    steps = {case.sorter.step_at(life.birth) for life in leaked}
     total = size(sum(bytes_at.values()))
     yield Cause(
         code="leak",
         grade="likely",
         summary=f"{total} of earlier steps are still alive: something keeps their tensors",
         evidence=(
-            f"They are from {len(steps)} of the {case.sorter.num_backward_passes} steps in the "
-            f"trace, and most, {size(bytes_at[place])}, are from {place}",
+            f"They are from {len(steps)} of the {case.sorter.step_at(case.held.position)} earlier "
+            f"steps in the trace, and most, {size(bytes_at[place])}, are from {place}",
         ),
         doubt="Look for a list, a metric or a hook that keeps a tensor with its graph (`loss` "
         "instead of `loss.item()`)",
@@ -135,13 +133,16 @@ def _leak(case: Case) -> Iterator[Cause]:
 
 def _long_sample(case: Case) -> Iterator[Cause]:
     assert case.oom is not None
+    now = case.sorter.step_at(case.held.position)
     before = [
         life.requested_bytes
         for life in case.sorter.lives
-        if 0 <= life.birth < case.held.position and life.stack == case.oom_stack and life.stack
+        if life.stack
+        and life.stack == case.oom_stack
+        and life.birth != BEFORE
+        and case.sorter.step_at(life.birth) < now
     ]
-    steps = case.sorter.num_backward_passes
-    if steps >= 2 and len(before) >= 2 and case.oom.num_bytes > 1.25 * max(before):
+    if now >= 2 and len(before) >= 2 and case.oom.num_bytes > 1.25 * max(before):
         yield Cause(
             code="long-sample",
             grade="likely",
@@ -150,8 +151,8 @@ def _long_sample(case: Case) -> Iterator[Cause]:
                 f"{case.oom.num_bytes / max(before):.1f} times as much as ever"
             ),
             evidence=(
-                f"{len(before)} allocations of {case.request.place} came before, the largest of "
-                f"{size(max(before))}; now it asked for {size(case.oom.num_bytes)}",
+                f"In {now} earlier steps it asked for {size(max(before))} at most, and now for "
+                f"{size(case.oom.num_bytes)}, at {case.request.place}",
             ),
         )
 
@@ -199,12 +200,6 @@ def _by_request(case: Case) -> Iterator[Cause]:
         )
 
 
-def _missing_bytes(case: Case) -> int:
-    """Return what would be missing even without a gap."""
-    assert case.oom is not None
-    return case.oom.num_bytes - case.oom.address - case.unused_bytes
-
-
 def _uneven(case: Case) -> Iterator[str]:
     """Compare the cards of a process that uses several."""
     others = {
@@ -223,10 +218,10 @@ def _uneven(case: Case) -> Iterator[str]:
 def _capacity(case: Case) -> Cause:
     assert case.oom is not None
     category, most = next(iter(case.held.categories.items()), ("unknown", 0))
-    missing = _missing_bytes(case)
+    missing, unused = size(case.missing_bytes), size(case.unused_bytes)
     share = f"{percent(most / max(case.in_use_bytes, 1))} of it is {WORDS[category]}"
     largest = case.held.lines[0] if case.held.lines else None
-    fits = missing <= 0
+    fits = case.missing_bytes <= 0
     return Cause(
         code="capacity",
         grade="possible" if fits else "certain",
@@ -238,8 +233,8 @@ def _capacity(case: Case) -> Cause:
                 ()
                 if fits
                 else (
-                    f"It is not fragmentation: even without a gap {size(missing)} were missing, "
-                    f"and only {size(case.unused_bytes)} were reserved without being in use",
+                    f"It is not fragmentation: even without a gap {missing} were missing, and only "
+                    f"{unused} were reserved without being in use",
                 )
             ),
         ),

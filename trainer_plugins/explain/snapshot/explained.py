@@ -119,10 +119,10 @@ def _unknown(case: Case, tries: Tries) -> Iterator[str]:
         )
     elif gap := known_from(case.card):
         yield f"The first {gap:,} events were left out: recording was stopped and begun again"
-    if case.held.categories.get("unknown"):
+    if unknown := case.held.categories.get("unknown", 0):
         yield (
-            f"What {size(case.held.categories['unknown'])} are: they were there before the "
-            "recording began, or have no frames; start it before the model is made"
+            f"What {size(unknown)} are: they were there before the recording began, or have no "
+            f"frames{_likely(unknown, case)}; start it before the model is made"
         )
     if case.repeated is None:
         yield f"The sizes of blocks are rounded requests: {case.why_not_repeated}"
@@ -136,6 +136,15 @@ def _unknown(case: Case, tries: Tries) -> Iterator[str]:
         yield "How large the card is, and what other processes held: no snapshot says it"
         if tries.why_none_helps:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
+
+
+def _likely(unknown: int, case: Case) -> str:
+    """Guess from the size of the gradients, which is that of the parameters."""
+    gradients = case.sorter.gradient_bytes()
+    for times, words in ((1, "the parameters"), (3, "the parameters with two states of Adam")):
+        if gradients and abs(unknown / gradients - times) < 0.05 * times:
+            return f" (they are as large as {words}, by the size of the gradients)"
+    return ""
 
 
 def _categories(held: Held) -> Iterator[str]:

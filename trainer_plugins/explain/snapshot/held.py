@@ -101,14 +101,9 @@ class Sorter:
             self._meanings[stack] = meaning_of(self._stacks[stack])
         return self._meanings[stack]
 
-    @property
-    def num_backward_passes(self) -> int:
-        """Return how many backward passes had begun when the run ended."""
-        return self._backward_before[-1]
-
-    def step_of(self, life: Life) -> int:
-        """Return how many backward passes had begun before the pass in which a block was born."""
-        return self._backward_before[max(bisect_right(self._starts, life.birth) - 1, 0)]
+    def step_at(self, position: int) -> int:
+        """Return how many backward passes were over when an event happened."""
+        return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
@@ -132,6 +127,11 @@ class Sorter:
                 for place, (num_bytes, count) in sorted(lines.items(), key=lambda item: -item[1][0])
             ),
         )
+
+    def gradient_bytes(self) -> int:
+        """Return what the gradients took at the end of the last backward pass that was whole."""
+        ends = [last for _, last, which in self._runs[:-1] if which == "backward"]
+        return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
     def place(self, life: Life) -> str:
         """Name the line that asked for a block."""

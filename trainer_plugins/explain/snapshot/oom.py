@@ -8,6 +8,9 @@ from trainer_plugins.explain.snapshot.held import Held, Sorter
 from trainer_plugins.explain.snapshot.lives import Repeated, lives_of, peak_of, repeat
 from trainer_plugins.explain.snapshot.stacks import Meaning
 from trainer_plugins.explain.snapshot.trace import NotModelledError
+from trainer_plugins.units import GIB
+
+_IMPOSSIBLE_BYTES = 1024 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,23 @@ class Case:
     def capacity_bytes(self) -> int:
         """What the process could have held: what it held, and what the card had left."""
         return self.reserved_bytes + (self.oom.address if self.oom is not None else 0)
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether more was asked for than any card has."""
+        return self.oom is not None and self.oom.num_bytes > _IMPOSSIBLE_BYTES
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Whether the request was refused though the card had room for it."""
+        oom = self.oom
+        return oom is not None and oom.address > 1.05 * oom.num_bytes + GIB / 4
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the request lacked even without a gap between blocks; negative if it had fitted."""
+        wanted = self.oom.num_bytes - self.oom.address if self.oom is not None else 0
+        return wanted - self.unused_bytes
 
     @property
     def request(self) -> Meaning:

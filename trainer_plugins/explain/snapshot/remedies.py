@@ -28,16 +28,16 @@ _LEAK_STEPS = 3  # what is alive from so many earlier steps was not meant to be
 
 def leaked_lives(case: Case) -> list[Life]:
     """Find what is alive from several earlier steps: activations should live for one."""
-    now = case.sorter.num_backward_passes
+    now = case.sorter.step_at(case.held.position)
     old: dict[str, list[Life]] = {}
     for life in case.sorter.alive_at(case.held.position):
         is_kept = case.sorter.category(life) in ("activations", "logits", "other")
-        if is_kept and life.birth != BEFORE and case.sorter.step_of(life) < now:
+        if is_kept and life.birth != BEFORE and case.sorter.step_at(life.birth) < now:
             old.setdefault(case.sorter.place(life), []).append(life)
     leaked = [
         life
         for lives in old.values()
-        if len({case.sorter.step_of(life) for life in lives}) >= _LEAK_STEPS
+        if len({case.sorter.step_at(life.birth) for life in lives}) >= _LEAK_STEPS
         for life in lives
     ]
     total = sum(life.num_bytes for life in leaked)
@@ -59,12 +59,12 @@ class Tries:
     def run(self) -> None:
         """Try settings of the allocator, smaller tensors, and a larger card."""
         case = self.case
-        if case.oom is None:
+        if case.oom is None or case.is_impossible or case.is_contradictory:
             return
         if case.repeated is None:
             self.why_none_helps = case.why_not_repeated
             return
-        if case.unused_bytes + case.oom.address < case.oom.num_bytes:
+        if case.missing_bytes > 0:
             self.why_none_helps = "what was in use left too little room, with or without gaps"
         else:
             self._try_settings()

@@ -54,16 +54,18 @@ def known_from(card: Card) -> int:
     A program that stops recording and begins again leaves a gap. Undone back to it, a block is
     freed that lives, or was allocated where nothing lies.
     """
+    return 0 if has_lost_its_end(card) else _behind_gap(card)
+
+
+def _behind_gap(card: Card) -> int:
     live = _active_at_end(card)
     for position in range(len(card.events) - 1, -1, -1):
         event = card.events[position]
+        if event.action in _CHANGES and (event.action == "alloc") != (event.address in live):
+            return position + 1
         if event.action == "alloc":
-            if event.address not in live:
-                return 0 if has_lost_its_end(card) else position + 1
             live.remove(event.address)
         elif event.action == "free":
-            if event.address in live:
-                return 0 if has_lost_its_end(card) else position + 1
             live.add(event.address)
     return 0
 
@@ -71,8 +73,10 @@ def known_from(card: Card) -> int:
 def has_lost_its_end(card: Card) -> bool:
     """Say whether the events fit together, but end before the segments were written down.
 
-    So it is if recording was stopped before the dump.
+    So it is if recording was stopped before the dump: most events do not fit the segments then.
     """
+    if _behind_gap(card) <= len(card.events) / 2:
+        return False
     live = _active_at_end(card)
     for event in reversed(card.events):
         if event.action == "alloc":
@@ -86,7 +90,7 @@ def has_lost_its_end(card: Card) -> bool:
             live.add(event.address)
         elif event.action == "free":
             live.remove(event.address)
-    return live != _active_at_end(card)
+    return True
 
 
 def _active_at_end(card: Card) -> set[int]:
