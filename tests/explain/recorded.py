@@ -18,6 +18,7 @@ MODULE = (f"{SITE}/torch/nn/modules/module.py", 1784, "_call_impl")
 MAIN = ("/home/me/project/train.py", 40, "main")
 MADE: Frames = (("/home/me/project/model.py", 9, "__init__"), MAIN)
 FORWARD: Frames = (("/home/me/project/model.py", 20, "forward"), MODULE, MAIN)
+HEAD: Frames = (("/home/me/project/model.py", 30, "forward"), MODULE, MAIN)
 LOSS: Frames = ((f"{SITE}/torch/nn/functional.py", 3462, "cross_entropy"), MAIN)
 BACKWARD: Frames = (
     ("", 0, "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"),

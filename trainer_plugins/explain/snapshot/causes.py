@@ -23,10 +23,10 @@ def _found(case: Case, tries: Tries) -> Iterator[Cause]:
     elif case.is_contradictory:
         yield _contradictory()
     else:
+        leak = list(_leak(case))
         special = [
             *_foreign(case),
-            *_fragmentation(case, tries),
-            *_leak(case),
+            *(leak or _fragmentation(case, tries)),  # what is kept also leaves gaps
             *_long_sample(case),
             *_by_request(case),
         ]

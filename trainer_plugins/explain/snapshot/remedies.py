@@ -64,13 +64,13 @@ class Tries:
         if case.repeated is None:
             self.why_none_helps = case.why_not_repeated
             return
+        if leaked := leaked_lives(case):
+            self._try_without(leaked)  # all else would only come to the same end later
+            return
         if case.missing_bytes > 0:
             self.why_none_helps = "what was in use left too little room, with or without gaps"
         else:
             self._try_settings()
-        if leaked := leaked_lives(case):
-            self._try_without(leaked)  # all else would only come later to the same end
-            return
         self._try_half()
         self._try_small_states()
         self._try_capacity()
