@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.allocator.model_rules import UNLIMITED
 from trainer_plugins.explain.snapshot.replay import ModelCard, replay
 from trainer_plugins.explain.snapshot.trace import Trace
 from trainer_plugins.units import MIB
@@ -98,7 +99,10 @@ class RecordedCard(AllocatorModel):
                 _, requested, frames = self.live.get(block.address, (block, 0, []))
                 _add(segments[-1], block, requested, frames)
         events = self.events if last is None else self.events[-last:]
-        return {"segments": segments, "device_traces": [events]}
+        limit = self.rules.max_split_bytes
+        settings = {"max_split_size": limit if limit < UNLIMITED else -1}
+        traces = [events]
+        return {"segments": segments, "device_traces": traces, "allocator_settings": settings}
 
     def dump(self, path: Path, last: int | None = None) -> Path:
         path.write_bytes(pickle.dumps(self.snapshot(last), protocol=4))

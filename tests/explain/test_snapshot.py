@@ -273,6 +273,17 @@ def test_a_real_trace_is_summed_and_repeated_to_the_byte(name, tmp_path):
     assert case.held.allocated_bytes >= case.at_end.allocated_bytes
 
 
+def test_a_split_size_that_the_file_names_is_repeated_too(tmp_path):
+    card = RecordedCard(max_split_bytes=64 * MIB)
+    card.release(card.alloc(100 * MIB, FORWARD))
+    card.alloc(30 * MIB, FORWARD)  # not out of the 100 MiB, which are too large to be split
+    assert card.reserved_bytes == 130 * MIB
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.repeated is not None
+    assert case.repeated.outcome.is_same
+    assert case.repeated.outcome.replayed_peak_bytes == 130 * MIB
+
+
 def test_what_grew_between_two_snapshots_is_named_with_its_line(tmp_path):
     card = RecordedCard()
     train(card, 2, keeps=True)

@@ -97,8 +97,8 @@ def _checks(case: Case) -> Iterator[str]:
     stated = case.card.allocated_bytes
     if case.at_end.allocated_bytes == stated:
         yield f"At the end the categories sum to the {stated:,} bytes that the file states"
-    if case.repeated is not None and case.card.events and case.repeated.outcome.is_same:
-        outcome = case.repeated.outcome
+    outcome = case.repeated.outcome if case.repeated is not None else None
+    if outcome is not None and outcome.allocations and outcome.is_same:
         yield (
             f"Repeated on the allocator's model, all {outcome.allocations:,} allocations got the "
             f"address that the card gave, and the peak of reserved memory is the recorded one: "

@@ -4,10 +4,10 @@ Sizes are those of blocks: what the allocator gave, which is at least what was a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainer_plugins.allocator.model import AllocatorModel
-from trainer_plugins.explain.snapshot.cards import Card
+from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
+from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace, known_from, trace_of
 
@@ -37,6 +37,9 @@ class Repeated:
     """Holds what came out when a trace was repeated on the allocator's model."""
 
     trace: Trace
+    rules: AllocatorRules
+    """The settings of the run."""
+
     outcome: Outcome
     block_bytes: tuple[int, ...]
     """The size of the block that each allocation got."""
@@ -45,8 +48,8 @@ class Repeated:
 class _MeasuredCard(ModelCard):
     """Notes the size of each block that is allocated once the trace runs."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__(trace)
+    def __init__(self, trace: Trace, rules: AllocatorRules) -> None:
+        super().__init__(trace, rules=rules)
         self.block_bytes: list[int] = []
 
     def start(self, capacity_bytes: int | None) -> None:
@@ -59,14 +62,15 @@ class _MeasuredCard(ModelCard):
         return address
 
 
-def repeat(card: Card, source: str) -> Repeated:
+def repeat(card: Card, snapshot: Snapshot) -> Repeated:
     """Repeat the events of a card.
 
     Raises:
         NotModelledError: it holds what the allocator's model does not have.
     """
-    trace = trace_of(card, source)
-    measured = _MeasuredCard(trace)
+    trace = trace_of(card, snapshot.name)
+    rules = _rules_of(snapshot.settings, trace)
+    measured = _MeasuredCard(trace, rules)
     try:
         outcome = replay(trace, measured)
     # Addresses that no allocator gave, which only an edited file holds.
@@ -76,7 +80,14 @@ def repeat(card: Card, source: str) -> Repeated:
         raise NotModelledError("its events contradict each other") from None
     if len(measured.block_bytes) != sum(event.action == "alloc" for event in trace.events):
         raise NotModelledError(outcome.first_difference or "its events contradict each other")
-    return Repeated(trace, outcome, tuple(measured.block_bytes))
+    return Repeated(trace, rules, outcome, tuple(measured.block_bytes))
+
+
+def _rules_of(settings: Mapping[str, object], trace: Trace) -> AllocatorRules:
+    """Read the settings that a snapshot names, as `_dump_snapshot` of torch 2.13 writes them."""
+    rules = AllocatorRules(expandable_segments=trace.expandable)
+    split = settings.get("max_split_size")  # -1 is none
+    return replace(rules, max_split_bytes=split) if isinstance(split, int) and split > 0 else rules
 
 
 def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:

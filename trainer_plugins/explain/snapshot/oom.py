@@ -92,7 +92,7 @@ def case_of(path: Path) -> Case:
     card = snapshot.main_card()
     repeated, why = None, ""
     try:
-        repeated = repeat(card, snapshot.name)
+        repeated = repeat(card, snapshot)
     except NotModelledError as error:
         why = str(error)
     lives = lives_of(card, repeated)

@@ -2,7 +2,7 @@
 
 A pickle is a program. Each of its instructions is looked at before the first one runs, and only
 those pass that make None, booleans, numbers, texts, lists, dicts and pairs of small numbers. That
-is what a memory snapshot is made of (all 70 of `docs/explain_snapshots.md`), and none of it runs
+is what a memory snapshot is made of (all 75 of `docs/explain_snapshots.md`), and none of it runs
 code. A list of what is allowed is short enough to be checked; a list of attacks is not.
 """
 

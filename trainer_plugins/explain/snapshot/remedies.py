@@ -200,15 +200,8 @@ class Tries:
         )
 
     def _rules(self) -> AllocatorRules:
-        """Return the settings of the run."""
-        settings, expandable = self.case.snapshot.settings, False
-        if self.case.repeated is not None:
-            expandable = self.case.repeated.trace.expandable
-        rules = AllocatorRules(expandable_segments=expandable)
-        split = settings.get("max_split_size")
-        if type(split) is int and split > 0:
-            rules = replace(rules, max_split_bytes=split)
-        return rules
+        assert self.case.repeated is not None
+        return self.case.repeated.rules
 
     def _spare(
         self,

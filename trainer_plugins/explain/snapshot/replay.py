@@ -88,13 +88,24 @@ class GivenAddresses:
 
 
 class ModelCard:
-    """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule for them."""
+    """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule for them.
 
-    def __init__(self, trace: Trace, rule: ChunkedAddresses | None = None) -> None:
-        rules = AllocatorRules(expandable_segments=trace.expandable)
+    Args:
+        rules: the settings of the run; None is CUDA's defaults. They hold from the first event on,
+            since no setting may keep the blocks before it from where they were.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        rule: ChunkedAddresses | None = None,
+        rules: AllocatorRules | None = None,
+    ) -> None:
+        at_first = AllocatorRules(expandable_segments=trace.expandable)
+        self._rules = rules
         self._given = GivenAddresses(rule)
         self._blocks: dict[int, Block] = {}
-        self._model = AllocatorModel(None, rules, self._given)
+        self._model = AllocatorModel(None, at_first, self._given)
 
     @property
     def reserved_bytes(self) -> int:
@@ -106,6 +117,8 @@ class ModelCard:
 
     def start(self, capacity_bytes: int | None) -> None:
         self._given.start()
+        if self._rules is not None:
+            self._model.rules = self._rules
         self._model.reset_peaks()
         if capacity_bytes is not None:
             self._model.capacity_bytes = capacity_bytes

@@ -24,12 +24,12 @@ Work = Literal[
 
 NOWHERE = "a place that was not recorded"
 
-_LIBRARIES = re.compile(
-    r"/(?:site|dist)-packages/|/torch/|/lib/python3\.\d+/|^<frozen|/torchinductor_|/python3\.\d+/"
-    r"|^<string>|/Lib/"
-)
+# A folder of the user's may be called torch too.
+_OF_TORCH = r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
+_OF_PYTHON = r"/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
+_TORCH = re.compile(f"{_OF_TORCH}|{_OF_PYTHON}")
+_LIBRARIES = re.compile(f"/(?:site|dist)-packages/|{_OF_TORCH}|{_OF_PYTHON}|/python3\\.\\d+/")
 _PYTHON = re.compile(r"\.py$|^<ipython-input|^<stdin>|/ipykernel_")
-_TORCH = re.compile(r"/torch/|/lib/python3\.\d+/\w+\.py$|^<frozen|/torchinductor_")
 _NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
 
 # Which frame tells which work: what its file ends with, and its function; the first rule that
@@ -37,12 +37,12 @@ _NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
 _RULES: tuple[tuple[Work, str, str], ...] = (
     ("optimizer", r"/torch/optim/\w+\.py$|/bitsandbytes/optim/|/apex/optimizers/", ""),
     ("optimizer", r"/deepspeed/(?:ops/adam|runtime/.*optimizer|runtime/zero/stage)", "step|init"),
-    ("optimizer", r"(?i:optim)[^/]*(?:/[^/]+)?\.py$", r"^(?:step|__init__|_init_\w+)$"),
+    ("optimizer", r"(?i:/optim(?:i[sz]ers?)?(?:/\w+)?\.py$)", r"^(?:step|__init__|_init_\w+)$"),
     ("evaluation", "", "^(?:nested_concat|pad_across_processes|_nested_gather|add_batch)$"),
     ("generation", r"/transformers/cache_utils\.py$", ""),
     ("parameters", "", "^(?:from_pretrained|_?load_state_dict|_load_pretrained_model)$"),
-    ("parameters", r"/torch/serialization\.py$|/torch/nn/parallel/(?:replicate|comm)\.py$", ""),
-    ("saving", "", r"^(?:state_dict|_?save_\w*|save)$"),
+    ("parameters", r"/torch/serialization\.py$|/torch/nn/parallel/replicate\.py$", ""),
+    ("saving", "", "^(?:state_dict|_?save_checkpoint|_?save_model|save_pretrained)$"),
     ("loss", r"/torch/nn/functional\.py$", "^(?:cross_entropy|nll_loss|log_softmax)$"),
     ("loss", "/transformers/loss/", ""),
     ("loss", "", "cross_entropy"),
@@ -58,15 +58,17 @@ class Meaning:
     place: str
     """The innermost line outside of libraries, as people name it."""
 
-    names: frozenset[str]
-    """The functions of Python on it."""
-
 
 def meaning_of(stack: Stack) -> Meaning:
     """Read a stack."""
-    frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
-    python = [frame for frame in frames if _PYTHON.search(frame.file)]
-    return Meaning(_work(frames, python), _place(frames, python), frozenset(f.name for f in python))
+    frames, python = _read(stack)
+    return Meaning(_work(frames, python), _place(frames, python))
+
+
+def lines_of(stack: Stack, most: int = 4) -> list[str]:
+    """Name the innermost lines of the user's own code, or the place if there are none."""
+    frames, python = _read(stack)
+    return [line_of(frame) for frame in list(_own(python))[:most]] or [_place(frames, python)]
 
 
 def line_of(frame: Frame) -> str:
@@ -74,12 +76,10 @@ def line_of(frame: Frame) -> str:
     return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
 
 
-def lines_of(stack: Stack, most: int = 4) -> list[str]:
-    """Name the innermost lines of the user's own code, or the place if there are none."""
+def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
+    """Return all frames, and those of Python."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
-    python = [frame for frame in frames if _PYTHON.search(frame.file)]
-    own = list(_own(python))[:most]
-    return [line_of(frame) for frame in own] or [_place(frames, python)]
+    return frames, [frame for frame in frames if _PYTHON.search(frame.file)]
 
 
 def _own(python: Iterable[Frame]) -> Iterable[Frame]:
