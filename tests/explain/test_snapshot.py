@@ -273,6 +273,26 @@ def test_a_real_trace_is_summed_and_repeated_to_the_byte(name, tmp_path):
     assert case.held.allocated_bytes >= case.at_end.allocated_bytes
 
 
+def test_what_was_given_back_counts_in_the_peak(tmp_path):
+    card = RecordedCard()
+    card.release(card.alloc(100 * MIB, FORWARD))
+    card.empty_cache()
+    card.alloc(30 * MIB, FORWARD)
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.peak_reserved_bytes == 100 * MIB
+    assert case.card.reserved_bytes == 30 * MIB
+
+
+def test_a_block_from_before_the_recording_has_its_whole_size(tmp_path):
+    card = RecordedCard()
+    early = card.alloc(20 * MIB - 512, MADE)  # too little is left of its segment to be cut off
+    recorded = len(card.events)
+    card.release(early)
+    card.release(card.alloc(30 * MIB, FORWARD))
+    case = case_of(card.dump(tmp_path / "snapshot.pickle", last=len(card.events) - recorded))
+    assert case.sorter.held_at(-1).categories == {"unknown": 20 * MIB}
+
+
 def test_a_split_size_that_the_file_names_is_repeated_too(tmp_path):
     card = RecordedCard(max_split_bytes=64 * MIB)
     card.release(card.alloc(100 * MIB, FORWARD))

@@ -189,7 +189,9 @@ def test_a_recording_that_was_stopped_before_the_dump_keeps_its_peak(tmp_path):
 
 
 def test_private_pools_are_summed_but_not_repeated(tmp_path):
-    raw = small()
+    card = RecordedCard()
+    card.alloc(20 * MIB - 512, MADE)  # what is left of its segment is too small to be cut off
+    raw = card.snapshot()
     raw["segments"][0]["segment_pool_id"] = (0, 1)
     case = case_of(written(raw, tmp_path))
     assert case.repeated is None
@@ -198,12 +200,13 @@ def test_private_pools_are_summed_but_not_repeated(tmp_path):
 
 
 def test_of_several_cards_the_one_that_ran_out_is_explained(tmp_path):
-    raw = small()
-    other = small()
+    card = RecordedCard()
+    card.release(*[card.alloc(20 * MIB, FORWARD) for _ in range(9)])
+    raw, other = card.snapshot(), small()
     for segment in other["segments"]:
         segment["device"] = 1
     oom = {"action": "oom", "device_free": 0, "size": GIB, "stream": 0, "frames": []}
-    traces = [raw["device_traces"][0] * 1, [*other["device_traces"][0], oom]]
+    traces = [raw["device_traces"][0], [*other["device_traces"][0], oom]]
     raw = {"segments": raw["segments"] + other["segments"], "device_traces": traces}
     found = explain_snapshot(written(raw, tmp_path))
     assert found.facts[0].startswith("It ended in an OOM. Card 1:")
