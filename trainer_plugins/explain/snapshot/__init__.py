@@ -1,4 +1,4 @@
-"""What held a card's memory, read from a snapshot that torch has written.
+"""Snapshots: a file that torch has written says what held a card's memory.
 
 A file of `torch.cuda.memory._dump_snapshot` is read by `pickled.py` and `cards.py`, brought back
 to its first event by `trace.py`, repeated by `replay.py`, sorted into categories by `stacks.py`,

@@ -110,12 +110,12 @@ class Card:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the file states as allocated at its end."""
+        """Return what the file states as allocated at its end."""
         return sum(segment.allocated_bytes for segment in self.segments)
 
     @property
     def reserved_bytes(self) -> int:
-        """What the process held of the card at the end."""
+        """Return what the process held of the card at the end."""
         return sum(segment.num_bytes for segment in self.segments)
 
     @property

@@ -1,4 +1,4 @@
-"""Which cause a snapshot shows. The first is the answer."""
+"""Names the causes that a snapshot shows. The first is the answer."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -63,7 +63,7 @@ class Held:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the allocator counts as allocated."""
+        """Return what the allocator counts as allocated."""
         return sum(self.categories.values()) - self.categories.get("waiting", 0)
 
 

@@ -42,12 +42,12 @@ class Case:
 
     @property
     def in_use_bytes(self) -> int:
-        """What is allocated, with what still waits for another stream."""
+        """Return what is allocated, with what still waits for another stream."""
         return sum(self.held.categories.values())
 
     @property
     def unused_bytes(self) -> int:
-        """What was reserved and not in use.
+        """Return what was reserved and not in use.
 
         At an OOM nothing of it could be used or given back: torch takes a free block that is large
         enough, and releases every segment without a live block, before it gives up.
@@ -56,29 +56,29 @@ class Case:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the process could have held: what it held, and what the card had left."""
+        """Return what the process could have held: what it held, and what the card had left."""
         return self.reserved_bytes + (self.oom.address if self.oom is not None else 0)
 
     @property
     def is_impossible(self) -> bool:
-        """Whether more was asked for than any card has."""
+        """Say whether more was asked for than any card has."""
         return self.oom is not None and self.oom.num_bytes > _IMPOSSIBLE_BYTES
 
     @property
     def is_contradictory(self) -> bool:
-        """Whether the request was refused though the card had room for it."""
+        """Say whether the request was refused though the card had room for it."""
         oom = self.oom
         return oom is not None and oom.address > 1.05 * oom.num_bytes + GIB / 4
 
     @property
     def missing_bytes(self) -> int:
-        """What the request lacked even without a gap between blocks; negative if it had fitted."""
+        """Return what the request lacked even without a gap; it is negative if it had fitted."""
         wanted = self.oom.num_bytes - self.oom.address if self.oom is not None else 0
         return wanted - self.unused_bytes
 
     @property
     def request(self) -> Meaning:
-        """What the stack of the failing request says."""
+        """Return what the stack of the failing request says."""
         return self.sorter.meaning(self.oom_stack)
 
 

@@ -1,4 +1,4 @@
-"""What would have helped, each repeated on the allocator's model before it is named.
+"""Finds what would have helped, by repeating each on the allocator's model first.
 
 The events up to the OOM are repeated with other settings, another capacity, or smaller tensors.
 What lay there before the recording is allocated first, without gaps, because nobody knows the order
@@ -22,6 +22,7 @@ _SPLIT_MB = (512, 256, 128, 64)
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
 _CONF = "PYTORCH_CUDA_ALLOC_CONF"
 _COLLECTS = "  # and in the script: torch.cuda.set_per_process_memory_fraction(1.0)"
+_NOT_ON_WINDOWS = "none on Linux; Windows and WSL do not have it"
 _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
 _LEAK_STEPS = 3  # what is alive from so many earlier steps was not meant to be
 
@@ -97,7 +98,9 @@ class Tries:
                     + (_COLLECTS if rules.memory_fraction is not None else ""),
                     effect=f"the same trace fits, with {size(spare)} to spare",
                     grade="replayed",
-                    price="" if "expandable" in words else "more memory may stay reserved",
+                    price=_NOT_ON_WINDOWS
+                    if rules.expandable_segments
+                    else "more memory may stay reserved, and more calls of the driver take time",
                     cause="fragmentation",
                 )
             )

@@ -1,4 +1,4 @@
-"""What a stack says: at what work memory was taken, and which line of the user's code asked."""
+"""Reads a stack: at what work memory was taken, and which line of the user's code asked."""
 
 import re
 from collections.abc import Iterable, Sequence
