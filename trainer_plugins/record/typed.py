@@ -1,6 +1,6 @@
 """Makes dataclasses of JSON that anybody may have written: each value has its field's type."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 T = TypeVar("T")
 
 
-def made(kind: type[T], record: object) -> T:
+def made(kind: Callable[..., T], record: object) -> T:
     """Construct a dataclass from its fields in a record; fields that the record lacks default.
 
     Numbers must fit in 64 bits. Fields that the class lacks are of a later version, and are left
@@ -20,7 +20,7 @@ def made(kind: type[T], record: object) -> T:
         ValueError: the class refuses its values.
     """
     if not isinstance(record, Mapping):
-        raise TypeError(f"{kind.__name__} is made of a JSON object, got {type(record).__name__}")
+        raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
     return kind(
         **{name: _value(record[name], its) for name, its in _types_of(kind) if name in record}
     )
@@ -59,10 +59,8 @@ def _composed(value: object, kind: Any) -> object:
         if is_endless or len(parts) == len(value):
             kinds = parts[:1] * len(value) if is_endless else parts
             return tuple(_value(one, its) for one, its in zip(value, kinds, strict=True))
-    if origin is UnionType:
-        for part in parts:
-            try:
-                return _value(value, part)
-            except TypeError:
-                continue
+    if origin is UnionType and type(None) in parts and len(parts) == 2:
+        return (
+            None if value is None else _value(value, next(p for p in parts if p is not type(None)))
+        )
     raise TypeError(f"{str(value)[:40]} is no {kind}")

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.frames import code_of, frames_above
 
 GenerateGuard = Callable[
     [nn.Module, tuple[object, ...], dict[str, object]], AbstractContextManager[None]
@@ -163,7 +163,8 @@ def inside_training() -> bool:
     # Below the callbacks, transformers is imported only when it is needed.
     from transformers import Trainer
 
-    return any(frame.f_code is Trainer.train.__code__ for frame in frames_above())
+    code = code_of(Trainer.train)
+    return any(frame.f_code is code for frame in frames_above())
 
 
 def _without_cache(
