@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -113,8 +113,14 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
         # model.
         vars(model)["generate"] = MethodType(_generate, model)
     _guards[model].append(guard)
+    # A guard may know its callback, which keeps `remove`: with a reference to the model in it, a
+    # training that raised would keep the model for ever.
+    known = ref(model)
 
     def remove() -> None:
+        model = known()
+        if model is None:
+            return
         guards = _guards.get(model, [])
         if guard in guards:
             guards.remove(guard)

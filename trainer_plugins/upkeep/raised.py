@@ -30,6 +30,7 @@ _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ("train", frozenset({"training_step", "compute_loss"})),
 )
 _BATCH_OF = frozenset({"training_step", "prediction_step", "compute_loss"})
+_KNOWN = _BATCH_OF.union(*(names for _, names in _MOMENTS))
 _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 
 
@@ -114,8 +115,8 @@ def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, S
 
 def _methods_of(frames: list[FrameType], trainer_class: type) -> Iterator[FrameType]:
     for frame in frames:
-        # These frames have ended: to read their variables keeps nothing alive that they do not.
-        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
+        # Names first: reading the variables of a frame makes a second holder of each.
+        if frame.f_code.co_name in _KNOWN and isinstance(
             frame.f_locals.get("self"), trainer_class
         ):
             yield frame
