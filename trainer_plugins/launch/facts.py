@@ -3,22 +3,20 @@
 import logging
 import os
 import platform
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
-from trainer_plugins.devices import Device, HostDevice
+from trainer_plugins.devices import Device
 from trainer_plugins.launch.masked import masked, masked_command, masked_text
-from trainer_plugins.record.run_facts import Place, RunFacts
+from trainer_plugins.launch.place import place
+from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
 
 T = TypeVar("T")
@@ -29,14 +27,6 @@ _PACKAGES = (
     "trainer-plugins", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed",
     "bitsandbytes", "liger-kernel", "flash-attn", "unsloth", "vllm", "datasets", "triton",
 )  # fmt: skip
-
-_LIMITS = (
-    "SLURM_JOB_ID",
-    "SLURM_MEM_PER_NODE",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_CPUS_ON_NODE",
-)
 
 
 def tried(read: Callable[[], T], default: T) -> T:
@@ -88,32 +78,6 @@ def config_of(model: object) -> dict[str, object]:
     config = getattr(model, "config", None)
     as_dict = getattr(config, "to_dict", dict)
     return _as_mapping(as_dict())
-
-
-def place() -> Place:
-    """Look where this process runs."""
-    host = HostDevice()
-    facts = host.facts()
-    limits = {name: masked_text(os.environ[name]) for name in _LIMITS if name in os.environ}
-    if gather_machine(os.environ).is_wsl:
-        limits["WSL"] = platform.release()
-    return Place(
-        pid=os.getpid(),
-        kernel=kernel(),
-        num_oom_kills=facts.num_oom_kills,
-        main_memory_bytes=host.read().total_bytes,
-        shm_bytes=facts.shm_total_bytes,
-        limits=limits,
-    )
-
-
-def kernel() -> str:
-    """Name the machine, its boot and the control group: where it is equal, counts compare."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/cgroup"):
-        with suppress(OSError):
-            parts.append(Path(path).read_text().strip())
-    return sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _as_mapping(value: object) -> dict[str, object]:

@@ -116,9 +116,7 @@ def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, S
 def _methods_of(frames: list[FrameType], trainer_class: type) -> Iterator[FrameType]:
     for frame in frames:
         # Names first: reading the variables of a frame makes a second holder of each.
-        if frame.f_code.co_name in _KNOWN and isinstance(
-            frame.f_locals.get("self"), trainer_class
-        ):
+        if frame.f_code.co_name in _KNOWN and isinstance(frame.f_locals.get("self"), trainer_class):
             yield frame
 
 
