@@ -19,7 +19,15 @@ from transformers import (
 
 from tests.offers import install, install_transformers
 from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
-from trainer_plugins import MemoryWatchdog, OOMReporter, StrategyInForce, attach, attached, detach, protect
+from trainer_plugins import (
+    MemoryWatchdog,
+    OOMReporter,
+    StrategyInForce,
+    attach,
+    attached,
+    detach,
+    protect,
+)
 from trainer_plugins.plug_in.attachment import OLDEST_TRANSFORMERS
 from trainer_plugins.record.timeline import Sample, read_timeline, timeline_of_run
 

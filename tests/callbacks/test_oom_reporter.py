@@ -188,7 +188,9 @@ def test_another_error_is_no_oom_and_is_noted_in_the_timeline_alone(
     assert "trainer_plugins:" not in capfd.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_hides_no_error(make_trainer, small, tmp_path, capfd) -> None:
+def test_a_folder_that_cannot_be_written_hides_no_error(
+    make_trainer, small, tmp_path, capfd
+) -> None:
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     (tmp_path / "run").write_text("a file where the folder should be")
@@ -207,7 +209,9 @@ def test_a_disk_that_is_full_hides_no_error_and_leaves_no_half(
 ) -> None:
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails, as on a full disk
+    handler = signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # so that a write fails, as on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         message = died(trainer)
@@ -284,9 +288,9 @@ def test_code_without_a_trainer_is_recorded(small, tmp_path) -> None:
     model = tiny_llama().to("simgpu")
     optimizer = torch.optim.AdamW(model.parameters())
     rows = torch.ones(128, 128, dtype=torch.long, device="simgpu")
+    model(input_ids=rows[:2], labels=rows[:2]).loss.backward()
+    optimizer.step()
     with pytest.raises(torch.OutOfMemoryError), report_oom(tmp_path / "run"):
-        model(input_ids=rows[:2], labels=rows[:2]).loss.backward()
-        optimizer.step()
         model(input_ids=rows, labels=rows)
 
     (record,) = records(tmp_path)

@@ -27,8 +27,9 @@ _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ),
     ("predict", frozenset({"predict"})),
     ("eval", frozenset({"evaluate", "evaluation_loop", "prediction_loop", "prediction_step"})),
-    ("train", frozenset({"training_step", "compute_loss"})),
+    ("train", frozenset({"training_step", "compute_loss", "_run_epoch", "get_batch_samples"})),
 )
+_STEP_EVENTS = frozenset({"on_step_begin", "on_step_end", "on_substep_end", "on_log"})
 _BATCH_OF = frozenset({"training_step", "prediction_step", "compute_loss"})
 _KNOWN = _BATCH_OF.union(*(names for _, names in _MOMENTS))
 _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
@@ -98,7 +99,10 @@ def what_ran(frames: list[FrameType], trainer_class: type | None) -> tuple[Momen
     names = {frame.f_code.co_name for frame in _methods_of(frames, trainer_class)}
     moment = next((moment for moment, those in _MOMENTS if names & those), None)
     if moment is None:
-        moment = "train" if part == "optimizer" else "begin"
+        is_in_step = part == "optimizer" or any(
+            frame.f_code.co_name in _STEP_EVENTS for frame in frames
+        )
+        moment = "train" if is_in_step else "begin"
     return moment, part
 
 
