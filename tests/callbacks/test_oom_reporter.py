@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,13 +126,13 @@ def test_what_is_alive_is_counted_by_category_and_the_largest_has_its_holder(
     [("eval", "eval"), ("evaluate", "eval"), ("predict", "predict"), ("save", "save")],
 )
 def test_the_moment_is_known(make_trainer, small, tmp_path, story: str, moment: str) -> None:
-    settings = {
+    every: dict[str, dict[str, Any]] = {
         "eval": {"per_device_eval_batch_size": 64, "eval_strategy": "steps", "eval_steps": 1},
         "evaluate": {"per_device_eval_batch_size": 64},
         "predict": {"per_device_eval_batch_size": 64},
         "save": {"save_strategy": "steps", "save_steps": 1},
-    }[story]
-    trainer = make_trainer(OOMReporter(), **settings)
+    }
+    trainer = make_trainer(OOMReporter(), **every[story])
     if story == "save":
         trainer.model.register_state_dict_pre_hook(
             lambda *_: torch.zeros(64 * MIB, dtype=torch.uint8, device="simgpu")

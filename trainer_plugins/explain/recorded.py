@@ -32,13 +32,14 @@ _BY_SOURCE = {
 
 def causes_of(case: Case) -> tuple[Cause, ...]:
     """Return the causes that the record shows, the one that decides first; at least one."""
-    found = [cause for rule in RULES if (cause := rule(case)) is not None] or [_capacity(case)]
-    if _is_in_pieces(case) and all(cause.code != "fragmentation" for cause in found):
+    found = [one for rule in RULES if (one := rule(case)) is not None] or [_capacity(case)]
+    if _is_in_pieces(case) and all(each.code != "fragmentation" for each in found):
         found.append(_in_pieces(case, "possible", "whether the rest of the step would have fitted"))
     return tuple(found)
 
 
-def _cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str = "") -> Cause:
+def cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str = "") -> Cause:
+    """Make a cause whose words are harmless, and leave out evidence that there is not."""
     return Cause(
         code=code,
         grade=grade,
@@ -51,7 +52,7 @@ def _cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str
 def _impossible(case: Case) -> Cause | None:
     if case.asked <= _IMPOSSIBLE_BYTES:
         return None
-    return _cause(
+    return cause(
         "impossible-size",
         "certain",
         "no card has what was asked for: a shape or an index is wrong",
@@ -64,7 +65,7 @@ def _other_memory(case: Case) -> Cause | None:
     if known is None:
         return None
     host = case.record.host
-    return _cause(
+    return cause(
         known[0],
         "certain",
         known[1],
@@ -79,7 +80,7 @@ def _other_memory(case: Case) -> Cause | None:
 def _contradictory(case: Case) -> Cause | None:
     if not case.asked or case.free <= 1.05 * case.asked + GIB // 4:
         return None
-    return _cause(
+    return cause(
         "contradictory",
         "certain",
         "the driver refused although memory was free: a limit that is not the card's size",
@@ -94,7 +95,7 @@ def _foreign(case: Case) -> Cause | None:
     listed = [each for each in case.record.processes or () if not each.is_own]
     names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
     is_engine = any(_ENGINE.search(name) for name in names)
-    return _cause(
+    return cause(
         "engine-share" if is_engine else "foreign",
         "certain" if listed else "likely",
         "an inference engine holds its share of the card"
@@ -113,7 +114,7 @@ def _leftover(case: Case) -> Cause | None:
     held = sum(each.num_bytes for each in copies[1:])
     if len(copies) < 2 or held < 0.1 * case.total:
         return None
-    return _cause(
+    return cause(
         "leftover",
         "certain",
         f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier run, or a"
@@ -125,28 +126,28 @@ def _leftover(case: Case) -> Cause | None:
 def _by_moment(case: Case) -> Cause | None:
     record = case.record
     if record.moment == "resume":
-        return _cause(
+        return cause(
             "resume-load",
             "certain",
             "a checkpoint was loaded beside the model that was on the card already",
             f"it happened in {record.where}, before training went on",
         )
     if record.moment == "save":
-        return _cause(
+        return cause(
             "save-gather",
             "certain",
             "saving made or gathered a copy of the state on the card",
             f"it happened in {record.where}; {size(case.asked)} were asked for",
         )
     if record.moment == "generate":
-        return _cause(
+        return cause(
             "generate-cache",
             "certain",
             "generation with its cache did not fit beside what training keeps",
             f"it happened in {record.where}; training keeps {size(case.fixed)} on the card",
         )
     if record.moment == "begin" and record.call == "train":
-        return _cause(
+        return cause(
             "load-too-large",
             "likely",
             "the model alone did not fit on the card",
@@ -161,7 +162,7 @@ def _evaluation(case: Case) -> Cause | None:
         return None
     kept = kept_logits(case)
     if kept or case.functions & _KEPT_LOGITS:
-        return _cause(
+        return cause(
             "eval-logits",
             "certain",
             "an evaluation keeps the outputs of all its batches on the card",
@@ -169,7 +170,7 @@ def _evaluation(case: Case) -> Cause | None:
             f"it was collecting them in {record.where}" if case.functions & _KEPT_LOGITS else "",
         )
     rows = case.argument("per_device_eval_batch_size", 8)
-    return _cause(
+    return cause(
         "eval-batch",
         "certain",
         "a batch of the evaluation is too large beside what training keeps",
@@ -205,7 +206,7 @@ def _leak(case: Case) -> Cause | None:
     if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
         return None
     a_step = risen / max(1, steps[-1][0] - steps[0][0])
-    return _cause(
+    return cause(
         "leak",
         "certain" if noted else "likely",
         f"live memory has risen from step to step since step {steps[0][0]}: something is kept",
@@ -222,7 +223,7 @@ def _optimizer(case: Case) -> Cause | None:
     if case.record.part != "optimizer":
         return None
     is_temporary = any("_multi_tensor" in name for name in case.functions)
-    return _cause(
+    return cause(
         "optimizer-state",
         "certain",
         "the optimizer's temporaries, of the size of the weights, did not fit"
@@ -239,7 +240,7 @@ def _optimizer(case: Case) -> Cause | None:
 def _zero3(case: Case) -> Cause | None:
     if not case.functions & _ZERO3 or case.record.part == "optimizer":
         return None
-    return _cause(
+    return cause(
         "zero3-gather",
         "likely",
         "ZeRO-3 gathered the parameters of a module, for which there was no room",
@@ -267,7 +268,7 @@ def _is_in_pieces(case: Case) -> bool:
 
 
 def _in_pieces(case: Case, grade: Certainty, doubt: str) -> Cause:
-    return _cause(
+    return cause(
         "fragmentation",
         grade,
         "enough was free, but in pieces",
@@ -288,9 +289,10 @@ def _logits(case: Case) -> Cause | None:
         for seen in (length, length - 1)
         for width in (2, 4)
     )
-    if not exact and not case.functions & _LOSS:
+    is_much = rows * length * vocabulary * 4 >= 0.1 * case.total
+    if not is_much or (not exact and not case.functions & _LOSS):
         return None
-    return _cause(
+    return cause(
         "logits-loss",
         "certain" if exact else "likely",
         "the logits and their loss did not fit",
@@ -304,9 +306,11 @@ def _quadratic(case: Case) -> Cause | None:
     if not heads or tokens is None:
         return None
     rows, length = tokens
-    if not any(case.is_size_of(rows * heads * length * length * width) for width in (1, 2, 4)):
+    table = rows * heads * length * length
+    # Short rows make tables of the size of anything.
+    if length < 512 or not any(case.is_size_of(table * width) for width in (2, 4)):
         return None
-    return _cause(
+    return cause(
         "quadratic-attention",
         "certain",
         "attention makes a whole table of scores, which grows with the square of the length",
@@ -319,7 +323,7 @@ def _long_sample(case: Case) -> Cause | None:
     is_step = case.record.moment == "train" and case.record.part in ("forward", "backward")
     if not is_step or num_steps <= _WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
         return None
-    return _cause(
+    return cause(
         "long-sample",
         "likely",
         "this batch needed more than any before it: a long sample, or many at once",
@@ -332,7 +336,7 @@ def _long_sample(case: Case) -> Cause | None:
 def _capacity(case: Case) -> Cause:
     alive = case.record.alive
     activations = case.live - case.fixed
-    return _cause(
+    return cause(
         "capacity",
         "likely" if alive else "possible",
         "the run needs more than the card has",

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.case import Case
 from trainer_plugins.explain.ending import how_it_ended
-from trainer_plugins.explain.recorded import causes_of
+from trainer_plugins.explain.recorded import cause, causes_of
 from trainer_plugins.explain.remedies import less_main_memory, remedies_of, without_shm
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
@@ -23,6 +23,7 @@ from trainer_plugins.units import size
 _SLACK_SECONDS = 1.0
 """How far the clocks and beginnings of the ranks of one run may be apart."""
 
+_SHOWN_FRACTION = 0.01
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
 
@@ -147,6 +148,7 @@ def _facts(case: Case) -> tuple[str, ...]:
         found += [
             f"held: {size(each.num_bytes)} {list(each.shape)} by {each.holder}"
             for each in record.alive.largest
+            if each.num_bytes >= _SHOWN_FRACTION * case.live
         ]
     if record.batch:
         shapes = ", ".join(f"{name} {list(its.shape)}" for name, its in record.batch.items())
@@ -207,43 +209,45 @@ def _without_record(
         if isinstance(entry, Failure) and _DEAD_WORKER.search(entry.words)
     ]
     if dead:
-        cause = _of_worker(dead[0], facts)
+        found = _of_worker(dead[0], facts)
     elif (finding := how_it_ended(history, folder)) is not None:
-        cause = _of_kill(finding)
+        found = _of_kill(finding)
     else:
         return None
-    helps = without_shm() if cause.code == "shm" else less_main_memory(num_workers)
+    helps = without_shm() if found.code == "shm" else less_main_memory(num_workers)
     return Explanation(
         subject=str(folder),
-        causes=(cause,),
-        remedies=tuple(replace(each, cause=cause.code) for each in helps),
+        causes=(found,),
+        remedies=tuple(replace(each, cause=found.code) for each in helps),
         unknown=("what the process held: a process that is killed writes no record",),
     )
 
 
 def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
     """Judge a dead dataloader worker: a bus error is /dev/shm's, a kill is main memory's."""
-    is_shm = "Bus error" in failure.words
+    said = f"step {failure.step}: {failure.words}"
+    if "Bus error" in failure.words:
+        return cause("shm", "certain", "a dataloader worker died because /dev/shm was full", said)
     before = facts[-1].place.num_oom_kills if facts and facts[-1].place else failure.num_oom_kills
     num_kills = failure.num_oom_kills - before
-    counted = f"the kernel killed {num_kills} process(es) of this container for main memory"
-    return Cause(
-        code="shm" if is_shm else "host-kill",
-        grade="certain" if is_shm or num_kills > 0 else "likely",
-        summary="a dataloader worker died because /dev/shm was full"
-        if is_shm
-        else "a dataloader worker was killed, as the kernel does when main memory is full",
-        evidence=(f"step {failure.step}: {failure.words}", *[counted] * (num_kills > 0)),
-        doubt="" if is_shm or num_kills > 0 else "dmesg tells whether the kernel did it",
+    return cause(
+        "host-kill",
+        "certain" if num_kills > 0 else "likely",
+        "a dataloader worker was killed, as the kernel does when main memory is full",
+        said,
+        f"the kernel killed {num_kills} process(es) of this container for main memory meanwhile"
+        if num_kills > 0
+        else "",
+        doubt="" if num_kills > 0 else "dmesg tells whether the kernel did it",
     )
 
 
 def _of_kill(finding: Finding) -> Cause:
     is_counted = finding.code == "host-oom-kill"
-    return Cause(
-        code="host-kill",
-        grade="likely" if is_counted else "possible",
-        summary=finding.summary,
-        evidence=tuple(finding.evidence.split("; ")),
+    return cause(
+        "host-kill",
+        "likely" if is_counted else "possible",
+        finding.summary,
+        *finding.evidence.split("; "),
         doubt="" if is_counted else finding.remedy,
     )

@@ -103,7 +103,10 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
     unknown: tuple[Moment, Part] = ("other", "")
     moment, part = tried(lambda: what_ran(frames, scene.trainer_class), unknown)
     nothing: dict[str, Shape] = {}
-    batch = tried(lambda: batch_of(frames, scene.trainer_class), nothing)
+    if moment in ("train", "eval", "predict", "generate"):
+        batch = tried(lambda: batch_of(frames, scene.trainer_class), nothing)
+    else:
+        batch = nothing
     frames.clear()  # or they would hold each tensor once more while the holders are sought
     reading = None if scene.device is None else tried(scene.device.read, None)
     return OomRecord(

@@ -30,7 +30,10 @@ _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ("train", frozenset({"training_step", "compute_loss", "_run_epoch", "get_batch_samples"})),
 )
 _STEP_EVENTS = frozenset({"on_step_begin", "on_step_end", "on_substep_end", "on_log"})
-_BATCH_OF = frozenset({"training_step", "prediction_step", "compute_loss"})
+# The step itself forgets its batch before the backward pass; the loop around it does not.
+_BATCH_OF = frozenset(
+    {"_inner_training_loop", "_run_epoch", "evaluation_loop", "training_step", "prediction_step"}
+)
 _KNOWN = _BATCH_OF.union(*(names for _, names in _MOMENTS))
 _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 
