@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -303,6 +304,27 @@ def test_code_without_a_trainer_is_recorded(small, tmp_path) -> None:
     with report_oom(tmp_path / "other"):
         pass
     assert not (tmp_path / "other").exists()
+
+
+def test_a_snapshot_where_there_is_none_is_said(make_trainer, caplog) -> None:
+    make_trainer(OOMReporter(snapshot=True), max_steps=1, use_cpu=True).train()
+    assert caplog.text.count("needs a CUDA card: there is no snapshot") == (
+        not torch.cuda.is_available()
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_a_snapshot_is_taken_inside_the_throw(make_trainer, tmp_path) -> None:
+    class Takes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            torch.empty(1 << 45, dtype=torch.uint8, device=args.device)
+
+    died(make_trainer(Takes(), OOMReporter(snapshot=True)))
+    (record,) = records(tmp_path)
+    snapshot = pickle.loads((tmp_path / "run" / record.snapshot).read_bytes())
+    assert any(event["action"] == "oom" for trace in snapshot["device_traces"] for event in trace)
+    assert list((tmp_path / "run").glob(".*")) == []
 
 
 def test_an_oom_that_somebody_handles_is_none(make_trainer, simgpu, tmp_path) -> None:

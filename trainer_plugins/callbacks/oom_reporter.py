@@ -1,6 +1,7 @@
 """OOMReporter: a run that dies of an out-of-memory error leaves what an explanation needs."""
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.upkeep.frames import frames_above
 from trainer_plugins.upkeep.post_mortem import Scene, first_line, record_oom
+from trainer_plugins.upkeep.snapshot import forget_history, keep_snapshot, record_history
+
+logger = logging.getLogger(__name__)
 
 _NUM_READINGS = 20
 
@@ -40,10 +44,20 @@ class OOMReporter(RunCallback):
     Cost: some milliseconds when training begins, and up to a second when it has failed. The first
     reporter of a process wraps the three methods of `transformers.Trainer`; a Trainer without this
     callback is left alone by them.
+
+    With `snapshot=True`, on CUDA, torch remembers the last 100,000 allocations of training, which
+    it puts at 2 microseconds each, and writes its own snapshot inside the throw. Not yet measured
+    on a GPU.
     """
 
-    def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        snapshot: bool = False,
+        device: Device | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
         super().__init__(device, timeline)
+        self.snapshot = snapshot
         _wrap_trainer()
 
     def at_rest(self) -> None:
@@ -66,6 +80,23 @@ class OOMReporter(RunCallback):
             self._facts = self._gather(trainer)
             if args.process_index == 0:
                 write_new(Path(args.output_dir), "run", asdict(self._facts))
+        with self.harmless():
+            if self.snapshot and not record_history(Path(args.output_dir), args.process_index):
+                logger.warning("OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot")
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        self.end_run()
+
+    def end_run(self) -> None:
+        super().end_run()
+        if self.snapshot:
+            forget_history()
 
     def report(self, trainer: Trainer, call: str, error: BaseException) -> None:
         """Note in the timeline that this Trainer raised, and record it if it was out of memory.
@@ -87,6 +118,7 @@ class OOMReporter(RunCallback):
                     step=step,
                     readings=tuple(readings[-_NUM_READINGS:]),
                     trainer_class=Trainer,
+                    snapshot=keep_snapshot() if self.snapshot else "",
                 )
                 record = record_oom(error, found, scene)
             timeline.add(
@@ -97,6 +129,7 @@ class OOMReporter(RunCallback):
                     num_oom_kills=HostDevice().facts().num_oom_kills,
                 )
             )
+            self.end_run()
 
     def _device_of(self, args: TrainingArguments) -> Device | None:
         # Without a device the rest is written all the same. So nothing is said of it.

@@ -49,6 +49,7 @@ class Scene:
     step: int = 0
     readings: tuple[MemoryReading, ...] = ()
     trainer_class: type | None = None
+    snapshot: str = ""
 
 
 @contextmanager
@@ -126,6 +127,7 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
         processes=tried(lambda: _processes(scene.device), None),
         peers=tried(lambda: _peers(scene.folder, scene.run.rank), ()),
         host=tried(_host, None),
+        snapshot=scene.snapshot,
         run=scene.run,
     )
 
