@@ -109,7 +109,11 @@ class OOMReporter(RunCallback):
             found = classify(error)
             record = ""
             if found is not None:
-                readings = [each.reading for each in timeline if isinstance(each, Sample)]
+                readings = [
+                    each.reading
+                    for each in timeline
+                    if isinstance(each, Sample) and each.time_seconds >= self._began_seconds
+                ]
                 scene = Scene(
                     folder=Path(args.output_dir),
                     call=call,

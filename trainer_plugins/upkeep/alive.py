@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.oom_record import Alive, LargeTensor, LiveModel
 from trainer_plugins.upkeep.holders import held_by
 
@@ -33,12 +34,13 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
     others = ledger.others()
     counted = sum(ledger.category_bytes.values())
     largest = tuple(
-        LargeTensor(num_bytes=held.num_bytes, shape=held.shape, holder=held.holder)
+        LargeTensor(num_bytes=held.num_bytes, shape=held.shape, holder=masked_text(held.holder))
         for held in held_by(others)
     )
     return Alive(
         category_bytes=dict(ledger.category_bytes),
-        hidden_bytes=max(0, allocated_bytes - counted),
+        # What a process has of main memory is far more than tensors.
+        hidden_bytes=0 if device_type == "cpu" else max(0, allocated_bytes - counted),
         module_bytes=dict(ledger.module_bytes.most_common(_MOST_MODULES)),
         models=tuple(
             LiveModel(name=name, num_bytes=num_bytes)
