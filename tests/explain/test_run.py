@@ -74,13 +74,13 @@ def first(explanation: Explanation | None) -> str:
 
 def test_too_many_rows_and_as_many_as_fit(train) -> None:
     settings = {"rows": 256, "length": 128, "per_device_train_batch_size": 256, "max_steps": 2}
-    said = train(200, **settings)
+    said = train(100, **settings)
     assert first(said) == "capacity"
     helps = flags(said)
     assert helps["per_device_train_batch_size"] * helps["gradient_accumulation_steps"] == 256
     assert said.remedies[0].grade == "arithmetic"
     assert any("256 x 128 tokens" in line for line in said.causes[0].evidence)
-    assert train(200, **settings | helps) is None
+    assert train(100, **settings | helps) is None
 
 
 def test_outputs_that_an_evaluation_keeps(train) -> None:
