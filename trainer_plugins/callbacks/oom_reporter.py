@@ -16,6 +16,7 @@ from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.launch.facts import arguments_of, config_of, facts_of_process, tried
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.oom import classify
+from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
@@ -25,8 +26,6 @@ from trainer_plugins.upkeep.post_mortem import Scene, first_line, record_oom
 from trainer_plugins.upkeep.snapshot import forget_history, keep_snapshot, record_history
 
 logger = logging.getLogger(__name__)
-
-_NUM_READINGS = 20
 
 
 class OOMReporter(RunCallback):
@@ -109,18 +108,13 @@ class OOMReporter(RunCallback):
             found = classify(error)
             record = ""
             if found is not None:
-                readings = [
-                    each.reading
-                    for each in timeline
-                    if isinstance(each, Sample) and each.time_seconds >= self._began_seconds
-                ]
                 scene = Scene(
                     folder=Path(args.output_dir),
                     call=call,
                     device=self._device_of(args),
                     run=self._facts or self._gather(trainer),
                     step=step,
-                    readings=tuple(readings[-_NUM_READINGS:]),
+                    readings=_of_this_run(timeline),
                     trainer_class=Trainer,
                     snapshot=keep_snapshot() if self.snapshot else "",
                 )
@@ -156,6 +150,17 @@ class OOMReporter(RunCallback):
             arguments=tried(lambda: arguments_of(args), {}),
             strategy=tried(lambda: _strategy(trainer), None),
         )
+
+
+def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
+    """Return the readings since a training began here; one file may hold several runs."""
+    readings: list[MemoryReading] = []
+    for each in timeline:
+        if isinstance(each, Sample):
+            if each.moment == "begin":
+                readings.clear()
+            readings.append(each.reading)
+    return tuple(readings)
 
 
 def _strategy(trainer: Trainer) -> Strategy | None:

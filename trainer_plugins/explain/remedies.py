@@ -222,6 +222,30 @@ def _save(case: Case) -> Remedies:
     return [*found, only]
 
 
+def _weights(case: Case) -> Remedies:
+    return [
+        _remedy(
+            'model_init_kwargs={"dtype": "bfloat16"}',
+            "the weights take half of what they take in fp32",
+            price="they are rounded; train an adapter, or keep a copy in fp32 elsewhere",
+        ),
+        _remedy(
+            "--load_in_4bit True --use_peft True",
+            "the weights take about a quarter of bf16 (TRL's ModelConfig)",
+            price="an adapter is trained, on weights in 4 bits; needs bitsandbytes and peft",
+        ),
+    ]
+
+
+def _zero3(case: Case) -> Remedies:
+    live = _remedy(
+        '"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
+        "fewer parameters are gathered at once than DeepSpeed's 1e9 (in its file)",
+        price="they are gathered more often",
+    )
+    return [live, *_fewer(case)]
+
+
 def _resume(case: Case) -> Remedies:
     return [
         _remedy(
@@ -284,7 +308,7 @@ def _foreign(case: Case) -> Remedies:
 
 def _engine(case: Case) -> Remedies:
     share = _remedy(
-        "--vllm_gpu_memory_utilization 0.3",
+        "--vllm_gpu_memory_utilization 0.2",
         f"the engine holds {size(case.foreign)} now, and takes this share of the card then",
         price="fewer sequences are generated at once",
     )
@@ -354,6 +378,8 @@ _BY_CODE: dict[str, Callable[[Case], Remedies]] = {
     "resume-load": _resume,
     "save-gather": _save,
     "generate-cache": _generate,
+    "load-too-large": _weights,
+    "zero3-gather": _zero3,
     "eval-logits": _eval_logits,
     "eval-batch": _eval_batch,
     "leak": _leak,

@@ -52,7 +52,7 @@ def explain_run(folder: Path) -> Explanation:
         found = _without_record(folder, history, facts)
         if found is not None or not records:
             return found or Explanation(
-                subject=str(folder),
+                subject=printable(folder),
                 causes=(),
                 remedies=(),
                 facts=("no run of this folder has noted that it ran out of memory",),
@@ -89,7 +89,7 @@ def _explained(
         causes, told = _by_text(first, causes)
     remedies = tuple({each.do: each for each in (*told, *remedies_of(causes, case))}.values())
     return Explanation(
-        subject=str(folder),
+        subject=printable(folder),
         causes=causes,
         remedies=remedies,
         facts=(*_facts(case), *_ranks(records, history), *_later(begun_later)),
@@ -216,7 +216,7 @@ def _without_record(
         return None
     helps = without_shm() if found.code == "shm" else less_main_memory(num_workers)
     return Explanation(
-        subject=str(folder),
+        subject=printable(folder),
         causes=(found,),
         remedies=tuple(replace(each, cause=found.code) for each in helps),
         unknown=("what the process held: a process that is killed writes no record",),

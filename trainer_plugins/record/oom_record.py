@@ -40,12 +40,13 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LargeTensor:
-    """Describes a tensor of no model, optimizer or autograd graph, and what holds it."""
+class Held:
+    """Describes a tensor that neither a model nor its optimizer owns, and what holds it."""
 
     num_bytes: int
     shape: tuple[int, ...]
     holder: str
+    """The path as one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class Alive:
     models: tuple[LiveModel, ...]
     """The models that are no part of another one, the largest first."""
 
-    largest: tuple[LargeTensor, ...]
+    largest: tuple[Held, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

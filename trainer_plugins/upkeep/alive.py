@@ -3,13 +3,14 @@
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_plugins.launch.masked import masked_text
-from trainer_plugins.record.oom_record import Alive, LargeTensor, LiveModel
+from trainer_plugins.record.oom_record import Alive, LiveModel
 from trainer_plugins.upkeep.holders import held_by
 
 _MOST_MODULES = 12
@@ -33,10 +34,7 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
         ledger.add_optimizer(optimizer)
     others = ledger.others()
     counted = sum(ledger.category_bytes.values())
-    largest = tuple(
-        LargeTensor(num_bytes=held.num_bytes, shape=held.shape, holder=masked_text(held.holder))
-        for held in held_by(others)
-    )
+    largest = tuple(replace(each, holder=masked_text(each.holder)) for each in held_by(others))
     return Alive(
         category_bytes=dict(ledger.category_bytes),
         # What a process has of main memory is far more than tensors.

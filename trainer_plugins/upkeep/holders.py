@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import FrameType, ModuleType
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.oom_record import Held
 from trainer_plugins.units import size
 
 GROWTH_FRACTION = 0.01
@@ -18,16 +18,6 @@ GROWTH_FRACTION = 0.01
 
 _MAX_LINKS = 6
 _HERE = os.path.dirname(__file__)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Describes a tensor, and the path to it from something with a name."""
-
-    num_bytes: int
-    shape: tuple[int, ...]
-    holder: str
-    """The path as one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
 
 
 def leftover(
