@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 
 import pytest
@@ -72,8 +73,10 @@ def simgpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "simgpu")
     gc.collect()
     torch.accelerator.empty_cache()
-    if torch.accelerator.memory_reserved():  # by cycles that were alive when a module began
-        gc.unfreeze()
+    if torch.accelerator.memory_reserved():
+        for name in ("last_exc", "last_value", "last_traceback"):
+            vars(sys).pop(name, None)  # the frames of a test that failed
+        gc.unfreeze()  # cycles that were alive when a module began
         gc.collect()
         torch.accelerator.empty_cache()
     held_bytes = torch.accelerator.memory_reserved()

@@ -97,6 +97,7 @@ def test_the_fast_tier_reaches_every_room() -> None:
         "explain.run",
         "cli",
         "oom",
+        "explain.text",
         "allocator.settings",
         "allocator.model",
         "planner",

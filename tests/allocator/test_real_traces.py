@@ -12,17 +12,19 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.snapshots import NotReadableError, Trace, read, write
-from benchmarks.traces import KEPT, ModelCard, Outcome, main, replay
+from benchmarks.snapshots import read, write
+from benchmarks.traces import KEPT, main
+from tests.explain.recorded import RecordedCard
 from trainer_plugins.allocator import model as rules
 from trainer_plugins.allocator.addresses import ChunkedAddresses
 from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace
 from trainer_plugins.units import GIB, KIB, MIB
 
 FILES = sorted(KEPT.glob("*.json.gz"))
@@ -117,7 +119,7 @@ def test_another_rule_does_not_pass(name, monkeypatch):
     def is_same(only: Trace) -> bool:
         try:
             return replay(only, ModelCard(only)).is_same
-        except NotReadableError:  # not even the segments that are there at the start can be made
+        except NotModelledError:  # not even the segments that are there at the start can be made
             return False
 
     assert not all(map(is_same, traces))
@@ -181,82 +183,10 @@ def test_where_a_rule_places_the_segments_the_peak_is_that_of_the_card(name, ris
     assert outcome.replayed_peak_bytes == outcome.peak_bytes
 
 
-class RecordedModel(AllocatorModel):
-    """Writes a snapshot as torch does, of what the model itself does with expandable segments."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes, AllocatorRules(expandable_segments=True))
-        self.events: list[dict[str, object]] = []
-        self.live: dict[int, tuple[Block, int]] = {}
-
-    def note(self, action: str, address: int, size: int, **more: object) -> None:
-        event = {"action": action, "addr": address, "size": size, "stream": 0, **more}
-        self.events.append(event)
-
-    def _map(self, block: Block, num_bytes: int) -> bool:
-        before, address = self.reserved_bytes, block.address
-        mapped = super()._map(block, num_bytes)
-        if mapped:
-            self.note("segment_map", address, self.reserved_bytes - before)
-        return mapped
-
-    def _unmap(self, block: Block) -> None:
-        base, start, reserved = block.segment_start or 0, block.address, self.reserved_bytes
-        page = self._page_bytes(block.pool)
-        super()._unmap(block)
-        if self.reserved_bytes < reserved:
-            first = base - (base - start) // page * page
-            self.note("segment_unmap", first, reserved - self.reserved_bytes)
-
-    def alloc(self, size: int) -> int:
-        try:
-            block = self.malloc(size)
-        except AllocatorFull:
-            left = self.capacity_bytes - self.reserved_bytes
-            self.events.append({"action": "oom", "device_free": left, "size": size, "stream": 0})
-            raise
-        self.note("alloc", block.address, size)
-        self.live[block.address] = (block, size)
-        return block.address
-
-    def release(self, address: int) -> None:
-        block, size = self.live.pop(address)
-        self.note("free_requested", address, size)
-        self.note("free_completed", address, size)
-        self.free(block)
-
-    def snapshot(self, last: int) -> dict[str, object]:
-        segments: list[dict[str, Any]] = []
-        for (stream, is_small), pool in self._pools.items():
-            found = [block for block, _ in self.live.values() if block.pool is pool]
-            found += pool.free_blocks()
-            for block in sorted(found, key=lambda block: block.address):
-                if not segments or block.address != (
-                    segments[-1]["address"] + segments[-1]["total_size"]
-                ):
-                    segments.append(
-                        {
-                            "device": 0,
-                            "address": block.address,
-                            "total_size": 0,
-                            "stream": stream,
-                            "segment_type": "small" if is_small else "large",
-                            "is_expandable": True,
-                            "blocks": [],
-                        }
-                    )
-                segments[-1]["total_size"] += block.size_bytes
-                state = "active_allocated" if block.in_use else "inactive"
-                segments[-1]["blocks"].append(
-                    {"address": block.address, "size": block.size_bytes, "state": state}
-                )
-        return {"segments": segments, "device_traces": [self.events[-last:]]}
-
-
 @pytest.fixture
 def ran_out(tmp_path: Path) -> Path:
     """Write the snapshot of a run that ran out of memory, of which the first events are lost."""
-    card = RecordedModel(384 * MIB)
+    card = RecordedCard(384 * MIB, expandable_segments=True)
     held = [card.alloc(size) for size in (30 * MIB, 2 * MIB, 700 * KIB, 45 * MIB, 600 * KIB)]
     held += [card.alloc(512 * KIB) for _ in range(12)]
     early = len(card.events)
@@ -271,9 +201,7 @@ def ran_out(tmp_path: Path) -> Path:
         card.alloc(300 * MIB)
     card.release(held[-1])
     card.alloc(12 * MIB)
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(card.snapshot(last=len(card.events) - early)))
-    return path
+    return card.dump(tmp_path / "snapshot.pickle", last=len(card.events) - early)
 
 
 def test_a_run_that_ran_out_of_memory_is_repeated_from_its_middle_on(ran_out, tmp_path):
@@ -300,13 +228,15 @@ def test_the_command_says_what_differs_and_what_cannot_be_read(tmp_path, capsys)
     hostile = tmp_path / "hostile.pickle"
     hostile.write_bytes(pickle.dumps(print))
     bare = tmp_path / "bare.pickle"
-    bare.write_bytes(pickle.dumps([{"address": 0}]))
+    card = RecordedCard()
+    card.alloc(MIB)
+    bare.write_bytes(pickle.dumps(card.snapshot()["segments"], protocol=4))
 
     assert main([str(KEPT / "cold-few.json.gz")]) == 0
     assert "| 36 | 36 | 9 | 9 | 3606 | +0.00% | +0.00% |" in capsys.readouterr().out
     assert main([str(wrong), str(hostile), str(bare)]) == 1
     said = capsys.readouterr().err
-    assert "builtins.print" in said
+    assert "STACK_GLOBAL" in said
     assert "recording was not on" in said
 
 

@@ -23,8 +23,9 @@ from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.launch.place import place
+from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import write_new
-from trainer_plugins.record.oom_record import OomRecord, Process, read_oom_records
+from trainer_plugins.record.oom_record import Frame, OomRecord, Process, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
 from trainer_plugins.units import GIB, MIB
@@ -327,6 +328,30 @@ def test_a_report_begins_with_the_error(died, tmp_path) -> None:
     lines = report(tmp_path / "run").splitlines()
     assert lines[0].startswith("rank 0, step 0: OutOfMemoryError: CUDA out of memory.")
     assert lines[1] == f"Type: trainer-plugins explain {tmp_path / 'run'}"
+
+
+def test_the_command_explains_a_folder(died, tmp_path) -> None:
+    done = CliRunner().invoke(app, ["explain", str(tmp_path / "run")])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("Why  the run needs more than the card has  [likely: capacity]")
+    assert "Do   --per_device_train_batch_size " in done.stdout
+    assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 2
+
+
+def test_what_only_words_show_is_taken_from_them(died, tmp_path) -> None:
+    tower = Frame(file="model.py", line=9, function="forward", code="self.vision_tower(pixels)")
+    before = died.frames[:3]  # up to the loop
+    error = classify(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total"
+        " capacity of 23.68 GiB of which 4.00 GiB is free. Including non-PyTorch memory, this process"
+        " has 19.60 GiB memory in use. Of the allocated memory 19.00 GiB is allocated by PyTorch, and"
+        " 100.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert error is not None
+    record = replace(died, error=error, frames=(*before, tower))
+    said = explained(tmp_path / "words", record)
+    assert first(said) == "image-size"
+    assert said.causes[-1].code == "capacity"
 
 
 def test_a_run_that_went_well_has_no_cause(make_trainer, tmp_path) -> None:

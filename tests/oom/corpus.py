@@ -607,6 +607,122 @@ POSITIVES = (
         "host",
         survivable=False,
     ),
+    Case(
+        RUNTIME,
+        "DataLoader worker (pid 11011) is killed by signal: Bus error. It is possible that dataloader's workers are "
+        "out of "
+        "shared memory. Please try to raise your shared memory limit",
+        "pytorch/pytorch#108861",
+        "shared",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "msr-fiddle/pipedream#28",
+        "shared",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        RUNTIME,
+        "DataLoader worker (pid 75890) is killed by signal: Killed.",
+        "thangvubk/SoftGroup#18",
+        "host",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 0 (pid: 27657) of "
+        "binary: "
+        "/home/work/virtual-venv/fastchat-env/bin/",
+        "lm-sys/FastChat#568",
+        "host",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "[launch.py:434:sigkill_handler] ['/usr/bin/python3', '-u', 'main.py'] exits with return code = -9",
+        "deepspeedai/DeepSpeed#3232",
+        "host",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "command terminated with exit code 137",
+        "jupyter/docker-stacks#736",
+        "host",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "slurm_script: line 28:  8156 Killed                  python3 main.py --prop hform --epochs 400",
+        "ArjunaCluster/ArjunaUsers#52, the line before",
+        "host",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "kubeflow                    training-operator-1                            0/1     OOMKilled",
+        "alauda/kubeflow-chart#45",
+        "host",
+        survivable=False,
+    ),
+    Case(
+        "log",
+        "kernel: [  514.682838] Memory cgroup out of memory: Killed process 15617 (python3) total-vm:11892kB, "
+        "anon-rss:4292kB, file-rss:3428kB, shmem-rss:0kB",
+        "docker/for-linux#1001",
+        "host",
+        survivable=False,
+    ),
+    Case(
+        "OSError",
+        "[WinError 1455] The paging file is too small for this operation to complete. Error loading "
+        '"D:\\Anaconda\\envs\\swin-train\\lib\\site-packages\\torch\\lib\\shm.dll" or one of its dependencies.',
+        "cszn/KAIR#127",
+        "host",
+        survivable=False,
+    ),
+    Case(
+        "OSError",
+        "Cannot allocate memory (os error 12)",
+        "how Rust writes an io::Error",
+        "host",
+    ),
+    Case(
+        RUNTIME,
+        "CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try lowering "
+        "`max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
+        "vllm-project/vllm#14452",
+        "allocator",
+    ),
+    Case(
+        "log",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 "
+        "bytes.",
+        "patrickbryant1/AFProfile#8",
+        "allocator",
+    ),
+    Case(
+        "log",
+        "Cuda error: out of memory at /workspace/csrc/cumem_allocator.cpp:62",
+        "verl-project/verl#302",
+        "driver",
+    ),
+    Case(
+        RUNTIME,
+        "[enforce fail at CPUAllocator.cpp:64] . DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+        "6576668672 bytes. Error code 12 (Cannot allocate memory)",
+        "HaoMood/blinear-cnn-faster#4",
+        "host",
+    ),
 )
 
 NCCL_NOT_MEMORY = Case(
@@ -704,31 +820,7 @@ NEGATIVES = (
         "InternLM/xtuner#247",
     ),
     Case(RUNTIME, "Out of workspace memory in AlignedAlloactor", "flashinfer-ai/flashinfer#362"),
-    # a worker or a rank that is gone: of what, its words do not say
-    Case(
-        RUNTIME,
-        "DataLoader worker (pid 11011) is killed by signal: Bus error. It is possible that dataloader's workers are "
-        "out of "
-        "shared memory. Please try to raise your shared memory limit",
-        "pytorch/pytorch#108861",
-    ),
-    Case(
-        "log",
-        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
-        "msr-fiddle/pipedream#28",
-    ),
-    Case(
-        RUNTIME,
-        "DataLoader worker (pid 75890) is killed by signal: Killed.",
-        "thangvubk/SoftGroup#18",
-    ),
-    Case(
-        "log",
-        "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 0 (pid: 27657) of "
-        "binary: "
-        "/home/work/virtual-venv/fastchat-env/bin/",
-        "lm-sys/FastChat#568",
-    ),
+    # an OOM of another
     Case(
         RUNTIME,
         "CUDA out of memory encountered on a different rank",

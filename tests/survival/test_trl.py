@@ -4,7 +4,13 @@ import inspect
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from tests.models import tiny_llama
 from tests.survival.failing import gradients_by_rounding, survive
@@ -51,8 +57,8 @@ def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **opt
     )
 
 
-def sft(tmp_path, **options):
-    model = tiny_llama(vocab_size=384, attn_implementation="eager").double()
+def sft(tmp_path, model=None, **options):
+    model = model or tiny_llama(vocab_size=384, attn_implementation="eager").double()
     columns = {
         "prompt": lambda n: sentence(n, 2),
         "completion": lambda n: sentence(n + 1, 1 + n % 5),
@@ -149,6 +155,42 @@ def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, make) -> None:
 
 
 KINDS = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+def sft_longrope(tmp_path, boundary: int):
+    """Rows without padding, for a model whose frequencies change with the longest sequence."""
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        pad_token_id=0,
+        max_position_embeddings=256,
+        original_max_position_embeddings=boundary,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [8.0] * 4,
+        },
+        attn_implementation="eager",
+    )
+    return sft(tmp_path, model=Phi3ForCausalLM(config).double(), padding_free=True)
+
+
+def test_longrope_without_padding_is_divided_or_refused_by_the_sequences(tmp_path) -> None:
+    whole, survived = survive(lambda: sft_longrope(tmp_path, boundary=4), {0: 0.8, 3: 0.3})
+
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
+        "TRL takes its losses in float32"
+    )
+    lengths = [len(row["input_ids"]) for row in sft_longrope(tmp_path, 4).train_dataset]
+    trainer = sft_longrope(tmp_path, boundary=sum(lengths) // len(lengths))
+    survive_oom(trainer)
+    with pytest.raises(ValueError, match=r"has \d+ tokens, and longrope takes other frequencies"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ from trainer_plugins import __version__
 from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
+from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
 from trainer_plugins.printable import printable
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command()(report)
 app.command()(env)
+app.command()(explain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
 app.command(
     "exec",
@@ -64,7 +66,8 @@ def _main(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 fine, 1 `configs check` found an ERROR, 2 bad input, 3 a plan does not fit.
+    Exit codes: 0 fine, 1 `configs check` found an ERROR or `explain` no OOM, 2 bad input, 3 a plan
+    does not fit.
     """
     # The locale may lack a character of somebody's file name.
     for stream in (sys.stdout, sys.stderr):

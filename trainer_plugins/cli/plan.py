@@ -21,7 +21,7 @@ _EXIT_DOES_NOT_FIT = 3
 _LARGEST_RANK = 1 << 20
 
 _Model: TypeAlias = Annotated[
-    str, typer.Option(help="A config.json of a model, or a folder that has one.")
+    str | None, typer.Option(help="A config.json of a model, or a folder that has one.")
 ]
 _SeqLength: TypeAlias = Annotated[int, typer.Option(help="Tokens of each row.")]
 _TargetLength: TypeAlias = Annotated[
@@ -82,6 +82,12 @@ _Padding: TypeAlias = Annotated[
 _EvalBatches: TypeAlias = Annotated[
     int, typer.Option(help="How many batches an evaluation has, if there is one.")
 ]
+_Metrics: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--metrics", help="The Trainer has a compute_metrics: an evaluation keeps all outputs."
+    ),
+]
 _Search: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -97,6 +103,13 @@ _ExplainChange: TypeAlias = Annotated[
     typer.Option(
         metavar="SWITCH",
         help="What a switch would save: a name, several with +, or all. Repeatable.",
+    ),
+]
+_Compare: TypeAlias = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        metavar="A B",
+        help="Print two sides by moment and category: plans as JSON, or folders of runs.",
     ),
 ]
 _Timeout: TypeAlias = Annotated[
@@ -119,7 +132,7 @@ _Html: TypeAlias = Annotated[
 
 def plan(
     context: typer.Context,
-    model: _Model,
+    model: _Model = None,
     seq_length: _SeqLength = 2048,
     target_length: _TargetLength = None,
     dtype: _Dtype = None,
@@ -140,9 +153,11 @@ def plan(
     pinned_memory: PinnedMemory = None,
     padding: _Padding = None,
     eval_batches: _EvalBatches = 8,
+    metrics: _Metrics = False,
     search: _Search = False,
     search_lengths: _SearchLengths = None,
     explain_change: _ExplainChange = None,
+    compare: _Compare = None,
     timeout: _Timeout = 600,
     as_json: _AsJson = False,
     run_dir: _RunDir = None,
@@ -158,14 +173,20 @@ def plan(
     from trainer_plugins.planner.plan import PlanError
 
     try:
+        if compare is not None:
+            _show_beside(*compare, as_json)
+            return
+        if model is None:
+            raise PlanError("name the model: --model config.json, or a folder that has one")
         _check_places(html, run_dir)
         adapter = _adapter(lora_r, lora_target, peft_config)
         flags = _flags(context.args)
         base = (_quantisation(context.params), prepare_kbit)
-        data = (flags, seq_length, target_length, dtype, adapter, accelerate_config, eval_batches)
+        data = (flags, seq_length, target_length, dtype, adapter, accelerate_config)
+        evaluation = (eval_batches, metrics)
         card = (gpu, calibration and run_dir is None, None, num_gpus, padding)
         run = RunInputs(*card, host_memory, pinned_memory)
-        request = request_of(model, ConfigInputs(*data, *base), run)
+        request = request_of(model, ConfigInputs(*data, *evaluation, *base), run)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
@@ -248,6 +269,19 @@ def _one_plan(
     else:
         _show(outcome, compared)
     return outcome.fits
+
+
+def _show_beside(a: Path, b: Path, as_json: bool) -> None:
+    from trainer_plugins.planner.compare.beside import beside
+
+    found = beside(a, b)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return
+    from trainer_plugins.report.beside import beside_report
+    from trainer_plugins.report.page import show
+
+    show(beside_report(found))
 
 
 def _show(outcome: "MemoryPlan", compared: "Calibration | None") -> None:

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
@@ -12,6 +10,7 @@ from trainer_plugins.explain.case import Case
 from trainer_plugins.explain.ending import how_it_ended
 from trainer_plugins.explain.recorded import cause, causes_of
 from trainer_plugins.explain.remedies import less_main_memory, remedies_of, without_shm
+from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, read_history
@@ -24,6 +23,9 @@ _SLACK_SECONDS = 1.0
 """How far the clocks and beginnings of the ranks of one run may be apart."""
 
 _SHOWN_FRACTION = 0.01
+_TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-size", "mps-other")
+"""Causes that words and frames show, and for which the record has no numbers of its own."""
+
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
 
@@ -101,13 +103,10 @@ def _by_text(
     record: OomRecord, causes: tuple[Cause, ...]
 ) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
     """Ask what the text of the error tells, where its numbers tell no more than that it is full."""
-    if find_spec("trainer_plugins.explain.text") is None:
-        return causes, ()
-    said = import_module("trainer_plugins.explain.text").explain_text(as_text(record), "record")
-    better = tuple(
-        each for each in said.causes if each.code != "capacity" and each.grade != "possible"
-    )
-    return (*better, *causes), said.remedies if better else ()
+    said = explain_text(as_text(record), "record")
+    better = [each for each in said.causes if each.code in _TEXT_ALONE and each.grade != "possible"]
+    helps = [each for each in said.remedies if each.cause in {one.code for one in better}]
+    return (*better, *causes), tuple(helps)
 
 
 def as_text(record: OomRecord) -> str:
@@ -249,5 +248,5 @@ def _of_kill(finding: Finding) -> Cause:
         "likely" if is_counted else "possible",
         finding.summary,
         *finding.evidence.split("; "),
-        doubt="" if is_counted else finding.remedy,
+        doubt="" if is_counted else finding.remedy.rstrip("."),
     )

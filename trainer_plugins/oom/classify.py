@@ -80,7 +80,7 @@ _NEVER = (
 )
 # What may precede the words in their line: a log prefix or the name of an error. A sentence may
 # not, nor a quotation, nor the source line of the raise statement that a traceback shows.
-_LED = re.compile(r"^\s*$|[:\])>|│-]\s+$|^(?!.*\braise ).*Error\(['\"]$")
+_LED = re.compile(r"^\s*$|[:\])>|│-]\s+$|Error:$|^(?!.*\braise ).*Error\(['\"]$")
 _LED_BY_OTHER = re.compile(rf"(?:{_NEVER}): $")
 
 # torch divides by 1024 whatever it calls the unit; older MPS allocators write GB, the kernel kB.

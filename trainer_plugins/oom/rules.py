@@ -47,6 +47,7 @@ _LOST_WORKER = (
     " not help"
 )
 _ENDED = "the process was ended"
+_KILLED = "the process was killed from outside, and the words do not say by whom"
 
 # Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
 PINS = r"pin[ _]memory|to\(['\"]cpu['\"], non_blocking"
@@ -94,8 +95,14 @@ RULES = (
     # The caching allocator.
     Rule(
         "allocator",
-        r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory(?:[.:]| \(|$)",
-        "torch, CUDACachingAllocator.cpp",
+        r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory"
+        r"(?:[.:]| \(|$| occurred when warming up)",
+        "torch, CUDACachingAllocator.cpp; vllm-project/vllm#14452",
+    ),
+    Rule(
+        "allocator",
+        r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor",
+        "patrickbryant1/AFProfile#8, ai-models-graphcast#18, keras-team/keras#9643",
     ),
     Rule(
         "allocator",
@@ -140,6 +147,11 @@ RULES = (
         _LOST_ALLOCATOR,
     ),
     Rule("driver", r"(?:CUDA|HIP) [Ee]rror: out of memory", "deepbeepmeep/Wan2GP#1083"),
+    Rule(
+        "driver",
+        r"[Cc]uda [Ee]rror: out of memory at .{0,200}cumem_allocator",
+        "verl-project/verl#302",
+    ),
     Rule("driver", r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
     Rule("driver", r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
     Rule(
@@ -220,6 +232,14 @@ RULES = (
         "pytorch/pytorch#87861, idiap/ESLAM#20",
         _LOST_WORKER,
     ),
+    Rule(
+        "shared",
+        r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
+        "pytorch/pytorch#108861, msr-fiddle/pipedream#28",
+        _LOST_WORKER,
+        is_certain=False,
+        follows_anything=True,
+    ),
     # Main memory.
     Rule(
         "host",
@@ -275,6 +295,52 @@ RULES = (
         r"memory allocation of \d{1,20} bytes failed",
         "deepspeedai/DeepSpeedExamples#321",
         _ENDED,
+    ),
+    Rule(
+        "host",
+        r"Cannot allocate memory \(os error 12\)|\bOs \{ code: 12, kind: OutOfMemory",
+        "how Rust writes an io::Error: safetensors, tokenizers",
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"\[WinError 1455\]|\(os error 1455\)",
+        "cszn/KAIR#127",
+        "Windows' commit limit is reached, and freeing device memory does not raise it",
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"\bOOMKilled\b|\bMemory cgroup out of memory: Kill",
+        "alauda/kubeflow-chart#45, docker/for-linux#1001",
+        _ENDED,
+        follows_anything=True,
+    ),
+    # Killed by a signal: usually for main memory, but anybody may send it.
+    Rule(
+        "host",
+        r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
+        r"|<Signals\.SIGKILL: 9>|exit status -9\b",
+        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239",
+        _KILLED,
+        is_certain=False,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
+        "jupyter/docker-stacks#736, mozilla/bugbug#3906: 128 + 9",
+        _KILLED,
+        is_certain=False,
+        follows_anything=True,
+    ),
+    Rule(
+        "host",
+        r"is killed by signal: Killed|: line \d{1,9}: {1,8}\d{1,9} Killed {2,30}\S|^Killed {0,4}$",
+        "thangvubk/SoftGroup#18; what a shell says",
+        _KILLED,
+        is_certain=False,
+        follows_anything=True,
     ),
     # torch's own class, whatever it says: ComfyUI#4880 cuts the message to "Allocation on device".
     Rule("allocator", r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),

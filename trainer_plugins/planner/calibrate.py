@@ -11,7 +11,7 @@ from trainer_plugins.record.history import read_history
 from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
 from trainer_plugins.units import size
 
-_MOMENTS: dict[str, tuple[Moment, ...]] = {
+MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "train": ("forward", "backward", "optimizer step"),
     "eval": ("evaluation", "generation"),
     "predict": ("evaluation", "generation"),
@@ -115,7 +115,7 @@ def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
     except (OSError, ValueError) as error:
         raise PlanError(f"--calibrate: {error}") from error
     ranks = runs[-1].timelines if runs else {}
-    if not any(isinstance(each, Sample) and each.moment in _MOMENTS for each in _all(ranks)):
+    if not any(isinstance(each, Sample) and each.moment in MOMENTS_SEEN for each in _all(ranks)):
         raise PlanError(
             f"--calibrate: {run_dir} has no reading of a training step, an evaluation or a save"
         )
@@ -124,13 +124,13 @@ def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
 
 def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:
     found = []
-    for moment, planned in _MOMENTS.items():
-        seen = _readings(ranks, moment)
+    for moment, planned in MOMENTS_SEEN.items():
+        seen = readings_in(ranks, moment)
         peaks = [plan.moments[name] for name in planned if name in plan.moments]
         if not seen or not peaks:
             continue
         reserved = max(peak.reserved_bytes for peak in peaks)
-        held = _readings(ranks, moment, before_evaluation=moment == "train") or seen
+        held = readings_in(ranks, moment, before_evaluation=moment == "train") or seen
         pairs = {
             "allocated": (
                 max(peak.allocated_bytes for peak in peaks),
@@ -151,7 +151,7 @@ def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list
     return found
 
 
-def _readings(
+def readings_in(
     ranks: Mapping[int, Sequence[Entry]], moment: str, before_evaluation: bool = False
 ) -> list[MemoryReading]:
     """Return the readings of all ranks in a moment.

@@ -8,6 +8,8 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,12 @@ _OF_A_TRAINER = {
 """What belongs to a config, and why a Trainer does not take it."""
 
 
+_COUNTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "eval_accumulation_steps",
+)
 _FLOATS = ("float32", "float16", "bfloat16")
 _OF_BITSANDBYTES = {
     "bnb_4bit_quant_type": ("nf4", "fp4"),
@@ -73,6 +81,9 @@ class ConfigInputs:
     """accelerate's config file."""
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
+
+    has_metrics: bool = False
+    """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
 
     quantization_config: object = None
     """A BitsAndBytesConfig, or a dict of its fields, for a base that is quantised as it loads."""
@@ -144,6 +155,8 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     length, file = details.seq_length, details.accelerate_config
+    if isinstance(details.training_args, tuple):
+        _check_flags(details.training_args)
     config = _config(given)
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
@@ -157,12 +170,27 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             quantisation=_quantisation(details, config.get("quantization_config")),
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
+            has_metrics=details.has_metrics,
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,
         launch_file=os.fspath(file) if file is not None else None,
         has_padding=run.has_padding,
     )
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    """Refuse numbers that no run can have, before torch is imported."""
+    for flag, text in pairwise((*(part for each in flags for part in each.split("=", 1)), "")):
+        name = flag.removeprefix("--").replace("-", "_")
+        try:
+            number = float(text)
+        except ValueError:
+            continue
+        if flag.startswith("--") and not isfinite(number):
+            raise PlanError(f"{flag} needs a finite number, got {text}")
+        if name in _COUNTS and number < 1:
+            raise PlanError(f"{flag} is a number from 1 on, got {text}")
 
 
 def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object] | None:

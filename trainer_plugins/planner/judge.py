@@ -178,9 +178,9 @@ def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list
         return []
     rising = replay(trace, None, replace(rules, segments="rising")).reserved_peak_bytes
     here = unlimited.reserved_peak_bytes
-    if rising == here:
-        return []
     low, high = sorted((here, rising))
+    if size(low) == size(high):
+        return []
     return [
         f"the driver places new segments as on Linux; placed as under Windows and WSL2 they reserve"
         f" {size(rising)} at the peak on an unlimited card, so it is between {size(low)} and"

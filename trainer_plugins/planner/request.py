@@ -53,6 +53,9 @@ class ConfigSource:
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
 
+    has_metrics: bool = False
+    """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
+
     def __post_init__(self) -> None:
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
             if length is not None and not 1 <= length <= LONGEST_SEQUENCE:

@@ -27,6 +27,7 @@ class Arguments(Protocol):
     accelerator_config: LoaderSettings
     device: torch.device
     do_eval: bool
+    eval_accumulation_steps: int | None
     eval_strategy: object
     deepspeed: object
     fsdp: object
@@ -61,6 +62,8 @@ class TrainerLike(Protocol):
 
     accelerator: AcceleratorLike
     args: Arguments
+    compute_loss: Callable[..., object]
+    compute_metrics: object
     get_eval_dataloader: Callable[..., object]
     get_train_dataloader: Callable[..., object]
     is_deepspeed_enabled: bool

@@ -41,6 +41,9 @@ def verdict(plan: MemoryPlan) -> str:
     if plan.fits_card:
         card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {_moment(plan)}"
+    live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
+    if 0 < 2 * live_short < -plan.margin_bytes:  # a full card gives cached blocks back
+        return f"Does not fit: at least {size(live_short)} short, in the {_moment(plan)}"
     if plan.margin_bytes < 0:
         return f"Does not fit: {size(-plan.margin_bytes)} short, in the {_moment(plan)}"
     missing = size(plan.failed_request_bytes or 0)

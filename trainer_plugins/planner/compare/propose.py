@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
+from math import isqrt
 
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
@@ -83,13 +84,10 @@ class Proposer:
 
     def look(self) -> tuple[tuple[Proposal, ...], tuple[str, ...]]:
         """Return what fits, the least costly first; and what does not, with what is missing."""
-        base: tuple[_Change, ...] = ()
-        if not self._args.gradient_checkpointing:
-            self._largest((), self._plan)
-            base = (_CHECKPOINTING,)
-        with_base = self._largest(base, None) if base else self._largest((), None)
-        if with_base is not None and not is_safe(with_base.plan):
-            self._with_more(base, with_base.plan)
+        if self._only_evaluation_is_short():
+            self._for_evaluation()
+        else:
+            self._for_training()
         missing = tuple(
             f"{words}: {size(plan.nvidia_smi_peak_bytes - self._card.capacity_bytes)} short"
             if plan.nvidia_smi_peak_bytes > self._card.capacity_bytes
@@ -97,6 +95,63 @@ class Proposer:
             for words, plan in self._failed.items()
         )
         return tuple(self._found), missing
+
+    def _only_evaluation_is_short(self) -> bool:
+        """Return whether all that comes before the evaluation fits."""
+        return "evaluation" in self._plan.moments and all(
+            self._plan.moments[moment].reserved_bytes <= self._room
+            for moment in ("forward", "backward", "optimizer step")
+            if moment in self._plan.moments
+        )
+
+    def _for_evaluation(self) -> None:
+        """Try fewer rows of an evaluation at once, and sending outputs to main memory earlier.
+
+        The training stays as it is, and so do the metrics.
+        """
+        rows = self._args.per_device_eval_batch_size
+        num_batches = source_of(self._run).num_evaluation_batches
+        now = min(self._args.eval_accumulation_steps or num_batches, num_batches)
+        while rows and not self._found and time.process_time() < self._until:
+            fewer = () if rows == self._args.per_device_eval_batch_size else (_eval_rows(rows),)
+            if fewer:
+                self._evaluated(fewer)
+            if not self._found and source_of(self._run).has_metrics:
+                self._accumulated(fewer, now)
+            rows //= 2
+
+    def _accumulated(self, fewer: tuple[_Change, ...], now: int) -> None:
+        """Find after how many batches at most the outputs have to leave the card."""
+        least = self._try((*fewer, _accumulation(1)), self._args.per_device_train_batch_size)
+        if least is None or not is_safe(least.plan):
+            return
+        grown_bytes = self._plan.allocated_peak_bytes - least.plan.allocated_peak_bytes
+        batch_bytes = max(1, grown_bytes // (2 * max(1, now - 1)))  # two copies while they join
+        spare = self._room - margin_bytes(self._room) - least.plan.reserved_peak_bytes
+        # blocks of 1, 2, 3 ... batches are left in the cache, none large enough for the next
+        most = min(now - 1, isqrt(2 * max(0, spare) // batch_bytes))
+        steps = 1 << max(0, most.bit_length() - 1)
+        while steps > 1 and time.process_time() < self._until:
+            if self._evaluated((*fewer, _accumulation(steps))):
+                return
+            steps //= 2
+        self._keep(least)
+
+    def _evaluated(self, changes: tuple[_Change, ...]) -> bool:
+        tried = self._try(changes, self._args.per_device_train_batch_size)
+        if tried is None or not is_safe(tried.plan):
+            return False
+        self._keep(tried)
+        return True
+
+    def _for_training(self) -> None:
+        base: tuple[_Change, ...] = ()
+        if not self._args.gradient_checkpointing:
+            self._largest((), self._plan)
+            base = (_CHECKPOINTING,)
+        with_base = self._largest(base, None) if base else self._largest((), None)
+        if with_base is not None and not is_safe(with_base.plan):
+            self._with_more(base, with_base.plan)
 
     def _with_more(self, base: tuple[_Change, ...], plan: MemoryPlan) -> None:
         """Try one more change, then two, each with fewest rows first."""
@@ -246,6 +301,16 @@ def _file(words: str, price: str, name: str) -> _Change:
         lambda run: replace(run, launch_file=path),
         {},
     )
+
+
+def _eval_rows(rows: int) -> _Change:
+    words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
+    return _flag(words, "the same metrics in more batches", {}, per_device_eval_batch_size=rows)
+
+
+def _accumulation(steps: int) -> _Change:
+    words = f"outputs to main memory after {steps} batch{'es' if steps > 1 else ''}"
+    return _flag(words, "outputs wait in main memory", {}, eval_accumulation_steps=steps)
 
 
 _CHECKPOINTING = _flag(

@@ -261,9 +261,24 @@ def _kv_cache_is_known(patches: _Patches, tracker: Tracker) -> None:
 
 
 def _predictions_become_arrays(patches: _Patches) -> None:
-    """Let evaluation turn predictions into numpy arrays of their shape that share one element."""
+    """Let evaluation turn predictions into numpy arrays of their shape that share one element.
+
+    Each holds a fake tensor of the main memory that a real array takes, also when they are joined.
+    """
     import numpy
     from transformers import trainer, trainer_pt_utils
+
+    class Array(numpy.ndarray[Any, Any]):
+        kept: torch.Tensor | None = None
+
+        def __array_finalize__(self, other: Any) -> None:
+            self.kept = getattr(other, "kept", None)
+
+    def array(kept: torch.Tensor) -> Array:
+        one = numpy.ones((), dtype=str(kept.dtype).removeprefix("torch."))
+        found = numpy.broadcast_to(one, tuple(kept.shape)).view(Array)
+        found.kept = kept
+        return found
 
     def numpify(tensors: Any) -> Any:
         if isinstance(tensors, (list, tuple)):
@@ -273,9 +288,15 @@ def _predictions_become_arrays(patches: _Patches) -> None:
         on_host = tensors.cpu()
         if on_host.dtype == torch.bfloat16:
             on_host = on_host.to(torch.float32)
-        dtype = str(on_host.dtype).removeprefix("torch.")
-        return numpy.broadcast_to(numpy.ones((), dtype=dtype), tuple(on_host.shape))
+        return array(on_host)
 
+    def join(one: Any, other: Any, padding_index: int = -100) -> Any:
+        one, other = numpy.atleast_1d(one), numpy.atleast_1d(other)
+        longer = one.shape[1:] if one.shape[1:2] >= other.shape[1:2] else other.shape[1:]
+        dtype = getattr(torch, str(one.dtype))
+        return array(torch.empty((len(one) + len(other), *longer), dtype=dtype))
+
+    patches.set(trainer_pt_utils, "numpy_pad_and_concatenate", join)
     for module in (trainer, trainer_pt_utils):
         if hasattr(module, "nested_numpify"):
             patches.set(module, "nested_numpify", numpify)

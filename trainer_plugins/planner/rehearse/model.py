@@ -198,10 +198,17 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
 
     Raises:
         NotPredicted: the model takes other inputs than tokens.
+        PlanError: the model has no positions for so many tokens, or cannot make decoder inputs.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(inner).__name__, inner.config
     refusals.refuse_other_inputs(inner)
+    _check_positions(inner, length)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        raise PlanError(
+            "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
+            "decoder's inputs of labels: add the one of the model (T5: 0)"
+        )
 
     def tokens(columns: int = length) -> torch.Tensor:
         return torch.ones((rows, columns), dtype=torch.long)
@@ -227,3 +234,16 @@ def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> C
         return {**made, **{key: label() for key, label in labels.items()}}
 
     return make
+
+
+def _check_positions(model: torch.nn.Module, length: int) -> None:
+    """Refuse rows that are longer than a table of learned positions."""
+    names = ("position_embeddings", "embed_positions", "wpe")
+    for name, module in model.named_modules():
+        if not name.endswith(names) or not isinstance(module, torch.nn.Embedding):
+            continue
+        if "Sinus" not in type(module).__name__ and length > module.num_embeddings:
+            raise PlanError(
+                f"a row has {length:,} tokens (--seq-length), and the model has positions for "
+                f"{module.num_embeddings:,} ({name})"
+            )

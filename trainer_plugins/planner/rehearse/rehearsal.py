@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainer_plugins.planner.pretend import quantised
+from trainer_plugins.planner.rehearse.evaluation import evaluate
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
@@ -18,8 +19,6 @@ Batch = dict[str, object]
 _MICRO_STEPS_RUN = 2
 """How many micro-steps of a step really run, besides the last one, in which the ranks reduce. The
 second adds to the gradients of the first; those after it do the same."""
-
-_EVALUATION_STEPS_RUN = 2
 
 
 @dataclass(slots=True)
@@ -59,9 +58,8 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         if run.make_evaluation_batch is not None:
             make, num_batches = run.make_evaluation_batch, run.num_evaluation_batches
             trainer.get_eval_dataloader = lambda *_, **__: _loader(trainer, make, num_batches)
-            _skip_like_evaluation_steps(trainer, num_batches)
             with tracker.during("evaluation"):
-                trainer.evaluate()
+                run.assumptions.extend(evaluate(trainer, num_batches))
         is_sharded = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
         if run.saves:
             (sharded_checkpoint.save if is_sharded else _save)(trainer, tracker)
@@ -199,56 +197,6 @@ def _skip_like_micro_steps(trainer: TrainerLike) -> None:
         return training_step(*args, **kwargs)
 
     trainer.training_step = step
-
-
-def _skip_like_evaluation_steps(trainer: TrainerLike, num_batches: int) -> None:
-    """Skip the middle evaluation steps, but make their predictions, which may stay on the card."""
-    prediction_step = trainer.prediction_step
-    count = 0
-    shapes: object = None
-
-    def step(*args: object, **kwargs: object) -> object:
-        nonlocal count, shapes
-        count += 1
-        if _EVALUATION_STEPS_RUN < count < num_batches and shapes is not None:
-            return _like(shapes)
-        result = prediction_step(*args, **kwargs)
-        shapes = _shapes(result)
-        return result
-
-    trainer.prediction_step = step
-
-
-class _Shape:
-    """Keeps the shape, dtype and device of a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
-
-def _shapes(value: object) -> object:
-    """Return a nested value with shapes in place of tensors, and None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return _Shape(value)
-    if isinstance(value, (list, tuple)):
-        return [_shapes(each) for each in value]
-    return (
-        {name: _shapes(each) for name, each in value.items()} if isinstance(value, dict) else None
-    )
-
-
-def _like(shapes: object) -> object:
-    """Return what `_shapes` was given, with new tensors."""
-    if isinstance(shapes, _Shape):
-        return shapes.empty()
-    if isinstance(shapes, list):
-        return tuple(_like(each) for each in shapes)
-    return (
-        {name: _like(each) for name, each in shapes.items()} if isinstance(shapes, dict) else None
-    )
 
 
 def _save(trainer: TrainerLike, tracker: Tracker) -> None:

@@ -126,12 +126,14 @@ class Rows:
             # is not known
             return few
         masks = {
-            v.size(1): _Shown(v, num)
+            (_part(name), v.size(1)): _Shown(v, num, _part(name))
             for name, v in texts.items()
             if name.endswith("attention_mask")
         }
         for name, value in texts.items():
-            shown = masks.get(value.size(1)) or _Shown(torch.ones_like(value), num)
+            width = value.size(1)
+            shown = masks.get((_part(name), width)) or masks.get(("", width))
+            shown = shown or _Shown(torch.ones_like(value), num)
             text = shown.columns(value)
             if name.endswith("attention_mask"):
                 text = shown.mask
@@ -325,10 +327,11 @@ class _Shown:
 
     In the first row a third of what the mask shows is labelled, and the last token, which the mask
     hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
-    whole, with their padding.
+    whole, with their padding. The end of a prompt stays: with what follows it would be a hole, and
+    TRL up to 0.29 cuts all columns behind one (trl/trainer/utils.py, flush_left).
     """
 
-    def __init__(self, mask: torch.Tensor, num: int) -> None:
+    def __init__(self, mask: torch.Tensor, num: int, part: str = "") -> None:
         end = max(0, mask.size(1) - PROBE_TOKENS)
         is_left_padded = bool((mask[:, end:] != 0).sum() > (mask[:, :PROBE_TOKENS] != 0).sum())
         self._begin = end if is_left_padded else 0
@@ -340,12 +343,17 @@ class _Shown:
             at = self.mask[row].nonzero().flatten()
             self.is_first[row] = True
             self.is_labelled[row, at[max(1, len(at) // 3) : -1]] = False
-            if len(at) >= _FEW:
+            if len(at) >= _FEW and part != "prompt_":
                 self.mask[row, at[-1]] = 0
 
     def columns(self, value: torch.Tensor) -> torch.Tensor:
         """Copy the columns that are kept."""
         return value[:, self._begin : self._begin + PROBE_TOKENS].clone()
+
+
+def _part(name: str) -> str:
+    """Return what a tensor is part of: `prompt_`, `chosen_`; empty for `input_ids`."""
+    return next(name.removesuffix(ending) for ending in _TEXT if name.endswith(ending))
 
 
 def _length(value: object) -> int | None:

@@ -1,0 +1,69 @@
+"""Explains memory snapshots, and compares what comes out with what the files state.
+
+For each file: the bytes that it states as allocated at its end and the sum of the categories there,
+the recorded peak of reserved memory and that of the replay. Prints Markdown, and ends with 1 if
+anything differs. `docs/explain_snapshots.md` has the table of public ones:
+
+    python -m benchmarks.explained SNAPSHOT ...
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer_plugins.explain.snapshot import NotReadableError
+from trainer_plugins.explain.snapshot.oom import Case, case_of
+from trainer_plugins.units import size
+
+_MOST_CATEGORIES = 3
+
+
+def main(words: Sequence[str]) -> int:
+    """Print a table of all files; return the exit code."""
+    print(
+        "| snapshot | events | at the end, stated | summed | reserved, recorded | replayed |",
+        end="",
+    )
+    print(" allocated at the peak | most of it |\n|" + " --- |" * 8)
+    different = []
+    for path in map(Path, words):
+        try:
+            case = case_of(path)
+        except NotReadableError as error:
+            different.append(f"{path}: {error}")
+            continue
+        print(_row(path.name, case))
+        if not _is_same(case):
+            different.append(f"{path}: {case.why_not_repeated or 'figures differ'}")
+    for line in different:
+        print(line, file=sys.stderr)
+    return 1 if different else 0
+
+
+def _is_same(case: Case) -> bool:
+    return (
+        case.repeated is not None
+        and case.repeated.outcome.is_same
+        and case.repeated.outcome.replayed_peak_bytes == case.peak_reserved_bytes
+        and case.at_end.allocated_bytes == case.card.allocated_bytes
+    )
+
+
+def _row(name: str, case: Case) -> str:
+    repeated = case.repeated.outcome.replayed_peak_bytes if case.repeated is not None else None
+    categories = list(case.held.categories.items())[:_MOST_CATEGORIES]
+    words = ", ".join(f"{category} {size(num_bytes)}" for category, num_bytes in categories)
+    figures = (
+        f"{len(case.card.events):,}",
+        f"{case.card.allocated_bytes:,}",
+        f"{case.at_end.allocated_bytes:,}",
+        f"{case.peak_reserved_bytes:,}",
+        f"{repeated:,}" if repeated is not None else "-",
+        size(case.held.allocated_bytes),
+        words,
+    )
+    return " | ".join([f"| {name}", *figures]) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

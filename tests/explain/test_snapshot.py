@@ -1,0 +1,321 @@
+"""Why a card ran out of memory, out of the snapshot of a run whose end is known."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.snapshots import read
+from benchmarks.traces import KEPT
+from tests.explain.recorded import (
+    BACKWARD,
+    FORWARD,
+    HEAD,
+    LOSS,
+    MADE,
+    MAIN,
+    STEP,
+    Frames,
+    RecordedCard,
+    snapshot_of,
+)
+from tests.explain.test_snapshot_files import written
+from trainer_plugins.allocator.model import AllocatorFull
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
+from trainer_plugins.explain.snapshot.oom import case_of
+from trainer_plugins.units import GIB, MIB
+
+LAYERS = 4
+GATHER: Frames = (
+    ("/venv/lib/x/site-packages/transformers/trainer_pt_utils.py", 9, "nested_concat"),
+    MAIN,
+)
+
+
+def train(
+    card: RecordedCard,
+    steps: int = 3,
+    *,
+    size: int = 10 * MIB,
+    logits: int = 16 * MIB,
+    keeps: bool = False,
+) -> None:
+    """Train four layers with Adam; `keeps` holds an activation of each step."""
+    weights = [card.alloc(20 * MIB, MADE) for _ in range(LAYERS)]
+    states: list[int] = []
+    for _ in range(steps):
+        activations = [card.alloc(size, FORWARD) for _ in weights]
+        card.release(card.alloc(5 * MIB, FORWARD))
+        head, loss = card.alloc(logits, HEAD), card.alloc(logits, LOSS)
+        if keeps:
+            activations.pop()
+        gradients = []
+        for activation in reversed(activations):
+            temporary = card.alloc(size, BACKWARD)
+            gradients.append(card.alloc(20 * MIB, BACKWARD))
+            card.release(temporary, activation)
+        card.release(head, loss)
+        if not states:
+            states = [card.alloc(40 * MIB, STEP) for _ in weights]
+        card.release(*gradients)
+
+
+def in_pieces(card: RecordedCard, wanted: int = 38 * MIB) -> None:
+    """Leave 16 MiB free in each of 20 segments, and ask for more."""
+    card.alloc(200 * MIB, MADE)
+    card.release(*[card.alloc(40 * MIB, FORWARD) for _ in range(20)])
+    for _ in range(20):
+        card.alloc(24 * MIB, FORWARD)
+    card.alloc(wanted, FORWARD)
+
+
+def explained(card: RecordedCard, run: Callable[[RecordedCard], None], path: Path) -> Explanation:
+    with pytest.raises(AllocatorFull):
+        run(card)
+    return explain_snapshot(card.dump(path))
+
+
+def test_the_categories_at_the_peak_are_what_was_planted(tmp_path):
+    card = RecordedCard()
+    train(card)
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.held.allocated_bytes == card.peak_allocated_bytes
+    assert case.at_end.categories == {"optimizer states": 160 * MIB, "parameters": 80 * MIB}
+    assert case.at_end.allocated_bytes == case.card.allocated_bytes == card.allocated_bytes
+
+    allocations = [
+        (at, event) for at, event in enumerate(case.card.events) if event.action == "alloc"
+    ]
+    loss = [at for at, event in allocations if event.num_bytes == 16 * MIB][-1]
+    always = {"optimizer states": 160 * MIB, "parameters": 80 * MIB}
+    assert case.sorter.held_at(loss).categories == {
+        **always,
+        "activations": LAYERS * 10 * MIB,
+        "logits": 2 * 16 * MIB,
+    }
+    lines = {place: num_bytes for place, num_bytes, _ in case.sorter.held_at(loss).lines}
+    assert lines["project/model.py:20 forward"] == LAYERS * 10 * MIB
+    assert lines["project/model.py:30 forward"] == 16 * MIB
+    assert lines["project/model.py:9 __init__"] == 80 * MIB
+
+    third = [at for at, event in allocations if event.num_bytes == 20 * MIB][-2]
+    assert case.sorter.held_at(third).categories == {
+        **always,
+        "gradients": 3 * 20 * MIB,
+        "logits": 2 * 16 * MIB,
+        "activations": 2 * 10 * MIB,
+        "temporaries": 10 * MIB,
+    }
+    short = [at for at, event in allocations if event.num_bytes == 5 * MIB][-1]
+    assert case.sorter.held_at(short).categories["temporaries"] == 5 * MIB
+
+
+def test_a_healthy_run_has_no_cause_and_its_cache_is_not_called_fragmentation(tmp_path):
+    card = RecordedCard()
+    train(card)
+    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    assert found.causes == ()
+    assert found.remedies == ()
+    assert found.facts[0].startswith("No OOM is recorded")
+    assert any("that is the cache" in fact for fact in found.facts)
+
+
+def test_fragmentation_is_found_and_the_setting_named_first_makes_the_run_pass(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    found = explained(RecordedCard(1 * GIB), in_pieces, path)
+    assert found.facts[0].startswith("It ended in an OOM")
+    assert [cause.code for cause in found.causes] == ["fragmentation"]
+    assert found.causes[0].grade == "certain"
+    first = found.remedies[0]
+    assert first.do == "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert (first.grade, first.cause) == ("replayed", "fragmentation")
+    in_pieces(RecordedCard(1 * GIB, expandable_segments=True))  # what it says to do
+
+
+def test_a_setting_is_not_named_where_the_replay_cannot_tell_it_from_luck(tmp_path):
+    """The recording holds no more than the OOM, so nobody knows how the gaps came about."""
+    card = RecordedCard(1 * GIB)
+    with pytest.raises(AllocatorFull):
+        in_pieces(card)
+    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle", last=1))
+    assert found.causes[0].code == "fragmentation"
+    assert found.causes[0].grade == "likely"
+    assert "the recorded settings fit too" in found.causes[0].doubt
+    assert not any("CONF" in remedy.do for remedy in found.remedies)
+
+
+def test_gaps_that_would_not_suffice_together_are_not_the_cause(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    found = explained(RecordedCard(1 * GIB), lambda card: in_pieces(card, 600 * MIB), path)
+    assert [cause.code for cause in found.causes] == ["capacity"]
+
+
+def test_a_full_card_is_not_called_fragmented_and_what_is_named_makes_the_run_pass(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    found = explained(RecordedCard(150 * MIB), lambda card: train(card, size=20 * MIB), path)
+    assert found.causes[0].code == "capacity"
+    assert found.causes[0].grade == "certain"
+    assert any("not fragmentation" in each for each in found.causes[0].evidence)
+    assert not any("CONF" in remedy.do for remedy in found.remedies)
+    assert "--per_device_train_batch_size" in found.remedies[0].do
+    assert any("no gap" in each or "gaps" in each for each in found.unknown)
+    with pytest.raises(AllocatorFull):  # as the remedy says, only this request was checked
+        train(RecordedCard(150 * MIB), size=10 * MIB)
+    train(RecordedCard(400 * MIB), size=10 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("code", "capacity", "story", "remedy"),
+    [
+        ("leak", 800 * MIB, {"steps": 99, "keeps": True}, ".item()"),
+        ("logits-loss", 400 * MIB, {"logits": 200 * MIB}, "--per_device_train_batch_size"),
+        ("optimizer-state", 260 * MIB, {}, "--optim adamw_bnb_8bit"),
+    ],
+)
+def test_the_cause_that_was_planted_comes_first(
+    code: str, capacity: int, story: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    found = explained(
+        RecordedCard(capacity), lambda card: train(card, **story), tmp_path / "snapshot.pickle"
+    )
+    assert found.causes[0].code == code
+    assert remedy in found.remedies[0].do
+    assert found.remedies[0].cause == code
+    assert {each.grade for each in found.remedies} == {"replayed"}
+
+
+def test_a_batch_that_is_longer_than_all_before_is_named(tmp_path):
+    def run(card: RecordedCard) -> None:
+        train(card, 3)
+        train(card, 1, size=100 * MIB)
+
+    found = explained(RecordedCard(600 * MIB), run, tmp_path / "snapshot.pickle")
+    assert found.causes[0].code == "long-sample"
+    assert "10.0 times" in found.causes[0].summary
+
+
+def test_gathered_logits_of_an_evaluation_are_named(tmp_path):
+    def run(card: RecordedCard) -> None:
+        for batch in range(1, 20):
+            card.alloc(batch * 20 * MIB, GATHER)
+
+    found = explained(RecordedCard(600 * MIB), run, tmp_path / "snapshot.pickle")
+    assert found.causes[0].code == "eval-logits"
+
+
+def test_a_card_that_others_fill_meanwhile_is_foreign(tmp_path):
+    card = RecordedCard(8 * GIB)
+    held = card.alloc(1 * GIB, FORWARD)
+    with pytest.raises(AllocatorFull):
+        card.alloc(9 * GIB, FORWARD)
+    card.capacity_bytes = 3 * GIB
+    found = explained(card, lambda card: train(card, 9, size=GIB), tmp_path / "snapshot.pickle")
+    assert held in card.live
+    assert found.causes[0].code == "foreign"
+    assert "the last of 2" in found.facts[0]
+
+
+def test_an_oom_that_was_caught_is_not_called_the_end(tmp_path):
+    card = RecordedCard(1 * GIB)
+    with pytest.raises(AllocatorFull):
+        card.alloc(2 * GIB, FORWARD)
+    train(card, 1)
+    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    assert found.facts[0].startswith("It ran out of memory, and went on")
+
+
+@pytest.mark.parametrize(
+    ("code", "event"),
+    [
+        ("impossible-size", {"size": 5 << 50, "device_free": 1 * GIB}),
+        ("contradictory", {"size": 1 * GIB, "device_free": 20 * GIB}),
+    ],
+)
+def test_a_request_that_no_memory_remedy_helps_gets_none_of_them_first(code, event, tmp_path):
+    card = RecordedCard()
+    train(card, 1)
+    card.note("oom", 0, **event)
+    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    assert [cause.code for cause in found.causes] == [code]
+    assert found.remedies == ()
+
+
+def test_what_waits_for_another_stream_is_counted_apart(tmp_path):
+    card = RecordedCard()
+    kept, waiting = card.alloc(20 * MIB, FORWARD), card.alloc(40 * MIB, FORWARD)
+    card.note("free_requested", waiting, 40 * MIB)
+    card.alloc(20 * MIB, FORWARD)
+    raw = card.snapshot()
+    for segment in raw["segments"]:
+        for block in segment["blocks"]:
+            if block["address"] == waiting:
+                block["state"] = "active_awaiting_free"
+                segment["allocated_size"] -= block["size"]
+    case = case_of(written(raw, tmp_path))
+    assert kept in card.live
+    assert case.at_end.categories["waiting"] == 40 * MIB
+    assert case.at_end.allocated_bytes == case.card.allocated_bytes == 40 * MIB
+
+
+@pytest.mark.parametrize(
+    "name", ["cold-wsl-forward-mixed", "expandable-forward", "growth-forward-mixed"]
+)
+def test_a_real_trace_is_summed_and_repeated_to_the_byte(name, tmp_path):
+    (trace,) = read(KEPT / f"{name}.json.gz")
+    case = case_of(written(snapshot_of(trace), tmp_path))
+    assert case.card.index == 1
+    assert case.repeated is not None
+    assert case.repeated.outcome.is_same
+    assert case.repeated.outcome.replayed_peak_bytes == case.peak_reserved_bytes
+    assert case.at_end.allocated_bytes == case.card.allocated_bytes > 0
+    assert case.held.allocated_bytes >= case.at_end.allocated_bytes
+
+
+def test_what_was_given_back_counts_in_the_peak(tmp_path):
+    card = RecordedCard()
+    card.release(card.alloc(100 * MIB, FORWARD))
+    card.empty_cache()
+    card.alloc(30 * MIB, FORWARD)
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.peak_reserved_bytes == 100 * MIB
+    assert case.card.reserved_bytes == 30 * MIB
+
+
+def test_a_block_from_before_the_recording_has_its_whole_size(tmp_path):
+    card = RecordedCard()
+    early = card.alloc(20 * MIB - 512, MADE)  # too little is left of its segment to be cut off
+    recorded = len(card.events)
+    card.release(early)
+    card.release(card.alloc(30 * MIB, FORWARD))
+    case = case_of(card.dump(tmp_path / "snapshot.pickle", last=len(card.events) - recorded))
+    assert case.sorter.held_at(-1).categories == {"unknown": 20 * MIB}
+
+
+def test_a_split_size_that_the_file_names_is_repeated_too(tmp_path):
+    card = RecordedCard(max_split_bytes=64 * MIB)
+    card.release(card.alloc(100 * MIB, FORWARD))
+    card.alloc(30 * MIB, FORWARD)  # not out of the 100 MiB, which are too large to be split
+    assert card.reserved_bytes == 130 * MIB
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.repeated is not None
+    assert case.repeated.outcome.is_same
+    assert case.repeated.outcome.replayed_peak_bytes == 130 * MIB
+
+
+def test_what_grew_between_two_snapshots_is_named_with_its_line(tmp_path):
+    card = RecordedCard()
+    train(card, 2, keeps=True)
+    before = card.dump(tmp_path / "before.pickle")
+    for _ in range(30):
+        card.alloc(10 * MIB, FORWARD)
+    card.alloc(50 * MIB, STEP)
+    found = compare_snapshots(before, card.dump(tmp_path / "after.pickle"))
+    assert found.causes[0].code == "leak"
+    assert found.causes[0].grade == "possible"
+    assert "350.0 MiB more" in found.causes[0].summary
+    assert "+300.0 MiB activations" in found.facts
+    assert "+300.0 MiB from project/model.py:20 forward" in found.facts
+    assert "+50.0 MiB optimizer states" in found.facts
+    assert compare_snapshots(before, before).causes == ()

@@ -1,0 +1,356 @@
+"""A pasted text comes in; the cause, what shows it and what to do come out."""
+
+import io
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import trainer_plugins
+from trainer_plugins.cli import app
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.text import explain_stream, explain_text
+from trainer_plugins.explain.text.remedies import REMEDIES
+
+PAGE = (Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md").read_text()
+
+
+def test_the_page_has_each_code_and_no_other() -> None:
+    codes = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE, re.MULTILINE)
+
+    assert sorted(codes) == sorted([*REMEDIES, "not-an-oom"])
+
+
+def said(asked: str, total: str, free: str, live: str, unused: str, more: str = "") -> str:
+    return (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total"
+        f" capacity of {total} of which {free} is free. {more} Of the allocated memory {live} is"
+        f" allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated. If reserved"
+        " but unallocated memory is large try setting"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+
+
+def explained(text: str) -> Explanation:
+    return explain_text(text, "a test")
+
+
+def todo(answer: Explanation) -> str:
+    return "\n".join(remedy.do for remedy in answer.remedies)
+
+
+FULL = said("2.00 GiB", "23.65 GiB", "0.10 GiB", "22.90 GiB", "0.20 GiB")
+PIECES = said("2.00 GiB", "23.65 GiB", "0.10 GiB", "18.00 GiB", "5.00 GiB")
+FRAME = '  File "/app/train.py", line 7, in train\n    outputs = model(**batch)\n'
+TRAINER = (
+    '  File "/v/lib/python3.12/site-packages/transformers/trainer.py", line 2328, in train\n'
+    "    return inner_training_loop(\n"
+    '  File "/v/lib/python3.12/site-packages/torch/_tensor.py", line 581, in backward\n'
+    "    torch.autograd.backward(\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "grade"),
+    [
+        (said("4096.00 GiB", "80.00 GiB", "70.00 GiB", "1.00 GiB", "0.00 GiB"), "impossible-size", "certain"),
+        (said("20.00 MiB", "80.00 GiB", "70.00 GiB", "1.00 GiB", "0.00 GiB"), "contradictory", "likely"),
+        (said("20.00 MiB", "24.00 GiB", "0 bytes", "30.00 GiB", "1.00 GiB"), "capacity", "likely"),
+        (said("20.00 MiB", "47.54 GiB", "0 bytes", "0.30 GiB", "0.10 GiB"), "foreign", "certain"),
+        # In a container torch calls itself by a pid that is not its own.
+        (
+            said("1.74 GiB", "23.57 GiB", "0.60 GiB", "20.21 GiB", "0.18 GiB", "Process 9 has 22.97 GiB memory in use."),
+            "capacity",
+            "likely",
+        ),
+        # With the others gone it would not have fitted either.
+        (
+            said("90.00 GiB", "47.54 GiB", "1.00 GiB", "6.00 GiB", "0.10 GiB", "Process 9 has 40.00 GiB memory in use."),
+            "api-misuse",
+            "possible",
+        ),
+        # NVML's word for "not available" is no size.
+        (
+            said("2.00 GiB", "23.65 GiB", "0.10 GiB", "22.90 GiB", "0.20 GiB", "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use."),
+            "capacity",
+            "likely",
+        ),
+        (PIECES, "fragmentation", "likely"),
+    ],
+)  # fmt: skip
+def test_the_numbers_decide(message: str, code: str, grade: str) -> None:
+    cause = explained(message).causes[0]
+
+    assert (cause.code, cause.grade) == (code, grade)
+
+
+def test_what_others_hold_is_not_answered_with_a_smaller_batch() -> None:
+    answer = explained(FRAME + said("20.00 MiB", "47.54 GiB", "0 bytes", "0.30 GiB", "0.10 GiB"))
+
+    assert "nvidia-smi" in answer.remedies[0].do
+    assert "batch" not in todo(answer)
+    assert "47.54 GiB card: 409.6 MiB yours" in answer.causes[0].evidence[0]
+
+
+def test_torchs_own_advice_is_given_only_where_it_fits() -> None:
+    in_force = 'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"\n'
+
+    assert "expandable_segments:True" in todo(explained(PIECES))
+    assert "5.00 GiB in pieces" in explained(PIECES).remedies[0].effect
+    assert "expandable_segments" not in todo(explained(FULL))
+    assert "expandable_segments" not in todo(explained(in_force + PIECES))
+    assert "expandable_segments" not in todo(explained("C:\\runs> python train.py\n" + PIECES))
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", "size 4 --gradient_accumulation_steps 8"),
+        ("per_device_train_batch_size=3,\n    gradient_accumulation_steps=4,", "size 1 --gradient_accumulation_steps 12"),
+        ("per_device_train_batch_size: 2", "size 1 --gradient_accumulation_steps 2"),
+    ],
+)  # fmt: skip
+def test_the_effective_batch_stays_exactly(flags: str, advice: str) -> None:
+    assert advice in explained(f"{flags}\n{TRAINER}{FULL}").remedies[0].do
+
+
+def test_one_row_is_not_halved() -> None:
+    answer = explained(f"--per_device_train_batch_size 1\n{TRAINER}{FULL}")
+
+    assert "batch_size" not in todo(answer)
+    assert answer.remedies[0].do == "trainer-plugins exec --preset survive -- python train.py"
+
+
+@pytest.mark.parametrize("width", [40, 71, 100])
+def test_a_message_that_a_terminal_has_broken_is_whole_again(width: int) -> None:
+    whole = explained(PIECES).facts
+    hard = "\n".join(PIECES[start : start + width] for start in range(0, len(PIECES), width))
+
+    assert explained(hard).facts == whole
+    assert explained("\n".join(textwrap.wrap(PIECES, width))).facts == whole
+
+
+def test_the_first_of_several_leads() -> None:
+    later = "\n".join([FULL, "RuntimeError: NCCL error", "exitcode: -9 (pid: 3)"])
+
+    assert explained(later).causes[0].code == "capacity"
+    assert explained("Cannot allocate memory (os error 12)\n" + FULL).causes[0].code == "host-alloc"
+    # A word that may mean anything gives way to the error that follows it.
+    unsure = "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\n"
+    assert explained(unsure + PIECES).causes[0].code == "fragmentation"
+
+
+PLAIN = """Traceback (most recent call last):
+  File "/app/run.py", line 211, in <module>
+    trainer.evaluate()
+  File "/v/lib/python3.10/site-packages/transformers/trainer.py", line 2515, in evaluation_loop
+    preds_host = nested_concat(preds_host, logits, padding_index=-100)
+RuntimeError: CUDA out of memory. Tried to allocate 3.00 GiB
+"""
+PYTHON_3_13 = PLAIN.replace(
+    "padding_index=-100)\n", "padding_index=-100)\n                 ~~~~~~~~~~~~~^^^^^^^^^^^^\n"
+).replace(
+    "trainer.evaluate()\n", "trainer.evaluate()\n    ...<3 lines>...\n    ~~~~~~~~~~~~~~~~^^\n"
+)
+RICH = """╭───────────── Traceback (most recent call last) ─────────────╮
+│ /app/run.py:211 in <module>                                  │
+│                                                              │
+│   210                                                        │
+│ ❱ 211 trainer.evaluate()                                     │
+│                                                              │
+│ /v/lib/python3.10/site-packages/transformers/trai            │
+│ ner.py:2515 in evaluation_loop                               │
+│                                                              │
+│ ❱ 2515 │   │   preds_host = nested_concat(preds_host, logits) │
+╰──────────────────────────────────────────────────────────────╯
+OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00
+GiB
+"""
+NOTEBOOK = """---------------------------------------------------------------------------
+OutOfMemoryError                          Traceback (most recent call last)
+Cell In[4], line 1
+----> 1 trainer.evaluate()
+
+File /v/lib/python3.10/site-packages/transformers/trainer.py:2515, in Trainer.evaluation_loop(self)
+   2514 if logits is not None:
+-> 2515     preds_host = nested_concat(preds_host, logits, padding_index=-100)
+
+OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB
+"""
+
+
+def each_line(start: str, text: str, end: str = "\n") -> str:
+    return "".join(f"{start}{line}{end}" for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        PYTHON_3_13,
+        RICH,
+        NOTEBOOK,
+        each_line("", PLAIN, "\r\n"),
+        each_line("\x1b[36m(Worker pid=12, ip=10.0.0.1)\x1b[0m ", PLAIN),
+        each_line("[rank3]: ", PLAIN),
+        each_line("2024-01-01T10:00:00.123456789Z stderr F ", PLAIN),
+        each_line("trainer-1  | 2024-01-01 10:00:00,123 ERROR ", PLAIN),
+        "  9%|▉ | 3/35 [00:01<00:10, 3.0it/s]\r" + PLAIN,
+        # The message comes first, as some loggers write it.
+        PLAIN.splitlines()[-1] + "\n" + PLAIN.rsplit("\n", 2)[0],
+    ],
+)
+def test_a_traceback_is_read_however_it_was_printed(text: str) -> None:
+    answer = explained(text)
+
+    assert answer.causes[0].code == "eval-logits"
+    assert answer.causes[0].evidence[0].startswith("It failed in trainer.py:2515 in ")
+    assert "preds_host = nested_concat(" in answer.causes[0].evidence[0]
+
+
+def test_ranks_that_write_at_once_are_told_apart() -> None:
+    other = each_line("[rank0]: ", TRAINER).splitlines()
+    mine = each_line("[rank1]: ", PLAIN).splitlines()
+    mixed = [line for pair in zip(mine, [*other, "", ""], strict=True) for line in pair]
+
+    assert explained("\n".join(mixed)).causes[0].code == "eval-logits"
+
+
+TABLE = """
+|   0  Tesla V100-SXM2...  On   | 00000000:00:08.0 Off |                    0 |
+| N/A   54C    P0   246W / 300W |  15514MiB / 16130MiB |    100%      Default |
+|   1  Tesla V100-SXM2...  On   | 00000000:00:09.0 Off |                    0 |
+| N/A   38C    P0    39W / 300W |      2MiB / 16130MiB |      0%      Default |
++-----------------------------------------------------------------------------+
+| Processes:                                                                  |
+|    0   N/A  N/A     91234      C   python                          15500MiB |
+"""
+
+
+def test_a_table_of_nvidia_smi_names_the_neighbour_and_the_free_card() -> None:
+    answer = explained("RuntimeError: CUDA error: out of memory\n" + TABLE)
+
+    assert answer.causes[0].code == "foreign"
+    assert "python (pid 91234) has 15.14 GiB" in " ".join(answer.causes[0].evidence)
+    assert answer.remedies[1].do.startswith("CUDA_VISIBLE_DEVICES=1 ")
+    assert answer.remedies[1].grade == "arithmetic"
+
+
+def test_ranks_on_card_0_are_seen_in_the_table() -> None:
+    rows = [(0, 11, 9000), (0, 12, 800), (0, 13, 800), (1, 12, 9000), (2, 13, 9000)]
+    table = "".join(
+        f"|  {card}   N/A  N/A  {pid}   C   python   {mib}MiB |\n" for card, pid, mib in rows
+    )
+
+    assert explained(FULL + "\n" + table).causes[0].code == "ddp-gpu0"
+
+
+def test_skipped_batches_are_a_leak() -> None:
+    lines = "out of memory, skipping this batch\n" * 3
+    assert explained(FULL + "\n" + lines).causes[0].code == "leak"
+
+
+def test_a_run_that_had_fitted_for_long() -> None:
+    def after(bar: str) -> str:
+        return explained(f"{bar}\n{TRAINER}{FULL}").causes[0].code
+
+    assert after(" 41%|████      | 4100/10000 [5:00:00<7:00:00, 4.4s/it]") == "long-sample"
+    assert after("{'loss': 1.2, 'epoch': 0.41}") == "long-sample"
+    assert after("  0%|          | 1/10000 [00:04<7:00:00, 4.4s/it]") == "capacity"
+    assert after("Loading checkpoint shards: 100%|████| 8/8 [00:16<00:00, 2.04s/it]") == "capacity"
+
+
+def test_what_an_optimizer_calls_is_not_its_state() -> None:
+    """Lightning computes the loss within the optimizer's step."""
+    step = '  File "/v/lib/python3.12/site-packages/torch/optim/adamw.py", line 150, in step\n    loss = closure()\n'
+    forward = '  File "/app/model.py", line 20, in forward\n    return self.net(x)\n'
+
+    assert (
+        explained(TRAINER.replace("backward", "x") + step + FULL).causes[0].code
+        == "optimizer-state"
+    )
+    assert explained(step + forward + FULL).causes[0].code == "capacity"
+
+
+def test_an_engine_in_the_same_process_is_seen_beside_torch() -> None:
+    own = "Including non-PyTorch memory, this process has 78.60 GiB memory in use."
+    message = said("2.00 GiB", "79.15 GiB", "0.50 GiB", "40.00 GiB", "1.00 GiB", own)
+
+    assert "37.60 GiB of this process are outside torch" in str(explained(message).causes[0])
+    assert explained("--vllm_mode colocate\n" + message).causes[0].code == "engine-share"
+
+
+class Endless(io.RawIOBase):
+    """A log without an end, whose first OOM is near its beginning."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        assert 0 < num_bytes <= 1 << 20
+        self.num_read += num_bytes
+        assert self.num_read < 32 << 20
+        start = FULL.encode() + b"\n" if self.num_read == 3 << 20 else b""
+        return start + b"{'loss': 1.25, 'learning_rate': 0.001}\n" * (num_bytes // 39)
+
+
+def test_a_large_log_is_read_in_blocks_and_no_further_than_it_must() -> None:
+    log = Endless()
+
+    assert explain_stream(log, "a log").causes[0].code == "capacity"  # type: ignore[arg-type]
+    assert log.num_read <= 5 << 20
+
+
+def command(*arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["explain", *map(str, arguments)], input=stdin)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("\x1b]0;mine\x07" + PIECES + "\n", encoding="utf-16")
+    code, out, _ = command(log)
+
+    assert code == 0
+    assert out.startswith("Why  there was enough memory, but in pieces  [likely: fragmentation]\n")
+    assert "\nDo   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in out
+    assert "Do this first: up to 5.00 GiB in pieces become usable" in out
+    assert "(by arithmetic)" in out
+    assert "\x1b" not in out
+
+
+def test_the_command_writes_json_from_standard_input() -> None:
+    code, out, _ = command("--json", "-", stdin=FULL.encode())
+    read = json.loads(out)
+    assert code == 0
+    assert [cause["code"] for cause in read["causes"]] == ["capacity"]
+    assert {"code", "grade", "evidence", "doubt"} <= set(read["causes"][0])
+    assert read["subject"] == "standard input"
+
+
+@pytest.mark.parametrize(
+    ("stdin", "code", "words"),
+    [
+        (b"all is well\n", 1, "no out-of-memory error was found"),
+        (b"OSError: [Errno 28] No space left on device\n", 1, "a disk is full, not the card"),
+        (b"", 2, "there is nothing in it"),
+        (bytes(range(256)) * 4096, 2, "it is not text"),
+        (b"\x80\x04\x95 a pickle \x00", 2, "it is not text"),
+    ],
+)
+def test_what_is_no_oom_or_no_text_is_said(stdin: bytes, code: int, words: str) -> None:
+    found, out, err = command("-", stdin=stdin)
+
+    assert found == code
+    assert words in " ".join((out + err).replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+def test_bad_paths_get_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "not there.log"):
+        code, out, err = command(path)
+        assert (code, out) == (2, "")
+        assert "Traceback" not in err

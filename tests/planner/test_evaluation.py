@@ -1,0 +1,90 @@
+"""An evaluation as a plan from a config tells it: what metrics keep, and how they would fit.
+
+In transformers#13597 a T5 trained in half of its card and died in the evaluation: its
+`compute_metrics` kept the logits of all batches.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
+from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.run import plan_run, predict_all
+from trainer_plugins.units import GIB, MIB
+
+VOCABULARY, WIDTH = 32128, 64
+T5 = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": WIDTH,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": VOCABULARY,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+FLAGS = (
+    *("--output_dir", "runs", "--eval_strategy", "epoch", "--per_device_train_batch_size", "2"),
+    *("--per_device_eval_batch_size", "4"),
+)
+NUM_BATCHES, ROWS, LENGTH, TARGET = 40, 4, 32, 64
+LOGITS_BYTES = ROWS * TARGET * VOCABULARY * 4
+ENCODER_BYTES = ROWS * LENGTH * WIDTH * 4
+"""The last hidden state of the encoder, which T5 returns too."""
+
+
+def request(metrics: bool, *more: str):
+    data = ((*FLAGS, *more), LENGTH, TARGET, None, None, None, NUM_BATCHES, metrics)
+    return request_of(T5, ConfigInputs(*data), RunInputs("1GiB", calibration=False))
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, MemoryPlan]:
+    requests = {
+        "losses": request(False),
+        "metrics": replace(request(True), proposes=True),
+        "as answered": request(True, "--eval_accumulation_steps", "4"),
+    }
+    answers = zip(requests, predict_all(list(requests.values())), strict=True)
+    found = {name: plan for name, plan in answers if isinstance(plan, MemoryPlan)}
+    assert found.keys() == requests.keys()
+    return found
+
+
+def test_without_metrics_it_fits_and_the_other_figure_is_said(plans):
+    plan = plans["losses"]
+    assert plan.fits
+    assert plan.moments["evaluation"].allocated_bytes < plan.moments["backward"].allocated_bytes * 3
+    (said,) = [line for line in plan.assumptions if "compute_metrics" in line]
+    assert "--metrics" in said
+    assert f"{NUM_BATCHES * (LOGITS_BYTES + ENCODER_BYTES) / GIB:.2f} GiB" in said
+
+
+def test_with_metrics_the_logits_of_all_batches_are_kept_twice_and_it_does_not_fit(plans):
+    plan, losses = plans["metrics"], plans["losses"]
+    assert plan.fits is False
+    assert plan.moment == "evaluation"
+    kept = (2 * NUM_BATCHES - 1) * LOGITS_BYTES
+    more = plan.allocated_peak_bytes - losses.moments["evaluation"].allocated_bytes
+    assert more == pytest.approx(kept, rel=0.02)
+    assert plan.host_ram_bytes_per_node == pytest.approx(NUM_BATCHES * LOGITS_BYTES, rel=0.1)
+    assert not any("compute_metrics" in line for line in plan.assumptions)
+
+
+def test_an_encoder_decoder_without_a_first_token_is_bad_input():
+    config = {name: value for name, value in T5.items() if name != "decoder_start_token_id"}
+    with pytest.raises(PlanError, match="the config has no decoder_start_token_id"):
+        plan_run(config, {"output_dir": "runs"}, seq_length=LENGTH)
+
+
+def test_the_answer_sends_outputs_to_main_memory_and_as_answered_it_fits(plans):
+    best, plan = plans["metrics"].proposals[0], plans["as answered"]
+    assert best.flags == "--eval_accumulation_steps 4"
+    assert (best.micro_batch, best.accumulation_steps) == (2, 1), "the training is as it was"
+    # joined in main memory: the old array and the new one
+    assert best.host_ram_bytes_per_node > 1.5 * NUM_BATCHES * LOGITS_BYTES
+    assert plan.fits
+    assert plan.reserved_peak_bytes == pytest.approx(best.reserved_peak_bytes, abs=4 * MIB)

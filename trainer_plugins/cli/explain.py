@@ -1,0 +1,104 @@
+"""`trainer-plugins explain`: says why a run ran out of memory, and what would have helped."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from trainer_plugins.explain.answer import Explanation
+
+_NO_OOM = 1
+_GRADES = {
+    "predicted": "predicted",
+    "replayed": "replayed",
+    "arithmetic": "by arithmetic",
+    "known": "not checked",
+}
+
+
+def explain(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A run's output_dir, a log, a pasted trace, or - for standard input.",
+        ),
+    ],
+    is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Say why a run ran out of memory, what shows it, and what to do first.
+
+    Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
+    """
+    try:
+        answer = _explained(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise typer.BadParameter(f"{path}: {error}") from error
+    show = _print_json if is_json else _print
+    show(answer)
+    if not answer.causes or answer.causes[0].code == "not-an-oom":
+        raise typer.Exit(_NO_OOM)
+
+
+def _explained(path: str) -> "Explanation":
+    import sys
+    from pathlib import Path
+
+    from trainer_plugins.explain.run import explain_run
+    from trainer_plugins.explain.text import explain_stream
+
+    if path == "-":
+        return explain_stream(sys.stdin.buffer, "standard input")
+    if Path(path).is_dir():
+        return explain_run(Path(path))
+    with Path(path).open("rb") as file:
+        if file.peek(2)[:1] == b"\x80":
+            raise ValueError("it looks like a pickle; give the log of the run, or a pasted trace")
+        return explain_stream(file, path)
+
+
+def _print_json(answer: "Explanation") -> None:
+    import json
+    from dataclasses import asdict
+
+    print(json.dumps(asdict(answer), indent=2))
+
+
+def _print(answer: "Explanation") -> None:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from trainer_plugins.printable import printable
+    from trainer_plugins.report.page import show
+
+    if not answer.causes:
+        show(Text(f"{printable(answer.subject)}: no out-of-memory error was found in it"))
+        return
+    parts: list[Text | Table] = []
+    for number, cause in enumerate(answer.causes):
+        head = Text("Why  " if number == 0 else f"     Also possible ({cause.code}): ")
+        head.append(printable(cause.summary))
+        parts.append(head)
+        if number == 0:
+            head.append(f"  [{cause.grade}: {cause.code}]", "dim")
+            parts += [Text(f"     {printable(line)}") for line in cause.evidence]
+            parts += [Text(f"     {printable(fact)}", "dim") for fact in answer.facts]
+        if cause.doubt and number == 0:
+            parts.append(Text(f"     Not known: {printable(cause.doubt)}.", "yellow"))
+    for number, remedy in enumerate(answer.remedies):
+        parts.append(
+            Text("Do   " if number == 0 else "     ", "bold").append(
+                printable(remedy.do), "bold green"
+            )
+        )
+        first = "Do this first: " if number == 0 else ""
+        if remedy.cause != answer.causes[0].code:
+            first = f"If it is {remedy.cause}: "
+        price = f"; it costs: {remedy.price}" * bool(remedy.price)
+        said = f"{first}{remedy.effect}{price} ({_GRADES[remedy.grade]})"
+        parts.append(Text(f"       {printable(said)}"))
+    parts += [Text(f"Unknown: {printable(line)}", "dim") for line in answer.unknown]
+    show(Group(*parts))

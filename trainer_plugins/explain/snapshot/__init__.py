@@ -1,0 +1,12 @@
+"""Snapshots: a file that torch has written says what held a card's memory.
+
+A file of `torch.cuda.memory._dump_snapshot` is read by `pickled.py` and `cards.py`, brought back
+to its first event by `trace.py`, repeated by `replay.py`, sorted into categories by `stacks.py`,
+`lives.py` and `held.py`, and judged by `causes.py` and `remedies.py`.
+"""
+
+from trainer_plugins.explain.snapshot.compare import compare_snapshots
+from trainer_plugins.explain.snapshot.explained import explain_snapshot
+from trainer_plugins.explain.snapshot.pickled import NotReadableError
+
+__all__ = ["NotReadableError", "compare_snapshots", "explain_snapshot"]

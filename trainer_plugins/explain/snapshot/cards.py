@@ -1,0 +1,303 @@
+"""Snapshot: what torch has written about each card, with every value checked. Sizes in bytes.
+
+Formats differ by version: torch 2.0 writes blocks without addresses, and their frames in a
+`history`; recording that was off leaves no events; `memory_snapshot()` is a bare list of segments.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from trainer_plugins.explain.snapshot.pickled import NotReadableError, load, no_collection
+from trainer_plugins.printable import printable
+from trainer_plugins.units import GIB
+
+Action = Literal["alloc", "free", "segment_alloc", "segment_free", "oom"]
+_ACTIONS: Mapping[str, Action] = {
+    "alloc": "alloc",
+    "free_completed": "free",
+    "segment_alloc": "segment_alloc",
+    "segment_map": "segment_alloc",
+    "segment_free": "segment_free",
+    "segment_unmap": "segment_free",
+    "oom": "oom",
+}
+_LARGEST = 1024 * GIB  # no card holds more, but a failing request may ask for more
+_HIGHEST = 1 << 60
+_MOST_FRAMES = 4096
+
+
+class Event(NamedTuple):
+    """Holds one thing that the allocator did; memory that was mapped is a segment too."""
+
+    action: Action
+    address: int
+    """In an `oom` the bytes that the card had left."""
+
+    num_bytes: int
+    """What was asked for; of a segment what was taken."""
+
+    stream: int
+
+
+class Frame(NamedTuple):
+    """Holds one line of a stack, of Python's or of C++'s."""
+
+    file: str
+    line: int
+    name: str
+
+
+Stack = tuple[Frame, ...]
+"""The frames of an allocation, the innermost first; empty if none were recorded."""
+
+
+class Wait(NamedTuple):
+    """Holds a block that was released while another stream still read it."""
+
+    address: int
+    since: int
+    """The number of events before it was released."""
+
+    until: int
+    """The number of events before it was free; more than there are if it never was."""
+
+
+class Block(NamedTuple):
+    """Holds a piece of a segment at the end."""
+
+    address: int
+    num_bytes: int
+    is_active: bool
+    """It is in use, or another stream still reads it."""
+
+    stack: int
+
+
+class Segment(NamedTuple):
+    """Holds a segment at the end."""
+
+    address: int
+    num_bytes: int
+    allocated_bytes: int
+    """What the file states as allocated in it."""
+
+    stream: int
+    is_small: bool
+    is_expandable: bool
+    is_private: bool
+    """It belongs to a CUDA graph or to a pool that the program made."""
+
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Holds the segments of one card at the end, and the last events before."""
+
+    index: int
+    segments: tuple[Segment, ...]
+    events: tuple[Event, ...]
+    stacks: tuple[int, ...]
+    """For each event the number of its stack."""
+
+    waits: tuple[Wait, ...]
+    has_mapped: bool
+    """Whether pages were mapped, as expandable segments do, rather than segments taken."""
+
+    has_taken: bool
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return what the file states as allocated at its end."""
+        return sum(segment.allocated_bytes for segment in self.segments)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return what the process held of the card at the end."""
+        return sum(segment.num_bytes for segment in self.segments)
+
+    @property
+    def num_ooms(self) -> int:
+        return sum(event.action == "oom" for event in self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Holds what one file says."""
+
+    name: str
+    cards: tuple[Card, ...]
+    stacks: tuple[Stack, ...]
+    """Each different stack once; number 0 is the empty one."""
+
+    settings: Mapping[str, Any]
+
+    def main_card(self) -> Card:
+        """Choose the card to look at: one that ran out of memory, else the busiest."""
+        return max(
+            self.cards,
+            key=lambda card: (card.num_ooms > 0, len(card.events), card.reserved_bytes),
+        )
+
+
+def read(path: Path) -> Snapshot:
+    """Read a snapshot of torch.
+
+    Raises:
+        NotReadableError: the file is not one, or is damaged.
+    """
+    with no_collection():
+        raw = load(path)
+        if isinstance(raw, list):  # torch.cuda.memory_snapshot()
+            raw = {"segments": raw}
+        if not isinstance(raw, dict) or not isinstance(raw.get("segments"), list):
+            raise NotReadableError(
+                "it is a pickle, but no memory snapshot: it has no list of segments; give the "
+                "file that torch.cuda.memory._dump_snapshot has written"
+            )
+        try:
+            found = _snapshot(raw, path.name)
+        except NotReadableError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise NotReadableError(
+                "it is no memory snapshot of a known format: a value has another name or type "
+                f"than torch gives it ({type(error).__name__}: {printable(error)}); write it with "
+                "torch.cuda.memory._dump_snapshot of torch 2.1 or later, and do not edit it"
+            ) from None
+    if not found.cards:
+        raise NotReadableError(
+            "it is the snapshot of a process that held no memory of a card; dump it before the "
+            "model is gone"
+        )
+    return found
+
+
+def _snapshot(raw: Mapping[str, Any], name: str) -> Snapshot:
+    reader = _Reader()
+    segments: dict[int, list[Segment]] = {}
+    for each in raw["segments"]:
+        segments.setdefault(_number(each["device"], 1024), []).append(reader.segment(each))
+    traces = dict(enumerate(raw.get("device_traces") or []))
+    used = {*segments, *(index for index, events in traces.items() if events)}
+    cards = [
+        reader.card(index, segments.get(index, []), traces.get(index, [])) for index in sorted(used)
+    ]
+    settings = raw.get("allocator_settings")
+    return Snapshot(
+        name, tuple(cards), tuple(reader.stacks), settings if isinstance(settings, dict) else {}
+    )
+
+
+class _Reader:
+    """Checks values, and gives each different stack a number."""
+
+    def __init__(self) -> None:
+        self.stacks: list[Stack] = [()]
+        self._numbers: dict[Stack, int] = {(): 0}
+        self._known: dict[tuple[int, ...], int] = {}  # by the identities of frames
+        self._frames: dict[int, Frame] = {}
+
+    def card(self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]) -> Card:
+        events: list[Event] = []
+        stacks: list[int] = []
+        waits: list[Wait] = []
+        released: dict[int, int] = {}
+        names = set()
+        for each in raw:
+            name = each["action"]
+            names.add(name)
+            if name in _ACTIONS:
+                event = _event(_ACTIONS[name], each)
+                events.append(event)
+                stacks.append(self._stack(each.get("frames")))
+                if event.action == "free":
+                    since = released.pop(event.address, len(events) - 1)
+                    if since < len(events) - 1:
+                        waits.append(Wait(event.address, since, len(events) - 1))
+            elif name == "free_requested":
+                released[_number(each["addr"])] = len(events)
+        waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
+        return Card(
+            index,
+            tuple(sorted(segments)),
+            tuple(events),
+            tuple(stacks),
+            tuple(waits),
+            has_mapped=bool(names & {"segment_map", "segment_unmap"}),
+            has_taken=bool(names & {"segment_alloc", "segment_free"}),
+        )
+
+    def segment(self, raw: Mapping[str, Any]) -> Segment:
+        start, num_bytes = _number(raw["address"]), _number(raw["total_size"], _LARGEST)
+        blocks = tuple(self._blocks(raw["blocks"], start))
+        ends = [start, *(block.address + block.num_bytes for block in blocks)]
+        starts = [*(block.address for block in blocks), start + num_bytes]
+        if any(end > following for end, following in zip(ends, starts, strict=True)):
+            raise NotReadableError(
+                f"its segment at {start:#x} is smaller than its blocks, so it was edited or is "
+                "damaged; write a new one"
+            )
+        return Segment(
+            start,
+            num_bytes,
+            _number(raw["allocated_size"], num_bytes)
+            if "allocated_size" in raw
+            else sum(block.num_bytes for block in blocks if block.is_active),
+            _number(raw["stream"]),
+            raw["segment_type"] == "small",
+            bool(raw.get("is_expandable")),
+            any(raw.get("segment_pool_id", ())),
+            blocks,
+        )
+
+    def _blocks(self, raw: Sequence[Mapping[str, Any]], position: int) -> Iterator[Block]:
+        for each in raw:
+            address = _number(each.get("address", position))
+            num_bytes = _number(each["size"], _LARGEST)
+            position = address + num_bytes
+            frames = each.get("frames")
+            if frames is None and each.get("history"):
+                frames = each["history"][0].get("frames")
+            yield Block(address, num_bytes, each["state"].startswith("active"), self._stack(frames))
+
+    def _stack(self, frames: Sequence[Mapping[str, Any]] | None) -> int:
+        if not frames:
+            return 0
+        # One frame is one object in all stacks of a file, which lives as long as the file is read.
+        key = tuple(map(id, frames[:_MOST_FRAMES]))
+        number = self._known.get(key)
+        if number is None:
+            stack = tuple(
+                self._frames.get(id(frame)) or self._frame(frame) for frame in frames[:_MOST_FRAMES]
+            )
+            number = self._numbers.setdefault(stack, len(self.stacks))
+            if number == len(self.stacks):
+                self.stacks.append(stack)
+            self._known[key] = number
+        return number
+
+    def _frame(self, raw: Mapping[str, Any]) -> Frame:
+        file, line, name = raw.get("filename") or "", raw.get("line") or 0, raw.get("name") or ""
+        if not (isinstance(file, str) and isinstance(line, int) and isinstance(name, str)):
+            raise TypeError("a frame holds other things than texts and a line")
+        frame = self._frames[id(raw)] = Frame(file, line, name)
+        return frame
+
+
+def _event(action: Action, raw: Mapping[str, Any]) -> Event:
+    return Event(
+        action,
+        _number(raw["device_free" if action == "oom" else "addr"]),
+        _number(raw["size"], _HIGHEST if action == "oom" else _LARGEST),
+        _number(raw["stream"]),
+    )
+
+
+def _number(value: object, largest: int = _HIGHEST) -> int:
+    if type(value) is not int or not 0 <= value <= largest:
+        shown = value if type(value) is int else type(value).__name__
+        raise ValueError(f"{shown} stands where a number of bytes or an address belongs")
+    return value

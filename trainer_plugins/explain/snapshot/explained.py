@@ -1,0 +1,162 @@
+"""Explains one snapshot: how it ended, what held the memory, why, and what would have helped."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.snapshot.causes import causes_of
+from trainer_plugins.explain.snapshot.held import WORDS, Held
+from trainer_plugins.explain.snapshot.oom import Case, case_of
+from trainer_plugins.explain.snapshot.pickled import no_collection
+from trainer_plugins.explain.snapshot.remedies import Tries
+from trainer_plugins.explain.snapshot.stacks import lines_of
+from trainer_plugins.explain.snapshot.trace import has_lost_its_end, known_from
+from trainer_plugins.printable import printable
+from trainer_plugins.units import percent, size
+
+_MOST_LINES = 8
+
+
+def explain_snapshot(path: Path) -> Explanation:
+    """Say why the run behind a snapshot ran out of memory, or what held its memory at the peak.
+
+    `causes` is empty if the snapshot holds no OOM.
+
+    Raises:
+        NotReadableError: the file is not a snapshot, is damaged, or would run code.
+    """
+    with no_collection():
+        case = case_of(path)
+        tries = Tries(case)
+        tries.run()
+        causes = causes_of(case, tries) if case.oom is not None else ()
+        return Explanation(
+            subject=printable(path),
+            causes=causes,
+            remedies=tuple(_ordered(tries.remedies, causes)),
+            facts=tuple(_facts(case)),
+            unknown=tuple(_unknown(case, tries)),
+        )
+
+
+def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
+    """Put what answers the first cause first; what names no cause answers every one."""
+    first = causes[0].code if causes else ""
+    for remedy in sorted(remedies, key=lambda remedy: remedy.cause not in ("", first)):
+        yield replace(remedy, cause=remedy.cause or first)
+
+
+def _facts(case: Case) -> Iterator[str]:
+    yield _ending(case)
+    if case.oom is not None and case.oom_stack:
+        lines = lines_of(case.snapshot.stacks[case.oom_stack])
+        yield "The request that failed came from " + ", called from ".join(lines)
+    moment = "At the OOM" if case.oom is not None else "At the peak"
+    yield (
+        f"{moment} {in_bytes(case.held.allocated_bytes)} were allocated of "
+        f"{size(case.reserved_bytes)} reserved"
+    )
+    yield from _categories(case.held)
+    for place, num_bytes, count in case.held.lines[:_MOST_LINES]:
+        yield f"{size(num_bytes)} in {count:,} {_blocks(count)} from {place}"
+    if case.oom is not None:
+        yield (
+            f"{size(case.unused_bytes)} were reserved and free, and of no use: no piece was large "
+            "enough, and none could be given back"
+        )
+    elif case.unused_bytes:
+        yield (
+            f"{size(case.unused_bytes)} were reserved and free: that is the cache, which is used "
+            "again, and no sign of fragmentation"
+        )
+    yield from _checks(case)
+    others = [each for each in case.snapshot.cards if each is not case.card]
+    if others:
+        held = ", ".join(f"card {each.index} {size(each.reserved_bytes)}" for each in others)
+        yield f"The file has other cards, which are not counted here; at its end they held: {held}"
+
+
+def _ending(case: Case) -> str:
+    card = f"Card {case.card.index}"
+    if case.oom is None:
+        return (
+            f"No OOM is recorded. {card} reserved {size(case.peak_reserved_bytes)} at most, in "
+            f"{len(case.card.events):,} events"
+        )
+    more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
+    how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"
+    return (
+        f"{how}{more}. {card}: {size(case.oom.num_bytes)} were asked for, "
+        f"{size(case.oom.address)} were left, and the process held {size(case.reserved_bytes)}"
+    )
+
+
+def _checks(case: Case) -> Iterator[str]:
+    """Say how the figures were checked against what the file states."""
+    stated = case.card.allocated_bytes
+    if case.at_end.allocated_bytes == stated:
+        yield f"At the end the categories sum to the {stated:,} bytes that the file states"
+    outcome = case.repeated.outcome if case.repeated is not None else None
+    if outcome is not None and outcome.allocations and outcome.is_same:
+        yield (
+            f"Repeated on the allocator's model, all {outcome.allocations:,} allocations got the "
+            f"address that the card gave, and the peak of reserved memory is the recorded one: "
+            f"{in_bytes(outcome.peak_bytes)}"
+        )
+
+
+def _unknown(case: Case, tries: Tries) -> Iterator[str]:
+    if not case.card.events:
+        yield (
+            "The moment of the peak: the file has no events; record them with "
+            "torch.cuda.memory._record_memory_history(max_entries=100_000)"
+        )
+    elif has_lost_its_end(case.card):
+        yield (
+            "What happened between the last event and the dump: recording was stopped before; "
+            "call _dump_snapshot first"
+        )
+    elif gap := known_from(case.card):
+        yield f"The first {gap:,} events were left out: recording was stopped and begun again"
+    if unknown := case.held.categories.get("unknown", 0):
+        yield (
+            f"What {size(unknown)} are: they were there before the recording began, or have no "
+            f"frames{_likely(unknown, case)}; start it before the model is made"
+        )
+    if case.repeated is None:
+        yield f"The sizes of blocks are rounded requests: {case.why_not_repeated}"
+    elif not case.repeated.outcome.is_same:
+        outcome = case.repeated.outcome
+        yield (
+            "The repeated trace differs from the recorded one "
+            f"({outcome.first_difference or 'another peak'}), so figures may be off a little"
+        )
+    if case.oom is not None:
+        yield "How large the card is, and what other processes held: no snapshot says it"
+        if tries.why_none_helps:
+            yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
+
+
+def _likely(unknown: int, case: Case) -> str:
+    """Guess from the size of the gradients, which is that of the parameters."""
+    gradients = case.sorter.gradient_bytes()
+    for times, words in ((1, "the parameters"), (3, "the parameters with two states of Adam")):
+        if gradients and abs(unknown / gradients - times) < 0.05 * times:
+            return f" (they are as large as {words}, by the size of the gradients)"
+    return ""
+
+
+def _categories(held: Held) -> Iterator[str]:
+    total = max(sum(held.categories.values()), 1)
+    for category, num_bytes in held.categories.items():
+        yield f"{percent(num_bytes / total)} {WORDS[category]}: {in_bytes(num_bytes)}"
+
+
+def in_bytes(num_bytes: int) -> str:
+    """Render a size so that it can be compared to the byte."""
+    return f"{size(num_bytes)} ({num_bytes:,} bytes)"
+
+
+def _blocks(count: int) -> str:
+    return "block" if count == 1 else "blocks"

@@ -1,0 +1,130 @@
+"""Reads a stack: at what work memory was taken, and which line of the user's code asked."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer_plugins.explain.snapshot.cards import Frame, Stack
+from trainer_plugins.printable import printable
+
+Work = Literal[
+    "optimizer",
+    "evaluation",
+    "generation",
+    "parameters",
+    "saving",
+    "backward",
+    "loss",
+    "forward",
+    "other",
+    "unknown",
+]
+"""What the program was doing; `unknown` if no frame was recorded."""
+
+NOWHERE = "a place that was not recorded"
+
+# A folder of the user's may be called torch too.
+_OF_TORCH = r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
+_OF_PYTHON = r"/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
+_TORCH = re.compile(f"{_OF_TORCH}|{_OF_PYTHON}")
+_LIBRARIES = re.compile(f"/(?:site|dist)-packages/|{_OF_TORCH}|{_OF_PYTHON}|/python3\\.\\d+/")
+_PYTHON = re.compile(r"\.py$|^<ipython-input|^<stdin>|/ipykernel_")
+_NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
+
+# Which frame tells which work: what its file ends with, and its function; the first rule that
+# meets any frame of a stack decides. Files and names are torch 2.13's and transformers 5.23's.
+_RULES: tuple[tuple[Work, str, str], ...] = (
+    ("optimizer", r"/torch/optim/\w+\.py$|/bitsandbytes/optim/|/apex/optimizers/", ""),
+    ("optimizer", r"/deepspeed/(?:ops/adam|runtime/.*optimizer|runtime/zero/stage)", "step|init"),
+    ("optimizer", r"(?i:/optim(?:i[sz]ers?)?(?:/\w+)?\.py$)", r"^(?:step|__init__|_init_\w+)$"),
+    ("evaluation", "", "^(?:nested_concat|pad_across_processes|_nested_gather|add_batch)$"),
+    ("generation", r"/transformers/cache_utils\.py$", ""),
+    ("parameters", "", "^(?:from_pretrained|_?load_state_dict|_load_pretrained_model)$"),
+    ("parameters", r"/torch/serialization\.py$|/torch/nn/parallel/replicate\.py$", ""),
+    ("saving", "", "^(?:state_dict|_?save_checkpoint|_?save_model|save_pretrained)$"),
+    ("loss", r"/torch/nn/functional\.py$", "^(?:cross_entropy|nll_loss|log_softmax)$"),
+    ("loss", "/transformers/loss/", ""),
+    ("loss", "", "cross_entropy"),
+)
+_PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|parameter\.py)")
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """Holds what one stack says."""
+
+    work: Work
+    place: str
+    """The innermost line outside of libraries, as people name it."""
+
+
+def meaning_of(stack: Stack) -> Meaning:
+    """Read a stack."""
+    frames, python = _read(stack)
+    return Meaning(_work(frames, python), _place(frames, python))
+
+
+def lines_of(stack: Stack, most: int = 4) -> list[str]:
+    """Name the innermost lines of the user's own code, or the place if there are none."""
+    frames, python = _read(stack)
+    return [line_of(frame) for frame in list(_own(python))[:most]] or [_place(frames, python)]
+
+
+def line_of(frame: Frame) -> str:
+    """Name a frame: its folder, file, line and function; an absolute path tells nothing more."""
+    return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
+
+
+def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
+    """Return all frames, and those of Python."""
+    frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
+    return frames, [frame for frame in frames if _PYTHON.search(frame.file)]
+
+
+def _own(python: Iterable[Frame]) -> Iterable[Frame]:
+    return (frame for frame in python if not _LIBRARIES.search(frame.file))
+
+
+def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
+    if not frames:
+        return "unknown"
+    for work, file, name in _RULES:
+        if any(re.search(file, frame.file) and re.search(name, frame.name) for frame in python):
+            return work
+    in_module = any(frame.name in ("_call_impl", "forward") for frame in python)
+    if not in_module and any(_is_engine(frame) for frame in frames):
+        return "backward"
+    if in_module:  # also what a checkpoint computes again, within the backward pass
+        return "forward"
+    if any(frame.name == "__init__" or _makes_parameters(frame) for frame in python):
+        return "parameters"
+    return "other"
+
+
+def _is_engine(frame: Frame) -> bool:
+    return frame.name.startswith(("torch::autograd::Engine", "torch::autograd::python::")) or (
+        frame.name in ("_engine_run_backward", "backward") and "/torch/" in frame.file
+    )
+
+
+def _makes_parameters(frame: Frame) -> bool:
+    if frame.file.endswith("/torch/nn/modules/module.py"):
+        return frame.name in ("_apply", "to", "cuda", "to_empty")
+    return _PARAMETERS.search(frame.file) is not None
+
+
+def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
+    own = next(iter(_own(python)), None)
+    # A model of transformers is not the user's code, but tells more than `trainer.train()`.
+    innermost = next((frame for frame in python if not _TORCH.search(frame.file)), own)
+    if own is not None and innermost is not None:
+        return line_of(own) if innermost is own else f"{line_of(innermost)}, of {line_of(own)}"
+    for frame in frames:
+        if node := _NODE.search(frame.name):
+            return f"backward of {printable(node[1])}"
+    if innermost is not None or python:
+        return line_of(innermost or python[0])
+    if any(_is_engine(frame) for frame in frames):
+        return "the backward pass"
+    return "C++, called by no line of Python" if frames else NOWHERE

@@ -1,0 +1,273 @@
+"""Trace: the events of one card, and its segments as they were at the first of them.
+
+A snapshot holds the segments at its end, and the last events before. `trace_of` undoes the events,
+the last one first.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from trainer_plugins.allocator.model import AllocatorModel
+from trainer_plugins.allocator.model_rules import LARGE_SEGMENT_BYTES
+from trainer_plugins.explain.snapshot.cards import Card, Event
+from trainer_plugins.units import MIB
+
+_SMALL_SEGMENT_BYTES = 2 * MIB
+
+_CHANGES = ("alloc", "free")
+
+State = Literal["used", "free", "unmapped"]
+
+
+class StartSegment(NamedTuple):
+    """Holds a segment, or a range of addresses with pages mapped into it, at the first event."""
+
+    address: int
+    stream: int
+    is_small: bool
+    pieces: tuple[tuple[State, int], ...]
+    """What lies in it, without a hole: state and bytes."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Holds the events of one card, and its segments at the first of them."""
+
+    source: str
+    """The repository, the commit and the path, or the file."""
+
+    expandable: bool
+    segments: tuple[StartSegment, ...]
+    events: tuple[Event, ...]
+
+
+class NotModelledError(ValueError):
+    """Says in one line why a trace cannot be repeated on the allocator's model."""
+
+
+def known_from(card: Card) -> int:
+    """Return the first event from which on all are known.
+
+    A program that stops recording and begins again leaves a gap. Undone back to it, a block is
+    freed that lives, or was allocated where nothing lies.
+    """
+    return 0 if has_lost_its_end(card) else _behind_gap(card)
+
+
+def _behind_gap(card: Card) -> int:
+    live = _active_at_end(card)
+    for position in range(len(card.events) - 1, -1, -1):
+        event = card.events[position]
+        if event.action in _CHANGES and (event.action == "alloc") != (event.address in live):
+            return position + 1
+        if event.action == "alloc":
+            live.remove(event.address)
+        elif event.action == "free":
+            live.add(event.address)
+    return 0
+
+
+def has_lost_its_end(card: Card) -> bool:
+    """Say whether the events fit together, but end before the segments were written down.
+
+    So it is if recording was stopped before the dump: most events do not fit the segments then.
+    """
+    if _behind_gap(card) <= len(card.events) / 2:
+        return False
+    live = _active_at_end(card)
+    for event in reversed(card.events):
+        if event.action == "alloc":
+            live.discard(event.address)
+        elif event.action == "free":
+            live.add(event.address)
+    for event in card.events:
+        if (event.action == "alloc") == (event.address in live) and event.action in _CHANGES:
+            return False
+        if event.action == "alloc":
+            live.add(event.address)
+        elif event.action == "free":
+            live.remove(event.address)
+    return True
+
+
+def _active_at_end(card: Card) -> set[int]:
+    return {
+        block.address for segment in card.segments for block in segment.blocks if block.is_active
+    }
+
+
+def trace_of(card: Card, source: str) -> Trace:
+    """Undo the events of a card, as far as all are known.
+
+    Raises:
+        NotModelledError: it holds what the allocator's model does not have.
+    """
+    if any(segment.is_private for segment in card.segments):
+        raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
+    kinds = {segment.is_expandable for segment in card.segments}
+    if card.has_mapped:
+        kinds.add(True)
+    if card.has_taken:
+        kinds.add(False)
+    if len(kinds) > 1:
+        raise NotModelledError("some of its segments are expandable and others not")
+    events = card.events[known_from(card) :]
+    start = _Start(card, events, expandable=kinds == {True})
+    return Trace(source, kinds == {True}, tuple(start.segments()), events)
+
+
+class _Start:
+    """Finds what was there at the first event."""
+
+    def __init__(self, card: Card, events: Sequence[Event], *, expandable: bool) -> None:
+        self._expandable = expandable
+        self._events = events
+        self._live: dict[int, int | None] = {}  # sizes of blocks; None if only the request is known
+        self._requested: dict[int, int] = {}
+        self._taken: dict[int, tuple[int, int, bool]] = {}  # segments: bytes, stream, small
+        self._mapped = _Ranges()
+        self._ranges: dict[int, tuple[int, bool]] = {}  # stream and small, by some address
+        for segment in card.segments:
+            if expandable:
+                self._mapped.add(segment.address, segment.address + segment.num_bytes)
+                self._ranges[segment.address] = (segment.stream, segment.is_small)
+            else:
+                about = (segment.num_bytes, segment.stream, segment.is_small)
+                self._taken[segment.address] = about
+            for block in segment.blocks:
+                if block.is_active:
+                    self._live[block.address] = block.num_bytes
+        for event in reversed(events):
+            self._undo(event)
+
+    def _undo(self, event: Event) -> None:
+        address, size = event.address, event.num_bytes
+        if event.action == "alloc":
+            self._live.pop(address, None)
+        elif event.action == "free":
+            self._live[address], self._requested[address] = None, size
+        elif event.action == "segment_alloc" and self._expandable:
+            self._mapped.remove(address, address + size)
+            self._ranges.setdefault(address, (event.stream, size % LARGE_SEGMENT_BYTES > 0))
+        elif event.action == "segment_alloc":
+            self._taken.pop(address, None)
+        elif event.action == "segment_free" and self._expandable:
+            self._mapped.add(address, address + size)
+        elif event.action == "segment_free":
+            self._taken[address] = (size, event.stream, size == _SMALL_SEGMENT_BYTES)
+
+    def segments(self) -> Iterator[StartSegment]:
+        """Return the segments, the lowest first."""
+        if self._expandable:
+            yield from self._of_ranges()
+            return
+        addresses = sorted(self._live)
+        behind = self._first_behind(addresses)
+        for start, (size, stream, is_small) in sorted(self._taken.items()):
+            inside = _within(addresses, start, start + size)
+            pieces = self._pieces(inside, start, start + size, None if is_small else behind)
+            yield StartSegment(start, stream, is_small, tuple(pieces))
+
+    def _first_behind(self, addresses: list[int]) -> dict[int, int]:
+        """Return where the first allocation behind a live block lies, in its segment."""
+        found: dict[int, int] = {}
+        gone: set[int] = set()
+        starts = sorted(self._taken)
+        for event in self._events:
+            if event.action == "free":
+                gone.add(event.address)
+            if event.action != "alloc" or event.address in self._live:
+                continue
+            index = bisect_right(addresses, event.address) - 1
+            segment = bisect_right(starts, event.address) - 1
+            if index < 0 or segment < 0 or addresses[index] < starts[segment]:
+                continue
+            if addresses[index] not in gone:
+                found.setdefault(addresses[index], event.address)
+        return found
+
+    def _pieces(
+        self, inside: list[int], start: int, end: int, behind: Mapping[int, int] | None
+    ) -> Iterator[tuple[State, int]]:
+        """Cut a range into its blocks.
+
+        The size of a block that was freed within the trace is not in the file. In the small pool
+        and in expandable segments it is that of its request. In the large pool what is left of a
+        block is only cut off if it is more than 1 MiB: a shorter rest belongs to the block.
+        """
+        position = start
+        for address, following in pairwise([*inside, end]):
+            if address > position:
+                yield "free", address - position
+            size = self._live[address]
+            if size is None:
+                size = AllocatorModel().round_size(self._requested[address])
+                if behind is not None:
+                    limit = min(following, behind.get(address, following))
+                    if limit - address - size <= MIB:
+                        size = limit - address
+            yield "used", size
+            position = address + size
+        if position < end:
+            yield "free", end - position
+
+    def _of_ranges(self) -> Iterator[StartSegment]:
+        """Cut each range of addresses into pieces; there is one for a stream and a pool."""
+        addresses, mapped = sorted(self._live), self._mapped.joined()
+        known = sorted(self._ranges.items())
+        starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
+        edges = [start for start, _ in starts[1:]] + [1 << 62]
+        lows = [low for low, _ in mapped]
+        for (start, (stream, is_small)), edge in zip(starts, edges, strict=True):
+            pieces: list[tuple[State, int]] = []
+            position = start
+            for low, high in mapped[bisect_left(lows, start) : bisect_left(lows, edge)]:
+                if low > position:
+                    pieces.append(("unmapped", low - position))
+                pieces += self._pieces(_within(addresses, low, high), low, high, None)
+                position = high
+            yield StartSegment(start, stream, is_small, tuple(pieces))
+
+
+class _Ranges:
+    """Holds ranges of addresses, from which others are cut."""
+
+    def __init__(self) -> None:
+        self._lows: list[int] = []
+        self._highs: dict[int, int] = {}
+
+    def add(self, low: int, high: int) -> None:
+        """Add a range that overlaps no other."""
+        if low not in self._highs:
+            self._lows.insert(bisect_left(self._lows, low), low)
+        self._highs[low] = high
+
+    def remove(self, low: int, high: int) -> None:
+        """Cut a range out."""
+        first = max(bisect_right(self._lows, low) - 1, 0)
+        last = bisect_left(self._lows, high)
+        cut = [(start, self._highs.pop(start)) for start in self._lows[first:last]]
+        del self._lows[first:last]
+        for start, end in cut:
+            if start < min(low, end):
+                self.add(start, min(low, end))
+            if max(high, start) < end:
+                self.add(max(high, start), end)
+
+    def joined(self) -> list[tuple[int, int]]:
+        """Return the ranges in order; what touches is one."""
+        joined: list[tuple[int, int]] = []
+        for low in self._lows:
+            high = self._highs[low]
+            if joined and low <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+            else:
+                joined.append((low, high))
+        return joined
+
+
+def _within(addresses: list[int], low: int, high: int) -> list[int]:
+    return addresses[bisect_left(addresses, low) : bisect_left(addresses, high)]

@@ -1,0 +1,243 @@
+"""Causes that the place of the failure shows: what the run was doing, and for which tensor."""
+
+from dataclasses import dataclass
+
+from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.units import GIB, MIB, size
+
+_DEEP = 6
+"""How many frames above the failing one still say what it was for."""
+
+EVALUATION = (
+    r"\b(?:\w+\.)?(?:evaluate|evaluation|evaluation_loop|prediction_loop|prediction_step|predict"
+    r"|validate|validation\w*|_validate|eval_\w+|run_eval\w*|val_(?:epoch|step|loop)|valid_\w+"
+    r"|test_(?:step|epoch|loop)|inference_on_\w+|single_gpu_test|multi_gpu_test)(?= |$)"
+)
+TRAINING = (
+    r"training_step|inner_training_loop|\btrain(?:_\w+)?(?= |$|\()|backward|trainer\.fit|optimizer"
+)
+LOADING = (
+    r"from_pretrained|load_checkpoint_and_dispatch|_load_pretrained_model|dispatch_model"
+    r"|into_meta_model|set_module_tensor"
+)
+_MOVING = (
+    r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
+    r"|set_module_tensor"
+)
+_LOGITS = (
+    r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
+    r"|\blogits?\b.*(?:float|\.to\(|contiguous|clone|softmax)|shift_logits|selective_log|_logps"
+    r"|logprobs|log_probs|entropy_from"
+)
+_LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
+_ATTENTION = (
+    r"scaled_dot_product|attn_weights|attention_scores|attention_mask|\battn\b|\bsim = "
+    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)softmax\("
+    r"|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
+)
+_LEAST_QUADRATIC_BYTES = 4 * GIB
+_LARGE_FRACTION = 0.02
+_NEEDLE_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ByFrame:
+    """Names a cause if one of the innermost frames matches."""
+
+    code: str
+    pattern: str
+    summary: str
+    doubt: str
+    innermost: int | None = _DEEP
+    unless: str = ""
+    """Frames with which it is something else."""
+
+    unless_within: str = ""
+    """Frames that it must not have called: then those were what failed."""
+
+    within: str = ""
+    """A frame that must be there as well."""
+
+    def __call__(self, facts: Facts) -> Cause | None:
+        """Judge the frames."""
+        frame = facts.called(self.pattern, self.innermost)
+        if not frame or (self.unless and facts.called(self.unless, self.innermost)):
+            return None
+        if self.within and not facts.called(self.within):
+            return None
+        deeper = len(facts.frames) - 1 - facts.frames.index(frame)
+        if self.unless_within and deeper and facts.called(self.unless_within, deeper):
+            return None
+        return Cause(
+            code=self.code,
+            grade="likely",
+            summary=self.summary,
+            evidence=(f"It failed in {frame}.",),
+            doubt=self.doubt,
+        )
+
+
+eval_logits = ByFrame(
+    code="eval-logits",
+    pattern=r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
+    r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
+    within=EVALUATION,
+    innermost=10,
+    summary="evaluation keeps the logits of every batch on the card",
+    doubt="How many batches had been kept is not in the text: with no compute_metrics, or with"
+    " --eval_accumulation_steps 1, it should not come back",
+)
+eval_batch = ByFrame(
+    code="eval-batch",
+    pattern=EVALUATION,
+    innermost=None,
+    unless=r"past_key_value|cache_utils|torch[/\\]optim[/\\]",
+    summary="evaluation does not fit: its batch, or what training and earlier batches left",
+    doubt="Whether the batch or kept outputs are too large is not in the text: see whether it fails"
+    " with --per_device_eval_batch_size 1 at the first or at a later batch",
+)
+save_gather = ByFrame(
+    code="save-gather",
+    pattern=r"(?<!load_)state_dict(?:_hook|_utils|\()|get_state_dict|summon_full_params"
+    r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
+    r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
+    innermost=20,
+    unless=r"load_state_dict|torch\.load|load_checkpoint|load_model"
+    r"|from_pretrained|\bevaluate\b|evaluation_loop",
+    summary="saving gathers the whole state on one card",
+    doubt="How large the gathered state is, is not in the text: weights in fp32 take 4 bytes for"
+    " each parameter",
+)
+resume_load = ByFrame(
+    code="resume-load",
+    pattern=r"torch[/\\]serialization\.py|torch\.load\(|load_state_dict|_load_optimizer_and"
+    r"|load_checkpoint\b|restore_location|_load_from_checkpoint|_load_best_model|load_universal"
+    r"|\brestore\b",
+    innermost=20,
+    unless=LOADING + r"|safetensors",
+    summary="a checkpoint is loaded onto the card beside what is there already",
+    doubt="Whether the checkpoint or the run itself is too large is not in the text: see whether it"
+    " fits without resuming",
+)
+load_too_large = ByFrame(
+    code="load-too-large",
+    pattern=LOADING + r"|load_weights|create_weights|initialize_model|load_model\b|from_single_file"
+    r"|init_param_handle|_init_flat_param|materialize",
+    innermost=None,
+    unless=r"training_step|\bforward\b|backward",
+    summary="the weights alone do not fit on the card",
+    doubt="Whether something else was on the card already is not in the text: compare parameters x"
+    " bytes with what `nvidia-smi` shows as free before the start",
+)
+move_too_large = ByFrame(
+    code="load-too-large",
+    pattern=_MOVING,
+    innermost=4,
+    unless=r"training_step|\bforward\b|backward|collat|load_state_dict",
+    summary="the model does not fit when it is moved to the card",
+    doubt="Whether something else was on the card already is not in the text: `nvidia-smi` before"
+    " the start settles it",
+)
+image_size = ByFrame(
+    code="image-size",
+    pattern=r"Vision[A-Z]\w+|vision_(?:tower|model|encoder)|\.visual\b|image_encoder|[Ss]iglip"
+    r"|patch_embed|pixel_values|image_tower",
+    innermost=12,
+    unless=r"backward",
+    summary="pictures make too many patches in the vision tower",
+    doubt="The sizes of the pictures are not in the text: print pixel_values.shape of the batch",
+)
+generate_cache = ByFrame(
+    code="generate-cache",
+    pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
+    r"|KVCache",
+    summary="the cache of keys and values of generation has grown too large",
+    doubt="How long prompts and answers were is not in the text: print the shape of input_ids",
+)
+generation = ByFrame(
+    code="generate-cache",
+    pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
+    innermost=None,
+    unless=r"backward",
+    summary="generation does not fit: its batch, its prompts or its cache",
+    doubt="Which of them it is, is not in the text: see whether it fits with one prompt, and with a"
+    " small max_new_tokens",
+)
+optimizer_state = ByFrame(
+    code="optimizer-state",
+    pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\("
+    r"|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
+    r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
+    r"|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
+    unless_within=r"\bforward\b|training_step|backward",
+    summary="the optimizer's states, or the temporaries of its step, do not fit",
+    doubt="Whether the states or the temporaries of a foreach step are too large is not in the"
+    " text: if the first step fails it is usually the states",
+)
+zero3_gather = ByFrame(
+    code="zero3-gather",
+    pattern=r"all_gather_params|_all_gather|partition_parameters|fetch_sub_module|all_gather_into"
+    r"|partitioned_param|GatheredParameters|_unshard\b|\bunshard",
+    summary="parameters that are gathered from the ranks do not fit",
+    doubt="Whether one layer or many prefetched ones are too large is not in the text: set"
+    " stage3_prefetch_bucket_size to 0 and see",
+)
+
+
+def logits_loss(facts: Facts) -> Cause | None:
+    """Logits over the vocabulary, in fp32, at the loss."""
+    frame = facts.called(_LOGITS, innermost=4)
+    asked = facts.asked
+    least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total or _NEEDLE_BYTES))
+    if not frame or (asked is not None and asked < least):
+        return None
+    tokens = ""
+    if asked and facts.called(_LANGUAGE):
+        vocabulary = facts.rows("vocab_size")
+        sizes = (vocabulary,) if vocabulary else (32_000, 128_256, 151_936)
+        told = " or ".join(f"{asked // (4 * one):,} of {one:,}" for one in sizes)
+        tokens = f"{size(asked)} in fp32 are the logits of so many tokens of a vocabulary: {told}."
+    return Cause(
+        code="logits-loss",
+        grade="likely",
+        summary="the logits at the loss do not fit",
+        evidence=tuple(filter(None, (f"It failed in {frame}.", tokens))),
+        doubt="The shape of the logits is not in the text: print logits.shape before that line",
+    )
+
+
+def quadratic_attention(facts: Facts) -> Cause | None:
+    """A matrix of length x length."""
+    frame = facts.called(_ATTENTION, innermost=3)
+    if not frame or (facts.asked or 0) < _LEAST_QUADRATIC_BYTES:
+        return None
+    asked = facts.asked or 0
+    lengths = ", ".join(
+        f"{int((asked / (heads * 2)) ** 0.5):,} with {heads} heads" for heads in (8, 16, 32)
+    )
+    return Cause(
+        code="quadratic-attention",
+        grade="likely",
+        summary="attention makes a matrix of length x length",
+        evidence=(
+            f"It failed in {frame}.",
+            f"{size(asked)} in 2 bytes, for one row, are a length of {lengths}.",
+        ),
+        doubt="Heads, rows and length are not in the text: print the shapes of query and key",
+    )
+
+
+def long_sample(facts: Facts) -> Cause | None:
+    """The run had fitted for some steps."""
+    is_else = facts.called(EVALUATION) or not (facts.called(TRAINING) or not facts.frames)
+    if not facts.progress or is_else or facts.oom.source not in ("allocator", "masked", "library"):
+        return None
+    return Cause(
+        code="long-sample",
+        grade="possible",
+        summary="earlier steps fitted, so this batch was larger, or memory had grown",
+        evidence=(f"It had fitted for some time: {facts.progress}.",),
+        doubt="A longer batch, memory that grows from step to step, and what an evaluation left"
+        " look alike here: `trainer-plugins exec --preset observe -- COMMAND` records which it is",
+    )

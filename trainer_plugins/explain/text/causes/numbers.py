@@ -1,0 +1,200 @@
+"""Causes that the numbers of a message show."""
+
+from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.units import GIB, percent, size
+
+_IMPOSSIBLE_BYTES = 1 << 40
+_SLACK_BYTES = GIB // 4
+_FRAGMENTED_FRACTION = 0.04
+_OTHER_FRACTION = 0.25
+_LEAST_OTHERS_BYTES = 2 * GIB
+_LEAST_OTHERS_FRACTION = 0.15
+_IMPORTANT_FRACTION = 0.85
+
+
+def impossible_size(facts: Facts) -> Cause | None:
+    """More than a TiB at once is a wrong shape."""
+    if "1EB" not in facts.oom.text and (facts.asked or 0) <= _IMPOSSIBLE_BYTES:
+        return None
+    said = "more than 1 EB" if "1EB" in facts.oom.text else size(facts.asked or 0)
+    return Cause(
+        code="impossible-size",
+        grade="certain",
+        summary="a size is wrong: no card has so much",
+        evidence=(
+            f"It asked for {said} at once.",
+            "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
+            " memory helps.",
+        ),
+    )
+
+
+def is_held_by_others(facts: Facts) -> bool:
+    """Return whether others have so much of the card that it is no context and no desktop."""
+    total = facts.total or 0
+    least = max(_LEAST_OTHERS_FRACTION * total, min(_LEAST_OTHERS_BYTES, total / 2))
+    named = sum(size for _, size in facts.neighbours)
+    return max(facts.others or 0, named) > least
+
+
+def is_held_beside_torch(facts: Facts) -> bool:
+    """Return whether this process has much of the card outside torch: an engine, JAX, NCCL."""
+    return facts.beside_torch > max(
+        _LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0)
+    )
+
+
+def contradictory(facts: Facts) -> Cause | None:
+    """The driver refused though memory was free."""
+    free, total, asked = facts.free, facts.total, facts.asked
+    if free is None or asked is None or facts.oom.limit_bytes is not None:
+        return None
+    is_absurd = total is not None and free > total
+    # A neighbour may give memory back between the refusal and the message.
+    slack = asked if is_held_by_others(facts) else 0.05 * asked
+    if not is_absurd and free <= asked + slack + _SLACK_BYTES:
+        return None
+    of = f" of {size(total)}" if total is not None else ""
+    return Cause(
+        code="contradictory",
+        grade="likely",
+        summary="memory was refused although it was free",
+        evidence=(
+            f"It asked for {size(asked)} while {size(free)}{of} were free.",
+            "Asking for less need not help: the limit is another one than the card's size.",
+        ),
+        doubt="Which limit it was is not in the text: the system's (WSL, Windows, ROCm, unified"
+        " memory), the number of mappings, or a neighbour that gave memory back before the message"
+        " was written. `nvidia-smi` or `rocm-smi` during the run, and `dmesg`, settle it",
+    )
+
+
+def spilled(facts: Facts) -> Cause | None:
+    """More is allocated than the card has: Windows lends main memory."""
+    if facts.live is None or facts.total is None or facts.live <= facts.total:
+        return None
+    return Cause(
+        code="capacity",
+        grade="certain" if facts.is_windows else "likely",
+        summary="the run needs more than the card has, and spilled into main memory before",
+        evidence=(
+            f"{size(facts.live)} were allocated on a card of {size(facts.total)}.",
+            "The driver lends main memory then, which is many times slower than the card's.",
+        ),
+        doubt=""
+        if facts.is_windows
+        else "That Windows or WSL lends memory is not in the text: an engine that sleeps (vLLM) may"
+        " count what it has given back; its log says so",
+    )
+
+
+def mps_other(facts: Facts) -> Cause | None:
+    """On a Mac most of the limit is held outside torch's tensors."""
+    other = facts.says(r"other allocations: ([\d.]+) ([KMG])i?B, max allowed: ([\d.]+) ([KMG])i?B")
+    if not other or "MPS" not in facts.oom.text:
+        return None
+    held, limit = (
+        int(float(other[number]) * 1024 ** " KMG".index(other[number + 1])) for number in (1, 3)
+    )
+    if held < _OTHER_FRACTION * limit:
+        return None
+    return Cause(
+        code="mps-other",
+        grade="likely",
+        summary="much of the Mac's limit is held outside torch's live tensors",
+        evidence=(
+            f"{size(held)} of the {size(limit)} that are allowed are 'other allocations':"
+            " torch's cache, Metal's graphs, or other libraries.",
+            f"Live tensors hold {size(facts.live or 0)}.",
+        ),
+        doubt="Whether it is cache that can be given back or what Metal needs is not in the text:"
+        " print torch.mps.driver_allocated_memory() before and after torch.mps.empty_cache()",
+    )
+
+
+def fragmentation(facts: Facts) -> Cause | None:
+    """What was asked for would have fitted in what torch holds unused, but for its pieces."""
+    if not is_fragmented(facts):
+        return None
+    asked, unused, free = facts.asked or 0, facts.unused or 0, facts.free or 0
+    return Cause(
+        code="fragmentation",
+        grade="likely",
+        summary="there was enough memory, but in pieces",
+        evidence=(
+            f"It asked for {size(asked)}; torch held {size(unused)} under no tensor, and"
+            f" {size(free)} were free.",
+        ),
+        doubt="How the pieces lie is not in the text; `expandable_segments:True` settles it: if it"
+        " fails again with little unallocated, the run is too large",
+    )
+
+
+def is_fragmented(facts: Facts) -> bool:
+    """Return whether the unused reservation was large enough to be worth anything here."""
+    if facts.asked is None or facts.unused is None or facts.total is None:
+        return False
+    return (
+        facts.unused >= facts.asked / 2
+        and facts.asked > (facts.free or 0)
+        and facts.unused + (facts.free or 0) >= facts.asked
+        and facts.unused >= _FRAGMENTED_FRACTION * facts.total
+    )
+
+
+def wrong_shape(facts: Facts) -> Cause | None:
+    """One tensor is larger than the whole card."""
+    if facts.asked is None or facts.total is None or facts.asked <= facts.total:
+        return None
+    where = facts.users_frame
+    return Cause(
+        code="api-misuse",
+        grade="possible",
+        summary="one tensor alone is larger than the card",
+        evidence=(
+            f"It asked for {size(facts.asked)} at once on a card of {size(facts.total)}.",
+            *((f"The innermost line outside packages is {where}.",) if where else ()),
+        ),
+        doubt="Whether the shape is meant is not in the text: print the shapes of the inputs of"
+        " that line; a wrong axis, an unpadded length or a whole data set in one batch are usual",
+    )
+
+
+def capacity(facts: Facts) -> Cause:
+    """Nothing else is shown: the run is too large for the card."""
+    live, total, frame = facts.live, facts.total, facts.users_frame or facts.failed
+    limit = facts.oom.limit_bytes
+    fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)
+    evidence = []
+    if limit is not None and total is not None and "MPS" not in facts.oom.text:
+        evidence.append(f"This process may use only {size(limit)} of {size(total)}.")
+    elif live is not None and total:
+        evidence.append(
+            f"{size(live)} of {size(total)} ({percent(live / total)}) are under live tensors."
+        )
+    if is_held_beside_torch(facts):
+        held = size(facts.beside_torch)
+        evidence.append(f"{held} of this process are outside torch: NCCL, graphs, other libraries.")
+    if frame:
+        evidence.append(f"It failed in {frame}.")
+    return Cause(
+        code="capacity",
+        grade="likely" if fills else "possible",
+        summary="the run needs more memory than the card has",
+        evidence=tuple(evidence) or (f"The words are: {facts.oom.text.splitlines()[0][:160]}",),
+        doubt=_open_question(facts),
+    )
+
+
+def _open_question(facts: Facts) -> str:
+    if facts.oom.source == "driver" and facts.total is None:
+        return (
+            "The driver's words do not say which memory it was: the card's, full of others' or of"
+            " this run (`nvidia-smi` while it fails), or pinned main memory, if there was room"
+        )
+    return (
+        "What fills the card is not in the text: weights, optimizer states, activations or what"
+        " earlier steps have left. `trainer-plugins plan` says what this run should need"
+        + ("" if facts.frames else "; a traceback would say where it failed")
+    )

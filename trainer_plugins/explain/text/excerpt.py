@@ -1,0 +1,155 @@
+"""Finds the first OOM of a log of any size, and keeps what stands around it."""
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from typing import BinaryIO
+
+from trainer_plugins.explain.text.lines import Line, clean_line, clean_lines
+from trainer_plugins.oom import OutOfMemory, classify
+
+_BLOCK_BYTES = 1 << 20
+_KEPT_CHARACTERS = 1 << 16
+"""How much is kept of the log's head, of what precedes the OOM and of what follows it."""
+
+_LONGEST_LINE = 4000
+# Words without which no line is an OOM.
+_HINTS = re.compile(
+    r"ut of memory|utOfMemory|MemoryError|OOMKilled|OOM when|EXHAUSTED|ALLOC_FAILED"
+    r"|annot allocate|not enough mem|Allocation |llocation of|lloc |lloc: |loc async|_STATUS_"
+    r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
+    r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
+    r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
+)
+_LONGEST_HINT = 32
+_MOST_UNKNOWN = 0.3
+"""Of the characters of a text, at most so many are none in UTF-8; other encodings have fewer."""
+
+# In a sentence, where `classify` does not take it for an error: whoever pastes it means it.
+_TRIED = re.compile(
+    r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
+    r"|MPS backend out of memory \(MPS)"
+)
+# A terminal has broken a message where it was full; this is how its last line ends.
+_COMPLETE = re.compile(r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory")
+_ANOTHER = re.compile(r"^(?:Traceback|\s+File |[\w.]+Error\b|\s*\d{1,3}%\||\s*$)")
+_ONE_LINE = re.compile(r"ried to allocate|(?:CUDA|HIP|XPU|NPU|backend) out of")
+_MOST_BROKEN_LINES, _NUM_BEFORE, _NUM_AFTER = 12, 12, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Keeps the cleaned lines around the first OOM of a log."""
+
+    oom: OutOfMemory | None
+    """None if no OOM was found; then the lines are the head and the end of the log."""
+
+    lines: tuple[Line, ...]
+
+    at: int = 0
+    """The index of the line that says it."""
+
+
+def find_first(stream: BinaryIO) -> Excerpt:
+    """Read a log until its first OOM and a little further.
+
+    Memory is bounded, and time is linear in the length, whatever the bytes are.
+
+    Raises:
+        ValueError: it is empty, or is not text.
+    """
+    head = buffer = ""
+    scanned, is_cut = 0, False
+    for text, is_last in _texts(stream):
+        buffer += text
+        head = head or buffer[:_KEPT_CHARACTERS]
+        limit = len(buffer) if is_last else max(0, len(buffer) - _KEPT_CHARACTERS)
+        at = _first_oom(buffer, scanned, limit)
+        if at is not None:
+            start = max(0, at - _KEPT_CHARACTERS)
+            is_far = is_cut or start > _KEPT_CHARACTERS
+            before = [*clean_lines(head + "\n" + buffer[start:at] if is_far else buffer[:at])]
+            after = list(clean_lines(buffer[at : at + _KEPT_CHARACTERS]))
+            return _excerpt([*before[:-1], *after], len(before) - 1)
+        scanned = max(0, limit - _LONGEST_HINT)
+        drop = max(0, scanned - _KEPT_CHARACTERS)
+        buffer, scanned, is_cut = buffer[drop:], scanned - drop, is_cut or drop > 0
+    tail = buffer[-_KEPT_CHARACTERS:]
+    return Excerpt(None, tuple(clean_lines(head + "\n" + tail if is_cut else tail)))
+
+
+def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
+    """Yield the text block by block, and whether it is the last one."""
+    block = stream.read(_BLOCK_BYTES)
+    if not block.strip():
+        raise ValueError("there is nothing in it")
+    wide = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if not wide and b"\0" in block[:_KEPT_CHARACTERS]:
+        raise ValueError("it is not text")
+    decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace")
+    while block:
+        following = stream.read(_BLOCK_BYTES)
+        text = decoder.decode(block, not following)
+        if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
+            raise ValueError("it is not text")
+        yield text, not following
+        block = following
+
+
+def _first_oom(text: str, start: int, end: int) -> int | None:
+    """Return where the first line begins that says OOM, at or after `start`; None if none does."""
+    seen = start
+    for match in _HINTS.finditer(text, start, end):
+        if match.start() < seen:
+            continue
+        earliest = max(0, match.start() - _LONGEST_LINE)
+        begin = 1 + max(text.rfind(end_of, earliest, match.start()) for end_of in "\n\r")
+        begin = begin or earliest
+        line = re.match(r"[^\r\n]*", text[begin : match.end() + _LONGEST_LINE])
+        seen = begin + (line.end() if line else 0)
+        if line and _oom_in(line[0]):
+            return begin
+    return None
+
+
+def _oom_in(raw: str) -> OutOfMemory | None:
+    text = clean_line(raw).text
+    tried = _TRIED.search(text)
+    return classify(text) or (classify(text[tried.start() :]) if tried else None)
+
+
+def _excerpt(lines: list[Line], at: int) -> Excerpt:
+    """Read the message at a line; a certain one that follows soon is taken instead of a doubt."""
+    writer = lines[at].writer
+    context = [one.text for one in lines[max(0, at - _NUM_BEFORE) : at] if one.writer == writer]
+    found = classify("\n".join([*context, _message(lines, at)])) or _oom_in(lines[at].text)
+    if found and not found.is_certain:
+        for later in range(at + 1, min(len(lines), at + _NUM_AFTER)):
+            better = _oom_in(lines[later].text)
+            if better and better.is_certain:
+                return _excerpt(lines, later)
+    return Excerpt(found, tuple(lines), at)
+
+
+def _message(lines: list[Line], at: int) -> str:
+    """Join what a terminal has broken; a message that has lines of its own keeps them."""
+    said = [lines[at].text]
+    tried = _TRIED.search(said[0])
+    if tried and not classify(said[0]):
+        said = [said[0][tried.start() :]]
+    is_one_line = _ONE_LINE.search(said[0])
+    for line in lines[at + 1 : at + _MOST_BROKEN_LINES]:
+        if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(" ".join(said))):
+            break
+        if line.writer == lines[at].writer:
+            said.append(line.text)
+    if not is_one_line:
+        return "\n".join(said)
+    # Some break between words, others in the middle of one.
+    return max("".join(said), " ".join(map(str.strip, said)), key=_num_numbers)
+
+
+def _num_numbers(message: str) -> int:
+    found = classify(message)
+    return 0 if found is None else sum(value is not None for value in astuple(found))

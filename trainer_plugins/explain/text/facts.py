@@ -1,0 +1,231 @@
+"""Facts: what the text around an OOM says, in numbers, frames and words."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer_plugins.explain.text.excerpt import Excerpt
+from trainer_plugins.explain.text.frames import Frame, frames_around
+from trainer_plugins.explain.text.lines import Line
+from trainer_plugins.oom import OutOfMemory
+from trainer_plugins.units import MIB
+
+NOT_AVAILABLE_BYTES = 1 << 60
+"""More than any process holds: what NVML writes where it does not know."""
+
+_BAR = re.compile(r"(?:^|[\s:])\d{1,3}%\|[^|]{0,300}\| *(\d{1,9})/(\d{1,9}) ?\[")
+_FAR = 3
+"""After so many steps nothing happens for the first time."""
+
+_NUM_LAST_WORDS, _NUM_NEAR = 4, 600
+_NOT_STEPS = re.compile(r"shard|Download|Map|Filter|Tokeniz|Generating|Saving|Fetching|Load", re.I)
+_STEP = re.compile(r"(?:\b(?:global_?)?(?:step|iter(?:ation)?)s?[ =:#]{1,3})(\d{1,9})\b", re.I)
+_EPOCH = re.compile(r"'epoch': '?(\d+\.\d+)")
+_SMI_PROCESS = re.compile(
+    r"^\|\s+(\d{1,3})\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d{2,9})\s+(?:C|G|C\+G|M\+C)\s+(\S.*?)\s+"
+    r"(\d{1,7})MiB\s*\|"
+)
+_SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
+# A command of one line with nothing in it that a shell would obey.
+_COMMAND = (
+    r"(?m)(?:^|[$#%>] )((?:CUDA_VISIBLE_DEVICES=[\d,]{1,40} )?(?:python3?|torchrun|deepspeed"
+    r"|accelerate launch) [\w./=,:@+ -]{0,300}?\.py(?: [\w./=,:@+ -]{0,500})?)$"
+)
+_SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
+
+
+@dataclass(frozen=True, slots=True)
+class SmiProcess:
+    """Holds one line of the processes table of nvidia-smi."""
+
+    card: int
+    pid: int
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Gathers what the rules judge. All sizes are in bytes; None is what the text does not say."""
+
+    oom: OutOfMemory
+    frames: tuple[Frame, ...]
+    """Outermost first; empty if the text has none."""
+
+    writer: str
+    """The rank or worker that failed, as the log names it; empty if it does not."""
+
+    text: str
+    """The lines around the OOM."""
+
+    command: str
+    """The head of the log: arguments, versions."""
+
+    processes: tuple[SmiProcess, ...]
+    cards: tuple[tuple[int, int], ...]
+    """Pairs (used, total) of a pasted nvidia-smi table."""
+
+    progress: str
+    """How far the run had come, as one clause; empty if at its start or unknown."""
+
+    num_skipped: int
+    """How many lines say that a batch was skipped."""
+
+    @property
+    def asked(self) -> int | None:
+        return self.oom.requested_bytes
+
+    @property
+    def total(self) -> int | None:
+        return self.oom.total_bytes
+
+    @property
+    def free(self) -> int | None:
+        return self.oom.free_bytes
+
+    @property
+    def live(self) -> int | None:
+        return self.oom.allocated_bytes
+
+    @property
+    def unused(self) -> int | None:
+        """Return what the allocator holds under no tensor."""
+        oom = self.oom
+        if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
+            return max(0, oom.reserved_bytes - self.live)
+        return oom.unused_bytes
+
+    @property
+    def own(self) -> int | None:
+        """Return what this process holds: as the message says, else what torch has reserved."""
+        told = [size for pid, size in self._told if pid is None]
+        reserved = None if self.live is None else self.live + (self.unused or 0)
+        if told or reserved is None or self.total is None or self.free is None:
+            return told[0] if told else reserved
+        # In a container torch calls itself by a foreign pid. If all that are named and this
+        # process do not fit in what is used, one of them is this process.
+        sizes = [size for _, size in self._told]
+        fits = [size for size in sizes if size >= reserved]
+        used = self.total - self.free
+        return min(fits) if fits and sum(sizes) + reserved > 1.02 * used else reserved
+
+    @property
+    def _told(self) -> list[tuple[int | None, int]]:
+        return [one for one in self.oom.process_bytes if 0 < one[1] < NOT_AVAILABLE_BYTES]
+
+    @property
+    def others(self) -> int | None:
+        """Return what is neither free nor this process's: T - F - L - U."""
+        if self.total is None or self.free is None or self.own is None:
+            return None
+        return max(0, self.total - self.free - self.own)
+
+    @property
+    def beside_torch(self) -> int:
+        """Return what this process holds outside torch's allocator, as far as it is told."""
+        told = [size for pid, size in self._told if pid is None]
+        return max(0, told[0] - (self.live or 0) - (self.unused or 0)) if told else 0
+
+    @property
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """Return the other processes that the message names, as pairs (pid, bytes)."""
+        return tuple(
+            (pid, size) for pid, size in self._told if pid is not None and size != self.own
+        )
+
+    def called(self, pattern: str, innermost: int | None = None) -> Frame | None:
+        """Return the innermost frame whose path, function or source matches."""
+        frames = self.frames[-innermost:] if innermost else self.frames
+        return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
+
+    def says(self, pattern: str) -> re.Match[str] | None:
+        """Find words anywhere in the text, the head of the log included."""
+        return re.search(pattern, self.text) or re.search(pattern, self.command)
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """Return the innermost frame in the user's own code."""
+        return next((one for one in reversed(self.frames) if one.is_users), None)
+
+    @property
+    def failed(self) -> Frame | None:
+        """Return the frame in which it failed."""
+        return self.frames[-1] if self.frames else None
+
+    @property
+    def is_notebook(self) -> bool:
+        return bool(self.called(r"ipython-input|^(?:Cell )?In ?\[|ipykernel")) or bool(
+            self.says(r"ipython-input-|\bCell In ?\[|ipykernel")
+        )
+
+    @property
+    def is_windows(self) -> bool:
+        return bool(self.says(r"\b[A-Z]:\\|WinError|os error 1455"))
+
+    @property
+    def is_wsl(self) -> bool:
+        return bool(self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users"))
+
+    @property
+    def launched(self) -> str:
+        """Return the command line of the run: as the text shows it, else by the outermost frame."""
+        if shown := self.says(_COMMAND):
+            return re.sub(r"^CUDA_VISIBLE_DEVICES=\S+ ", "", shown[1].strip())
+        frame = next((one for one in self.frames if one.function == "<module>"), None)
+        if not frame or not frame.is_users or not re.fullmatch(r"[\w./-]+\.py", frame.path):
+            return "python train.py"
+        path = frame.path.rsplit("/", 1)[-1] if frame.path.startswith("/") else frame.path
+        several = self.writer.isdigit() or self.says(r"local_rank|torch[/\\]distributed[/\\]run")
+        return f"{'accelerate launch' if several else 'python'} {path}"
+
+    def rows(self, name: str) -> int | None:
+        """Return a number that the command line or a config in the text gives to a setting."""
+        found = self.says(_SIZE_OF_ROWS.format(name=name))
+        return int(found[1]) if found else None
+
+
+def gather(excerpt: Excerpt, oom: OutOfMemory) -> Facts:
+    """Read the facts off the lines around an OOM."""
+    lines, at = excerpt.lines, excerpt.at
+    texts = [line.text for line in lines]
+    near = max(0, at - _NUM_NEAR)
+    processes = [match for text in texts if (match := _SMI_PROCESS.match(text))]
+    cards = [match for text in texts if (match := _SMI_CARD.search(text))]
+    return Facts(
+        oom=oom,
+        frames=frames_around(lines, at) or _last_words(texts, at),
+        writer=lines[at].writer,
+        text="\n".join(texts[near:]),
+        command="\n".join(texts[:near]),
+        processes=tuple(
+            SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
+        ),
+        cards=tuple((int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
+        progress=_progress(lines[:at]),
+        num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
+    )
+
+
+def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
+    """Take what stands right before the message for the place, where no frame is whole."""
+    before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
+    words = [*before, re.split(r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of", texts[at])[0]]
+    return tuple(
+        Frame("", None, "", one.strip()) for one in words if re.search(r"\w\(|\", line \d", one)
+    )
+
+
+def _progress(before: Sequence[Line]) -> str:
+    """Say how far the run had come; empty if at its start, or if the text does not tell."""
+    for line in reversed(before):
+        bar = _BAR.search(line.text)
+        if bar and not _NOT_STEPS.search(line.text[: bar.start() + 1]):
+            far, told = int(bar[1]) >= _FAR, f"the last progress bar is at {bar[1]} of {bar[2]}"
+        elif epoch := _EPOCH.search(line.text):
+            far, told = float(epoch[1]) > 0, f"the run was at epoch {epoch[1]}"
+        elif step := _STEP.search(line.text):
+            far, told = int(step[1]) >= _FAR, f"the run was at step {step[1]}"
+        else:
+            continue
+        return told if far else ""
+    return ""

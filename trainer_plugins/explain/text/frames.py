@@ -1,0 +1,110 @@
+"""Reads the frames of a traceback as Python 3.8 to 3.14, rich, IPython and Jupyter print it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer_plugins.explain.text.lines import Line
+
+_MOST_LINES = 600
+_PYTHON = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<name>.+))?$')
+_IPYTHON = re.compile(
+    r"^\s*(?:File )?\[?(?P<path>(?:/|~|[A-Z]:\\|<ipython-input|<tokenize>)[^\s()]{0,300}?)"
+    r"(?::(?P<line>\d+)\]?,)? in (?P<name>[^(\n]{1,80})(?:\(.*)?$"
+)
+_CELL = re.compile(r"^\s*(?P<path>(?:Cell )?In ?\[\d+\])(?:, line (?P<line>\d+))?")
+_RICH = re.compile(r"^\s*(?P<path>\S{2,300}?):(?P<line>\d+) in (?P<name>[\w<>.]+)\s*$")
+_ARROW = re.compile(r"^\s*(?:❱|-{1,4}>)\s*\d+[│\s]*(?P<source>.*)$")
+_MARKS = re.compile(r"^\s*(?:[\^~ ]+|\.\.\.<\d+ lines>\.\.\.)$")
+_HEAD = re.compile(r"Traceback \(most recent call last\)")
+_PACKAGES = re.compile(
+    r"(?:site|dist)-packages|[/\\]lib[/\\]python3|[/\\]Lib[/\\]|^<(?!ipython|stdin)|/usr/lib/|/bin/"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Names one call of a traceback."""
+
+    path: str
+    line: int | None
+    function: str
+    source: str
+    """The line of code, as far as the traceback shows it; empty if it does not."""
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether the file is outside installed packages and the standard library."""
+        return bool(self.path) and not _PACKAGES.search(self.path)
+
+    @property
+    def words(self) -> str:
+        """Return all that the traceback says of this call, to be searched."""
+        return f"{self.path} {self.function} {self.source}"
+
+    def __str__(self) -> str:
+        if not self.path:
+            return f"'{self.source[:100]}'"
+        place = re.split(r"[/\\]", self.path)[-1] + (f":{self.line}" if self.line else "")
+        source = f": {self.source[:100]}".rstrip(" ,(") if self.source else ""
+        return f"{place} in {self.function}{source}"
+
+
+def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
+    """Return the frames of the traceback that ends at a line, outermost first.
+
+    Some loggers write the message first: if no frame precedes it, those that follow are taken.
+    """
+    writer = lines[at].writer
+    before: list[str] = []
+    for line in reversed(lines[max(0, at - _MOST_LINES) : at]):
+        if line.writer != writer:
+            continue
+        if _HEAD.search(line.text):
+            if _frames(before[::-1]):
+                break
+            before.clear()  # of a rank whose frames stand elsewhere
+            continue
+        before.append(line.text)
+    after = [line.text for line in lines[at + 1 : at + _MOST_LINES] if line.writer == writer]
+    return tuple(_frames(before[::-1]) or _frames(after))
+
+
+def _frames(texts: Sequence[str]) -> list[Frame]:
+    frames: list[Frame] = []
+    used = -1  # the second line of a place, which is none by itself
+    for number, text in enumerate(texts):
+        if number == used:
+            continue
+        following = texts[number + 1 : number + 3]
+        found = _PYTHON.match(text) or _CELL.match(text) or _IPYTHON.match(text)
+        found = found or _RICH.match(text)
+        if not found and following:  # rich breaks a long path in the middle of a word
+            rest = following[0].lstrip()
+            found = _RICH.match(text + rest) or _RICH.match(f"{text} {rest}")
+            used = number + 1 if found else used
+        arrow = _ARROW.match(text)
+        if found:
+            named = found.groupdict()
+            frames.append(
+                Frame(
+                    named["path"],
+                    int(named["line"]) if named["line"] else None,
+                    (named.get("name") or "<module>").strip(),
+                    _source(following) if found.re is _PYTHON else "",
+                )
+            )
+        elif arrow and frames:
+            last = frames[-1]
+            source = arrow["source"].replace("│", "").strip()
+            frames[-1] = Frame(last.path, last.line, last.function, source)
+    return frames
+
+
+def _source(following: Sequence[str]) -> str:
+    for text in following:
+        if _PYTHON.match(text):
+            break
+        if text.strip() and not _MARKS.match(text):
+            return text.strip()
+    return ""

@@ -1,0 +1,52 @@
+"""What to do about each cause, as the user types it; the first remedy is the one to try first."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainer_plugins.explain.answer import Cause, Remedy
+from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.remedies import batch, card, host
+
+REMEDIES: dict[str, Callable[[Facts], list[Remedy]]] = {
+    "api-misuse": card.wrong_shape,
+    "capacity": batch.capacity,
+    "contradictory": card.contradictory,
+    "ddp-gpu0": card.ddp_gpu0,
+    "engine-share": card.engine_share,
+    "eval-batch": batch.eval_batch,
+    "eval-logits": batch.eval_logits,
+    "foreign": card.foreign,
+    "fragmentation": card.fragmentation,
+    "generate-cache": batch.generate_cache,
+    "host-alloc": host.host_alloc,
+    "host-commit": host.host_commit,
+    "host-kill": host.host_kill,
+    "host-limit": host.host_limit,
+    "image-size": batch.image_size,
+    "impossible-size": card.wrong_shape,
+    "leak": card.kept_after_catch,
+    "leftover": card.leftover,
+    "load-too-large": card.load_too_large,
+    "logits-loss": batch.logits_loss,
+    "long-sample": batch.long_sample,
+    "mps-other": card.mps_other,
+    "nccl": card.nccl,
+    "optimizer-state": batch.optimizer_state,
+    "pinned": host.pinned,
+    "quadratic-attention": batch.quadratic_attention,
+    "resume-load": card.resume_load,
+    "save-gather": card.save_gather,
+    "shm": host.shm,
+    "zero3-gather": card.zero3_gather,
+}
+
+
+def remedies_of(causes: tuple[Cause, ...], facts: Facts) -> tuple[Remedy, ...]:
+    """Collect the remedies of the answer, then the first one of what is possible too."""
+    found: list[Remedy] = []
+    for cause in causes:
+        offered = REMEDIES[cause.code](facts)
+        for remedy in offered if cause is causes[0] else offered[:1]:
+            if remedy.do not in [one.do for one in found]:
+                found.append(replace(remedy, cause=cause.code))
+    return tuple(found)

@@ -1,0 +1,301 @@
+"""Remedies where this run is too large for its card: fewer rows at once, less kept of them."""
+
+from math import ceil
+
+from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.units import GIB, size
+
+_ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
+
+
+def capacity(facts: Facts) -> list[Remedy]:
+    """Make the training smaller; where it only runs a model, say what makes that smaller."""
+    if _only_runs(facts):
+        return [
+            Remedy(
+                do="pass fewer rows at once, or shorter ones",
+                effect=_shortage(facts) or "activations shrink with rows x length",
+                grade="arithmetic" if _shortage(facts) else "known",
+                price="more passes",
+            ),
+            Remedy(
+                do="from_pretrained(..., dtype=torch.bfloat16)",
+                effect="weights take half of what they take in float32, if that is what they are",
+                grade="known",
+            ),
+        ]
+    if not uses_trainer(facts):
+        return [*fewer_rows(facts), checkpointing("model.gradient_checkpointing_enable()")]
+    return [*fewer_rows(facts), survive(facts), checkpointing(), plan(facts)]
+
+
+def fewer_rows(facts: Facts) -> list[Remedy]:
+    """Divide the micro-batch and accumulate more, so that the effective batch stays the same."""
+    rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
+    if rows == 1:
+        return []
+    half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
+    if rows:
+        do = f"--{_ROWS} {half} --{_STEPS} {steps * factor}"
+    elif uses_trainer(facts):
+        do = f"halve --{_ROWS}, and double --{_STEPS}"
+    else:
+        do = "halve the rows of a micro-batch, and double the steps of gradient accumulation"
+    effect = "activations shrink with the rows; the effective batch stays the same"
+    has_rows = bool(facts.asked and facts.called(r"\bforward\b|backward|loss|logits", innermost=4))
+    if has_rows:
+        asked = facts.asked or 0
+        effect = f"{size(asked // factor)} instead of {size(asked)} at that place; {effect}"
+    return [
+        Remedy(
+            do=do,
+            effect=effect,
+            grade="arithmetic" if has_rows else "known",
+            price="some speed, if the card was not busy with fewer rows",
+        )
+    ]
+
+
+def survive(facts: Facts) -> Remedy:
+    """Finish a micro-batch that does not fit in pieces."""
+    if facts.called(r"hydra[/\\]"):
+        do = f"{facts.launched} +trainer_plugins=survive"
+    else:
+        do = f"trainer-plugins exec --preset survive -- {facts.launched}"
+    return Remedy(
+        do=do,
+        effect="a micro-batch that does not fit is finished in pieces, with the same gradient",
+        grade="known",
+        price="one failed attempt for each new length",
+    )
+
+
+def checkpointing(do: str = "--gradient_checkpointing True") -> Remedy:
+    """Compute activations twice instead of keeping them."""
+    return Remedy(
+        do=do,
+        effect="only the inputs of layers are kept for the backward pass",
+        grade="known",
+        price="about a third more time",
+    )
+
+
+def plan(facts: Facts) -> Remedy:
+    """Let the planner try what would fit."""
+    gpu = f" --gpu {facts.total / GIB:.2f}GiB" if facts.total else ""
+    return Remedy(
+        do=f"trainer-plugins plan --model path/to/config.json{gpu} <your flags>",
+        effect="predicts this run, and tries what makes it fit",
+        grade="known",
+    )
+
+
+def long_sample(facts: Facts) -> list[Remedy]:
+    """Let long batches pass in pieces, or come first."""
+    if not uses_trainer(facts):
+        return fewer_rows(facts)
+    return [
+        survive(facts),
+        Remedy(
+            do="--train_sampling_strategy group_by_length",
+            effect="the longest rows come first, so that it fails in the first steps or not at all"
+            " (transformers 4: --group_by_length True)",
+            grade="known",
+            price="another order of the rows",
+        ),
+        Remedy(
+            do=f"trainer-plugins exec --preset observe -- {facts.launched}",
+            effect="records memory at each step: a longest batch and a growth look different",
+            grade="known",
+        ),
+    ]
+
+
+def logits_loss(facts: Facts) -> list[Remedy]:
+    """Never make the logits whole, or make fewer of them."""
+    liger = Remedy(
+        do="--use_liger_kernel True",
+        effect=f"the logits ({size(facts.asked)} at that place, more than once) are never whole"
+        if facts.asked
+        else "the logits are never whole",
+        grade="arithmetic" if facts.asked else "known",
+        price="rounding differs a little; the model has to be one that Liger knows",
+    )
+    if not uses_trainer(facts):
+        return fewer_rows(facts)
+    return [liger, *fewer_rows(facts), survive(facts)]
+
+
+def eval_logits(facts: Facts) -> list[Remedy]:
+    """Keep less of each batch, or keep it in main memory."""
+    asked = f" ({size(facts.asked)} at that place)" if facts.asked else ""
+    return [
+        Remedy(
+            do="Trainer(..., preprocess_logits_for_metrics=lambda logits, labels: "
+            "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))",
+            effect=f"keeps one number a token instead of the whole vocabulary{asked}",
+            grade="arithmetic" if facts.asked else "known",
+            price="metrics see tokens, not logits",
+        ),
+        Remedy(
+            do="--eval_accumulation_steps 1",
+            effect="logits go to main memory after each batch; all of them have to fit there",
+            grade="known",
+            price="slower evaluation",
+        ),
+        Remedy(
+            do="--prediction_loss_only True",
+            effect="no logits are kept; only the loss is reported",
+            grade="known",
+        ),
+    ]
+
+
+def eval_batch(facts: Facts) -> list[Remedy]:
+    """Make evaluation batches smaller."""
+    rows = facts.rows("per_device_eval_batch_size")
+    found = []
+    if uses_trainer(facts):
+        if rows != 1:
+            found.append(
+                Remedy(
+                    do=f"--per_device_eval_batch_size {ceil(rows / 2) if rows else 1}",
+                    effect="the metrics stay the same; the default is 8 rows",
+                    grade="known",
+                    price="slower evaluation",
+                )
+            )
+        found.append(
+            Remedy(
+                do="--eval_accumulation_steps 1",
+                effect="what is kept of earlier batches goes to main memory",
+                grade="known",
+            )
+        )
+        found.append(survive(facts))
+    else:
+        found += [
+            Remedy(
+                do="with torch.no_grad():  # around the evaluation",
+                effect="without it all activations are kept for a backward pass",
+                grade="known",
+            ),
+            Remedy(
+                do="halve the rows of an evaluation batch, and keep outputs with .cpu()",
+                effect=_shortage(facts) or "activations shrink with the rows",
+                grade="arithmetic" if _shortage(facts) else "known",
+            ),
+        ]
+    return found
+
+
+def generate_cache(facts: Facts) -> list[Remedy]:
+    """Keep fewer or shorter rows in the cache."""
+    found = [
+        Remedy(
+            do='model.generate(..., max_new_tokens=256, cache_implementation="offloaded")',
+            effect="only one layer's cache is on the card; fewer prompts make it smaller too",
+            grade="known",
+            price="slower generation, shorter answers",
+        ),
+    ]
+    if uses_trainer(facts):
+        found.insert(
+            0,
+            Remedy(
+                do="--per_device_eval_batch_size 1 --generation_max_length 256",
+                effect="fewer and shorter rows in the cache, where evaluation generates",
+                grade="known",
+                price="slower evaluation, shorter answers",
+            ),
+        )
+    return found
+
+
+def image_size(facts: Facts) -> list[Remedy]:
+    """Cut pictures into fewer patches."""
+    del facts
+    return [
+        Remedy(
+            do="AutoProcessor.from_pretrained(..., max_pixels=512 * 28 * 28)",
+            effect="at most 512 patches a picture in Qwen-VL; attention falls with their square",
+            grade="known",
+            price="less detail",
+        ),
+        Remedy(
+            do='attn_implementation="flash_attention_2"',
+            effect="no matrix of patches x patches is made",
+            grade="known",
+        ),
+    ]
+
+
+def quadratic_attention(facts: Facts) -> list[Remedy]:
+    """Use a kernel that makes no matrix of length x length."""
+    asked = size(facts.asked) if facts.asked else "the matrix"
+    return [
+        Remedy(
+            do='from_pretrained(..., attn_implementation="flash_attention_2")',
+            effect=f"{asked} of length x length is never made",
+            grade="arithmetic",
+            price="half precision only; other rounding",
+        ),
+        Remedy(
+            do="halve the longest length (max_length)",
+            effect=f"{size(facts.asked / 4)} instead of {asked}" if facts.asked else "a quarter",
+            grade="arithmetic",
+            price="rows are cut",
+        ),
+    ]
+
+
+def optimizer_state(facts: Facts) -> list[Remedy]:
+    """Use smaller states, or put them elsewhere."""
+    if facts.called(r"deepspeed"):
+        return [
+            Remedy(
+                do="trainer-plugins configs show zero3_offload_optimizer > accelerate.yaml",
+                effect="optimizer states of 12 bytes a parameter go to main memory",
+                grade="known",
+                price="a slower step; the host needs that memory",
+            ),
+            plan(facts),
+        ]
+    return [
+        Remedy(
+            do="--optim adamw_torch_fused",
+            effect="no temporaries of a foreach step, which are as large as the parameters",
+            grade="known",
+        ),
+        Remedy(
+            do="--optim paged_adamw_8bit",
+            effect="2 instead of 8 bytes of states a parameter",
+            grade="known",
+            price="other rounding; needs bitsandbytes",
+        ),
+        plan(facts),
+    ]
+
+
+def uses_trainer(facts: Facts) -> bool:
+    """Return whether flags of TrainingArguments fit; without any frame they are assumed to."""
+    return (
+        not facts.frames
+        or facts.called(_IN_TRAINER) is not None
+        or facts.says(rf"{_ROWS}|TrainingArguments") is not None
+    )
+
+
+def _only_runs(facts: Facts) -> bool:
+    """Return whether the frames are of a model that is used and not trained."""
+    frame = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
+    trains = facts.called(r"(?i)backward|train|optimizer|closure")
+    return frame is not None and trains is None
+
+
+def _shortage(facts: Facts) -> str:
+    if facts.asked is None or facts.free is None or facts.asked <= facts.free:
+        return ""
+    return f"at least {size(facts.asked - facts.free)} less are needed"

@@ -1,0 +1,308 @@
+"""Remedies that leave the training as it is: who holds the card, what is loaded onto it."""
+
+from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.remedies.batch import capacity, fewer_rows, plan, uses_trainer
+from trainer_plugins.units import size
+
+_EXPANDABLE = r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)"
+_SEE = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
+
+
+def foreign(facts: Facts) -> list[Remedy]:
+    """See who it is, then take another card or wait: no setting of the run helps."""
+    who = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names nobody"
+    found = [Remedy(do=_SEE, effect=f"shows who holds the card ({who})", grade="known")]
+    if len(facts.cards) != 1:
+        rooms = [total - used for used, total in facts.cards]
+        best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
+        there = f"{size(rooms[best])} were free there" if rooms else "if there is one"
+        gone = f"; {size(facts.others)} are in the way on this one" if facts.others else ""
+        found.append(
+            Remedy(
+                do=f"CUDA_VISIBLE_DEVICES={best} {facts.launched}",
+                effect=f"takes another card, {there}{gone}",
+                grade="arithmetic" if rooms or gone else "known",
+            )
+        )
+    return [
+        *found,
+        Remedy(
+            do="kill PID",
+            effect="frees the card, if the process is a dead run of your own",
+            grade="known",
+            price="whatever that process was doing",
+        ),
+    ]
+
+
+def ddp_gpu0(facts: Facts) -> list[Remedy]:
+    """Keep ranks off card 0."""
+    stray = sum(one.num_bytes for one in facts.processes if one.card == 0)
+    told = f"; nvidia-smi shows {size(stray)} on card 0" if stray else ""
+    return [
+        Remedy(
+            do='torch.load(path, map_location="cpu")',
+            effect=f"a checkpoint saved on card 0 is not loaded there by every rank{told}",
+            grade="arithmetic" if stray else "known",
+        ),
+        Remedy(
+            do='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
+            effect="each rank opens a context on its own card only",
+            grade="known",
+        ),
+    ]
+
+
+def engine_share(facts: Facts) -> list[Remedy]:
+    """Give the engine less."""
+    if facts.says(r"\bverl\b|actor_rollout_ref"):
+        share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"
+    elif facts.says(r"(?i)\btrl\b|GRPO|colocate|use_vllm"):
+        share = "--vllm_gpu_memory_utilization 0.3"
+    else:
+        share = "--gpu-memory-utilization 0.8"
+    found = [
+        Remedy(
+            do=share,
+            effect="the engine reserves this share of the card, weights and KV cache together",
+            grade="known",
+            price="fewer sequences at once in the engine",
+        )
+    ]
+    if share.startswith("--gpu"):
+        return [
+            *found,
+            Remedy(
+                do="--max-num-seqs 64",
+                effect="the sampler and the graphs are warmed up for fewer sequences",
+                grade="known",
+                price="fewer sequences at once",
+            ),
+        ]
+    return [
+        *found,
+        Remedy(
+            do='eval "$(trainer-plugins env --vllm)"',
+            effect="allocator settings that go with vLLM in the training process",
+            grade="known",
+        ),
+    ]
+
+
+def fragmentation(facts: Facts) -> list[Remedy]:
+    """Expandable segments where they exist and are not in force, else fewer lengths."""
+    pieces = size(facts.unused or 0)
+    pad = Remedy(
+        do="DataCollatorForSeq2Seq(..., pad_to_multiple_of=64)",
+        effect="few different lengths leave few odd pieces",
+        grade="known",
+        price="some padding",
+    )
+    padded = [pad] if uses_trainer(facts) else []
+    if facts.is_windows or facts.is_wsl or facts.says(_EXPANDABLE):
+        return [*padded, *fewer_rows(facts)]
+    name = "PYTORCH_HIP_ALLOC_CONF" if "HIP" in facts.oom.text else "PYTORCH_CUDA_ALLOC_CONF"
+    return [
+        Remedy(
+            do=f"export {name}=expandable_segments:True",
+            effect=f"up to {pieces} in pieces become usable, {size(facts.asked or 0)} are needed",
+            grade="arithmetic",
+            price="none as a rule; it does not go with vLLM's sleep mode",
+        ),
+        *padded,
+    ]
+
+
+def contradictory(facts: Facts) -> list[Remedy]:
+    """Name the check; a smaller batch would not help."""
+    if facts.says(r"\bHIP\b|(?i:rocm|amdgpu)"):
+        checks = [
+            ("rocm-smi --showmeminfo vram gtt", "shows which memory the driver counts"),
+            ("dmesg | grep -i amdgpu", "shows why the driver refused"),
+        ]
+    else:
+        checks = [
+            (
+                "nvidia-smi --query-gpu=memory.used,memory.free --format=csv -l 1",
+                "shows whether a neighbour comes and goes while the run starts",
+            ),
+            (
+                "cat /proc/sys/vm/max_map_count; ulimit -v -l",
+                "shows limits of mappings and of"
+                " locked memory that the driver reports as 'out of memory'",
+            ),
+        ]
+        if facts.is_windows or facts.is_wsl:
+            checks.append(
+                (
+                    "wsl --shutdown, then memory=... in .wslconfig",
+                    "gives WSL more of main memory, half of which is the most it can pin",
+                )
+            )
+    return [Remedy(do=do, effect=effect, grade="known") for do, effect in checks]
+
+
+def wrong_shape(facts: Facts) -> list[Remedy]:
+    """Look at the shapes."""
+    where = facts.users_frame
+    place = f"{where.path.rsplit('/', 1)[-1]}:{where.line}" if where else "the failing line"
+    return [
+        Remedy(
+            do=f"print the shapes and dtypes of the inputs before {place}",
+            effect="shows which axis is not what it should be",
+            grade="known",
+        )
+    ]
+
+
+def leftover(facts: Facts) -> list[Remedy]:
+    """Start anew, or free what is left."""
+    first = Remedy(
+        do="restart the kernel, and run the cells once",
+        effect=f"frees {size(facts.live)}, if it is left from before"
+        if facts.live
+        else "frees what is left from before",
+        grade="arithmetic" if facts.live else "known",
+    )
+    if facts.says(r"[Tt]rial ?#?\d"):
+        first = Remedy(
+            do="del trainer, model; gc.collect(); torch.cuda.empty_cache()  # after each trial",
+            effect="nothing of a trial is left for the next one",
+            grade="known",
+        )
+    return [first, *([] if facts.says(r"[Tt]rial ?#?\d") else capacity(facts)[:1])]
+
+
+def kept_after_catch(facts: Facts) -> list[Remedy]:
+    """Let go of what the exception keeps."""
+    del facts
+    return [
+        Remedy(
+            do="empty the cache after the `except` block, not in it",
+            effect="the exception's frames hold the tensors as long as the block runs",
+            grade="known",
+        ),
+    ]
+
+
+def load_too_large(facts: Facts) -> list[Remedy]:
+    """Load fewer bytes a parameter."""
+    return [
+        Remedy(
+            do="from_pretrained(..., dtype=torch.bfloat16)",
+            effect="2 bytes a parameter; float32, transformers 4's default, takes 4",
+            grade="known",
+        ),
+        Remedy(
+            do="from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
+            effect="about 0.6 bytes a parameter",
+            grade="known",
+            price="other rounding; trains as an adapter only",
+        ),
+        plan(facts),
+    ]
+
+
+def resume_load(facts: Facts) -> list[Remedy]:
+    """Load into main memory, and drop the copy."""
+    del facts
+    return [
+        Remedy(
+            do='torch.load(path, map_location="cpu")',
+            effect="the checkpoint waits in main memory, and is freed after load_state_dict",
+            grade="known",
+        ),
+        Remedy(
+            do="del checkpoint; gc.collect(); torch.cuda.empty_cache()  # after load_state_dict",
+            effect="the copy that was loaded does not stay beside the run",
+            grade="known",
+        ),
+    ]
+
+
+def save_gather(facts: Facts) -> list[Remedy]:
+    """Save in parts."""
+    if facts.called(r"deepspeed|zero3"):
+        return [
+            Remedy(
+                do='"stage3_gather_16bit_weights_on_model_save": false',
+                effect="each rank saves its part; `zero_to_fp32.py` joins them on the CPU",
+                grade="known",
+            )
+        ]
+    if facts.called(r"fsdp") or facts.says(r"(?i)fsdp"):
+        return [
+            Remedy(
+                do="fsdp_state_dict_type: SHARDED_STATE_DICT",
+                effect="each rank saves its part, nothing is gathered on a card",
+                grade="known",
+                price="`accelerate merge-weights` joins the parts afterwards",
+            )
+        ]
+    return [
+        Remedy(
+            do="gc.collect(); torch.cuda.empty_cache()  # before saving",
+            effect="saving needs a copy; what training has cached makes room for it",
+            grade="known",
+        )
+    ]
+
+
+def zero3_gather(facts: Facts) -> list[Remedy]:
+    """Gather less at once."""
+    if not facts.called(r"deepspeed"):
+        return [
+            Remedy(
+                do="fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer  # your model's layer",
+                effect="one layer is gathered at a time, not the model",
+                grade="known",
+            ),
+            *fewer_rows(facts),
+        ]
+    return [
+        Remedy(
+            do='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
+            effect="fewer parameters are gathered at once (the default is 1e9: 2 GB in half"
+            " precision)",
+            grade="known",
+            price="less overlap of sending and computing",
+        ),
+        *fewer_rows(facts),
+    ]
+
+
+def mps_other(facts: Facts) -> list[Remedy]:
+    """Give back what is not live."""
+    del facts
+    return [
+        Remedy(
+            do="--torch_empty_cache_steps 1",
+            effect="gives torch's cache back after each step",
+            grade="known",
+            price="about a tenth slower",
+        ),
+        Remedy(
+            do="close other programs that draw or compute",
+            effect="main memory and the card's are one on a Mac",
+            grade="known",
+        ),
+    ]
+
+
+def nccl(facts: Facts) -> list[Remedy]:
+    """Leave room outside torch."""
+    del facts
+    return [
+        Remedy(
+            do="torch.cuda.set_per_process_memory_fraction(0.95)",
+            effect="torch fails earlier by itself, and leaves NCCL 1 to 2 GiB of a large card",
+            grade="known",
+        ),
+        Remedy(
+            do="export NCCL_BUFFSIZE=1048576",
+            effect="a quarter of the usual buffers (4 MiB each)",
+            grade="known",
+            price="slower collectives",
+        ),
+    ]

@@ -1,0 +1,144 @@
+"""Remedies for memory that is not the card's."""
+
+from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.units import size
+
+_TAKERS = r"(?i)dataloader|offload|cpu_?adam"
+
+
+def shm(facts: Facts) -> list[Remedy]:
+    """Give /dev/shm more, or do without."""
+    del facts
+    return [
+        Remedy(
+            do="docker run --ipc=host ...   # or --shm-size=16g",
+            effect="/dev/shm is no longer 64 MiB",
+            grade="known",
+        ),
+        Remedy(
+            do="--dataloader_num_workers 0",
+            effect="batches do not go through shared memory",
+            grade="known",
+            price="loading is not done beside the training",
+        ),
+    ]
+
+
+def host_limit(facts: Facts) -> list[Remedy]:
+    """Raise the limit, or need less."""
+    if facts.says(r"(?i)slurm|srun|sbatch"):
+        first = Remedy(
+            do="#SBATCH --mem=0   # all of the node, or a number above MaxRSS of sacct",
+            effect="the job's limit is higher",
+            grade="known",
+        )
+    else:
+        first = Remedy(
+            do="resources.limits.memory in the pod, or docker run --memory=...",
+            effect="the container's limit is higher",
+            grade="known",
+        )
+    return [first, *_less(facts)]
+
+
+def host_kill(facts: Facts) -> list[Remedy]:
+    """Confirm it first, unless the text shows what took the memory."""
+    see = Remedy(
+        do="sudo dmesg -T | grep -i 'killed process'",
+        effect="says whether it was main memory, and how much the process had",
+        grade="known",
+    )
+    return [*_less(facts), see] if facts.says(_TAKERS) else [see, *_less(facts)]
+
+
+def host_commit(facts: Facts) -> list[Remedy]:
+    """Need less of what counts as committed, or raise the limit."""
+    del facts
+    return [
+        Remedy(
+            do="--dataloader_num_workers 0",
+            effect="each worker loads torch's libraries again, which count as committed",
+            grade="known",
+            price="loading is not done beside the training",
+        ),
+        Remedy(
+            do="a larger paging file (System, Advanced, Performance, Virtual memory)",
+            effect="raises the limit; little of it is written",
+            grade="known",
+        ),
+    ]
+
+
+def host_alloc(facts: Facts) -> list[Remedy]:
+    """Look at the line that asked, then need less."""
+    asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
+    frame = facts.users_frame
+    return [
+        Remedy(
+            do=f"look at {frame.path.rsplit('/', 1)[-1]}:{frame.line}"
+            if frame
+            else "free -h   # while it runs",
+            effect=asked or "shows how much main memory is left",
+            grade="arithmetic" if asked else "known",
+        ),
+        *_less(facts),
+    ]
+
+
+def pinned(facts: Facts) -> list[Remedy]:
+    """Pin less."""
+    found = [
+        Remedy(
+            do="--dataloader_pin_memory False",
+            effect="batches are not page-locked",
+            grade="known",
+            price="copies to the card do not overlap with computing",
+        )
+    ]
+    if facts.called(r"deepspeed") or facts.says(r"(?i)deepspeed"):
+        found.insert(
+            0,
+            Remedy(
+                do='"offload_optimizer": {"device": "cpu", "pin_memory": false}',
+                effect="what is offloaded is not page-locked (the same for offload_param)",
+                grade="known",
+                price="slower copies",
+            ),
+        )
+    return found
+
+
+def _less(facts: Facts) -> list[Remedy]:
+    """Say what takes less main memory, as far as the text shows what took it."""
+    if facts.says(r"DataLoader worker|dataloader"):
+        return [
+            Remedy(
+                do="--dataloader_num_workers 0",
+                effect="no copies of the data set in workers",
+                grade="known",
+                price="loading is not done beside the training",
+            )
+        ]
+    if facts.says(r"(?i)offload|cpu_adam|CPUAdam"):
+        return [
+            Remedy(
+                do="trainer-plugins configs check your_launch_file.yaml",
+                effect="counts what the offload needs of main memory against what there is",
+                grade="known",
+            ),
+            Remedy(
+                do="trainer-plugins configs show zero3_offload_nvme > accelerate.yaml",
+                effect="optimizer states (12 bytes a parameter) and parameters go to a disk",
+                grade="known",
+                price="much slower steps; a fast local disk",
+            ),
+        ]
+    return [
+        Remedy(
+            do="from_pretrained(..., low_cpu_mem_usage=True)",
+            effect="a rank does not hold the weights twice while it loads (the default in"
+            " transformers 5); each rank still holds them once",
+            grade="known",
+        )
+    ]

@@ -1,0 +1,149 @@
+"""Put two plans, a plan and a run, or two runs side by side: by moment and by category."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer_plugins.planner.calibrate import MOMENTS_SEEN, readings_in, timelines_of
+from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Holds one figure of both sides, in bytes; None where a side has none."""
+
+    name: str
+    """The moment and the counter, `train, allocated`; or a category at the peak."""
+
+    a_bytes: int | None
+    b_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Holds the figures of two sides."""
+
+    a: str
+    b: str
+    """The paths of both sides."""
+
+    changes: tuple[tuple[str, str, str], ...]
+    """What was planned otherwise: its name and both texts; empty if a side is a run."""
+
+    moments: tuple[Pair, ...]
+    categories: tuple[Pair, ...]
+    """What was allocated at the peak of each plan; empty if a side is a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    path: Path
+    plan: MemoryPlan | None
+    moments: Mapping[str, MomentPeak]
+
+
+def beside(a: Path, b: Path) -> Beside:
+    """Compare two sides, each a plan that was printed as JSON or the output_dir of a run.
+
+    Of several runs in one folder the last one counts, and of several ranks the one with the most.
+    A plan beside a run has the moments that MemoryWatchdog tells apart.
+
+    Raises:
+        PlanError: a file is not a plan, or a folder has no timelines.
+    """
+    one, other = _side(a), _side(b)
+    if one.plan is None or other.plan is None:
+        return _beside(one, other, _seen(one), _seen(other))
+    return _beside(one, other, one.moments, other.moments)
+
+
+def _beside(
+    one: _Side, other: _Side, mine: Mapping[str, MomentPeak], theirs: Mapping[str, MomentPeak]
+) -> Beside:
+    pairs = [
+        Pair(
+            name=f"{moment}, {counter}",
+            a_bytes=bytes_of(mine[moment]) if moment in mine else None,
+            b_bytes=bytes_of(theirs[moment]) if moment in theirs else None,
+        )
+        for moment in dict.fromkeys((*mine, *theirs))
+        for counter, bytes_of in _COUNTERS.items()
+    ]
+    changes: list[tuple[str, str, str]] = []
+    categories: list[Pair] = []
+    if one.plan is not None and other.plan is not None:
+        changes = _changes(one.plan.planned, other.plan.planned)
+        held, also = one.plan.breakdown, other.plan.breakdown
+        categories = [
+            Pair(name=name, a_bytes=held.get(name, 0), b_bytes=also.get(name, 0))
+            for name in dict.fromkeys((*held, *also))
+        ]
+    return Beside(
+        a=str(one.path),
+        b=str(other.path),
+        changes=tuple(changes),
+        moments=tuple(pairs),
+        categories=tuple(categories),
+    )
+
+
+_COUNTERS: dict[str, Callable[[MomentPeak], int]] = {
+    "allocated": lambda peak: peak.allocated_bytes,
+    "reserved": lambda peak: peak.reserved_bytes,
+}
+
+
+def _changes(one: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    names = [name for name in dict.fromkeys((*one, *other)) if name != "command"]
+    texts = [(name, one.get(name, ""), other.get(name, "")) for name in names]
+    return [(name, mine, theirs) for name, mine, theirs in texts if mine != theirs]
+
+
+def _side(path: Path) -> _Side:
+    if path.is_dir():
+        return _of_run(path)
+    try:
+        plan = MemoryPlan.from_json(path.read_text())
+    except OSError as error:
+        raise PlanError(f"--compare: {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        why = "it is not JSON" if isinstance(error, json.JSONDecodeError) else error
+        raise PlanError(
+            f"--compare: {path} is neither a plan printed with --json nor the folder of a run: "
+            f"{why}"
+        ) from error
+    return _Side(path, plan, {str(name): peak for name, peak in plan.moments.items()})
+
+
+def _of_run(path: Path) -> _Side:
+    try:
+        ranks = timelines_of(path)
+    except PlanError as error:
+        raise PlanError(str(error).replace("--calibrate", "--compare", 1)) from error
+    peaks = {}
+    for moment in MOMENTS_SEEN:
+        if seen := readings_in(ranks, moment):
+            peaks[moment] = MomentPeak(
+                allocated_bytes=max(each.peak_allocated_bytes for each in seen),
+                reserved_bytes=max(each.reserved_bytes for each in seen),
+            )
+    return _Side(path, None, peaks)
+
+
+def _seen(side: _Side) -> Mapping[str, MomentPeak]:
+    """Return the peaks by the moments that a watchdog tells apart."""
+    if side.plan is None:
+        return side.moments
+    peaks: dict[str, MomentPeak] = {}
+    for moment, planned in MOMENTS_SEEN.items():
+        if moment != "predict" and (there := _there(side.moments, planned)):
+            peaks[moment] = MomentPeak(
+                allocated_bytes=max(each.allocated_bytes for each in there),
+                reserved_bytes=max(each.reserved_bytes for each in there),
+            )
+    return peaks
+
+
+def _there(moments: Mapping[str, MomentPeak], names: Sequence[str]) -> list[MomentPeak]:
+    return [moments[name] for name in names if name in moments]
