@@ -19,7 +19,7 @@ _KEPT_LOGITS = {
     "torch_pad_and_concatenate", "gather_for_metrics", "gather_function", "to_cpu_and_numpy",
 }  # fmt: skip
 _LOSS = {"cross_entropy", "log_softmax", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy"}
-_ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module", "_all_gather"}
+_ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module"}
 _ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
 
 _BY_SOURCE = {
@@ -222,7 +222,7 @@ def _leak(case: Case) -> Cause | None:
 def _optimizer(case: Case) -> Cause | None:
     if case.record.part != "optimizer":
         return None
-    is_temporary = any("_multi_tensor" in name for name in case.functions)
+    is_temporary = any("multi_tensor" in name for name in case.functions)
     return cause(
         "optimizer-state",
         "certain",

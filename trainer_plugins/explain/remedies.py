@@ -165,7 +165,7 @@ def _optimizer(case: Case) -> Remedies:
     trained = case.category("gradient") or case.category("parameter")
     states = int(case.state_factor * trained)
     found = []
-    if any("_multi_tensor" in name for name in case.functions):
+    if any("multi_tensor" in name for name in case.functions):
         found.append(
             _remedy(
                 "--optim adamw_torch_fused",
