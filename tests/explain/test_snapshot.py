@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.snapshots import read
 from benchmarks.traces import KEPT
@@ -22,6 +23,7 @@ from tests.explain.recorded import (
 )
 from tests.explain.test_snapshot_files import written
 from trainer_plugins.allocator.model import AllocatorFull
+from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
 from trainer_plugins.explain.snapshot.oom import case_of
@@ -319,3 +321,31 @@ def test_what_grew_between_two_snapshots_is_named_with_its_line(tmp_path):
     assert "+300.0 MiB from project/model.py:20 forward" in found.facts
     assert "+50.0 MiB optimizer states" in found.facts
     assert compare_snapshots(before, before).causes == ()
+
+
+def command(*paths: Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["explain", *map(str, paths)], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def test_the_command_reads_snapshots_and_compares_two(tmp_path):
+    healthy, full = RecordedCard(), RecordedCard(1 * GIB)
+    train(healthy)
+    before = healthy.dump(tmp_path / "before.pickle")
+    died = tmp_path / "died.pickle"
+    explained(full, in_pieces, died)
+
+    code, out = command(died)
+    assert code == 0
+    assert "[certain: fragmentation]" in out
+    assert "Do   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in out
+    code, out = command(before)
+    assert code == 1
+    assert "no out-of-memory error was found in it" in out
+    assert "% activations" in out
+    code, out = command(before, died)
+    assert code == 0
+    assert "no out-of-memory" not in out
+    hostile = tmp_path / "hostile.pickle"
+    hostile.write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
+    assert command(hostile)[0] == command(before, hostile)[0] == command(before, died, died)[0] == 2

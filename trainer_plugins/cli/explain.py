@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from trainer_plugins.explain.answer import Explanation
 
 _NO_OOM = 1
+_PICKLE = b"\x80"
+"""The first byte of a pickle (protocol 2 and later), which no log begins with."""
+
 _GRADES = {
     "predicted": "predicted",
     "replayed": "replayed",
@@ -17,11 +20,12 @@ _GRADES = {
 
 
 def explain(
-    path: Annotated[
-        str,
+    paths: Annotated[
+        list[str],
         typer.Argument(
             metavar="PATH",
-            help="A run's output_dir, a log, a pasted trace, or - for standard input.",
+            help="A run's output_dir, a log, - for standard input, or a memory snapshot of torch; "
+            "two snapshots are compared.",
         ),
     ],
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
@@ -31,14 +35,18 @@ def explain(
     Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
     """
     try:
-        answer = _explained(path)
+        answer = _explained(paths[0]) if len(paths) == 1 else _grown(paths)
     except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror or error}") from error
+        raise typer.BadParameter(f"{error.filename}: {error.strerror or error}") from error
     except ValueError as error:
-        raise typer.BadParameter(f"{path}: {error}") from error
-    show = _print_json if is_json else _print
-    show(answer)
-    if not answer.causes or answer.causes[0].code == "not-an-oom":
+        raise typer.BadParameter(str(error)) from error
+    if is_json:
+        _print_json(answer)
+    elif answer.causes:
+        _print(answer)
+    else:
+        _print_facts(answer, "no out-of-memory error was found in it" if len(paths) == 1 else "")
+    if len(paths) == 1 and (not answer.causes or answer.causes[0].code == "not-an-oom"):
         raise typer.Exit(_NO_OOM)
 
 
@@ -46,17 +54,31 @@ def _explained(path: str) -> "Explanation":
     import sys
     from pathlib import Path
 
-    from trainer_plugins.explain.run import explain_run
     from trainer_plugins.explain.text import explain_stream
 
     if path == "-":
         return explain_stream(sys.stdin.buffer, "standard input")
     if Path(path).is_dir():
+        from trainer_plugins.explain.run import explain_run
+
         return explain_run(Path(path))
     with Path(path).open("rb") as file:
-        if file.peek(2)[:1] == b"\x80":
-            raise ValueError("it looks like a pickle; give the log of the run, or a pasted trace")
-        return explain_stream(file, path)
+        if file.peek(1)[:1] != _PICKLE:
+            return explain_stream(file, path)
+    from trainer_plugins.explain.snapshot import explain_snapshot
+
+    return explain_snapshot(Path(path))
+
+
+def _grown(paths: list[str]) -> "Explanation":
+    """Compare two snapshots."""
+    from pathlib import Path
+
+    from trainer_plugins.explain.snapshot import compare_snapshots
+
+    if len(paths) > 2:
+        raise ValueError("explain takes one path, or two memory snapshots to compare")
+    return compare_snapshots(Path(paths[0]), Path(paths[1]))
 
 
 def _print_json(answer: "Explanation") -> None:
@@ -64,6 +86,18 @@ def _print_json(answer: "Explanation") -> None:
     from dataclasses import asdict
 
     print(json.dumps(asdict(answer), indent=2))
+
+
+def _print_facts(answer: "Explanation", said: str) -> None:
+    from rich.console import Group
+    from rich.text import Text
+
+    from trainer_plugins.printable import printable
+    from trainer_plugins.report.page import show
+
+    facts = (Text(printable(fact), "dim") for fact in (*answer.facts, *answer.unknown))
+    heading = f"{answer.subject}: {said}" if said else answer.subject
+    show(Group(Text(printable(heading)), *facts))
 
 
 def _print(answer: "Explanation") -> None:
@@ -74,9 +108,6 @@ def _print(answer: "Explanation") -> None:
     from trainer_plugins.printable import printable
     from trainer_plugins.report.page import show
 
-    if not answer.causes:
-        show(Text(f"{printable(answer.subject)}: no out-of-memory error was found in it"))
-        return
     parts: list[Text | Table] = []
     for number, cause in enumerate(answer.causes):
         head = Text("Why  " if number == 0 else f"     Also possible ({cause.code}): ")

@@ -328,7 +328,7 @@ class _Shown:
     In the first row a third of what the mask shows is labelled, and the last token, which the mask
     hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
     whole, with their padding. The end of a prompt stays: with what follows it would be a hole, and
-    TRL up to 0.29 cuts all columns behind one (trl/trainer/utils.py, flush_left).
+    TRL 0.24 cuts all columns behind one (trl/trainer/utils.py, flush_left).
     """
 
     def __init__(self, mask: torch.Tensor, num: int, part: str = "") -> None:
