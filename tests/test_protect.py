@@ -9,13 +9,21 @@ from trainer_plugins import (
     EvalGenerateCleanup,
     KVCacheGuard,
     MemoryWatchdog,
+    OOMReporter,
     StrategyInForce,
     protect,
 )
 from trainer_plugins.presets import PRESETS, Preset, preset
 from trainer_plugins.record.timeline import Sample, read_timeline
 
-ALL = [StrategyInForce, CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog]
+ALL = [
+    StrategyInForce,
+    CudaCacheCallback,
+    EvalGenerateCleanup,
+    KVCacheGuard,
+    MemoryWatchdog,
+    OOMReporter,
+]
 
 
 def kinds(trainer) -> list[type]:
@@ -41,15 +49,15 @@ def test_a_trainer_in_hand_is_watched_and_guarded(make_trainer, tmp_path, anywhe
 def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
     trainer = make_trainer()
 
-    assert len(protect(trainer, preset="observe", every_steps=5)) == 2
+    assert len(protect(trainer, preset="observe", every_steps=5)) == 3
     assert protect(trainer, preset="observe") == []
     assert len(protect(trainer)) == 3
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[1:4], ALL[0], ALL[4], PrinterCallback]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[1:4], ALL[0], *ALL[4:], PrinterCallback]
     assert trainer.pop_callback(MemoryWatchdog).every_steps == 5
 
 
 def test_options_reach_their_callbacks(make_trainer) -> None:
-    _, cache, _, _, watchdog = protect(
+    _, cache, _, _, watchdog, _ = protect(
         make_trainer(), every_steps=2, warn_fraction=0.5, act_fraction=0.75, stop=True,
         release_every_steps=7, min_reclaimable_fraction=0.25,
     )  # fmt: skip
@@ -77,7 +85,8 @@ def test_the_users_own_is_kept(make_trainer, own) -> None:
         for callback in trainer.callback_handler.callbacks
         if isinstance(callback, MemoryWatchdog)
     ] == [mine]
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:4], own, TrainerCallback, PrinterCallback]
+    behind = [OOMReporter, own, TrainerCallback, PrinterCallback]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:4], *behind]
 
 
 def test_ours_stand_before_the_trackers(make_trainer) -> None:
@@ -90,6 +99,7 @@ def test_ours_stand_before_the_trackers(make_trainer) -> None:
         "DefaultFlowCallback",
         "StrategyInForce",
         "MemoryWatchdog",
+        "OOMReporter",
         "TensorBoardCallback",
         "PrinterCallback",
     ]
@@ -115,7 +125,7 @@ def test_a_trainer_that_refuses_callbacks_is_protected(make_trainer) -> None:
     protect(trainer)
     trainer.train()
 
-    assert kinds(trainer)[1:6] == ALL
+    assert kinds(trainer)[1:7] == ALL
 
 
 def test_a_trainer_without_its_flow(make_trainer) -> None:
@@ -124,7 +134,7 @@ def test_a_trainer_without_its_flow(make_trainer) -> None:
 
     protect(trainer, preset="observe")
 
-    assert kinds(trainer) == [StrategyInForce, MemoryWatchdog, PrinterCallback]
+    assert kinds(trainer) == [StrategyInForce, MemoryWatchdog, OOMReporter, PrinterCallback]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _HOMES = {
     "MemoryPlan": "planner",
     "MemoryWatchdog": "callbacks",
     "NotPredicted": "planner",
+    "OOMReporter": "callbacks",
     "PlanError": "planner",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
@@ -31,6 +32,7 @@ _HOMES = {
     "plan_run": "planner",
     "protect": "plug_in.protection",
     "read_timeline": "record.timeline",
+    "report_oom": "upkeep.post_mortem",
     "survive_oom": "survival",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "MemoryPlan",
     "MemoryWatchdog",
     "NotPredicted",
+    "OOMReporter",
     "PlanError",
     "StrategyInForce",
     "SurviveOOM",
@@ -55,6 +58,7 @@ __all__ = [
     "plan_run",
     "protect",
     "read_timeline",
+    "report_oom",
     "survive_oom",
 ]
 
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
         EvalGenerateCleanup,
         KVCacheGuard,
         MemoryWatchdog,
+        OOMReporter,
         StrategyInForce,
     )
     from trainer_plugins.finding import Finding
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
     from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.survival import SurviveOOM, survive_oom
     from trainer_plugins.upkeep.generation import generation_memory
+    from trainer_plugins.upkeep.post_mortem import report_oom
 
 
 def __getattr__(name: str) -> object:

@@ -14,10 +14,11 @@ CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
 KV_CACHE = "trainer_plugins.callbacks.KVCacheGuard"
 WATCHDOG = "trainer_plugins.callbacks.MemoryWatchdog"
+REPORTER = "trainer_plugins.callbacks.OOMReporter"
 STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
 SURVIVE = "trainer_plugins.survival.SurviveOOM"
 
-_SAFE = (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG)
+_SAFE = (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG, REPORTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Preset:
 PRESETS = (
     Preset(
         "observe",
-        "strategy in force, watchdog and timeline; changes nothing",
-        (STRATEGY, WATCHDOG),
+        "strategy in force, watchdog, timeline and the record of an OOM; changes nothing",
+        (STRATEGY, WATCHDOG, REPORTER),
     ),
     Preset("memory_safe", "observe, and all guards", _SAFE),
     Preset(

@@ -1,7 +1,9 @@
 """What every callback promises, whatever it does, wherever it runs."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -234,6 +236,26 @@ def test_a_model_in_training_can_be_copied_and_pickled(make_trainer) -> None:
     texts = [c.eval().generate(prompt, max_new_tokens=4, do_sample=False).tolist() for c in copies]
     assert texts[0] == texts[1]
     assert copies[0] is not copies[1]
+
+
+class Breaks(TrainerCallback):
+    """What somebody else's callback raises ends the training."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise LookupError("a step that breaks")
+
+
+@pytest.mark.parametrize("callback_class", CLASSES)
+def test_a_training_that_raised_keeps_no_model(callback_class, make_trainer) -> None:
+    trainer = make_trainer(callback_class(), Breaks())
+    with pytest.raises(LookupError):
+        trainer.train()
+
+    model = weakref.ref(trainer.model)
+    del trainer
+    gc.unfreeze()
+    gc.collect()
+    assert model() is None
 
 
 class CopiesItsTrainer(TrainerCallback):

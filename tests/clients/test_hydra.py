@@ -111,13 +111,13 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    strategy, cache, watchdog = homes(
+    strategy, cache, watchdog, reporter = homes(
         [
             f"{CALLBACKS}.{name}"
-            for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog")
+            for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog", "OOMReporter")
         ]
     )
-    assert ours(tmp_path) == [strategy, cache, watchdog]
+    assert ours(tmp_path) == [strategy, cache, watchdog, reporter]
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
     assert moments(tmp_path) == [
@@ -173,7 +173,8 @@ def test_help_names_the_group(tmp_path: Path) -> None:
     assert f"trainer_plugins: {', '.join(sorted(preset.name for preset in PRESETS))}\n" in shown
     assert "trainer_plugins/attach: method_args, process\n" in shown
     callbacks = (
-        "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, strategy_in_force, survive_oom"
+        "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, oom_reporter,"
+        " strategy_in_force, survive_oom"
     )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown
 
@@ -243,7 +244,7 @@ def test_the_presets_of_hydra_are_those_of_python(app, preset) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda_cache", "eval_cleanup", "kv_cache_guard", "memory_watchdog"]
+    "name", ["cuda_cache", "eval_cleanup", "kv_cache_guard", "memory_watchdog", "oom_reporter"]
 )
 def test_each_callback_has_a_config_with_its_own_defaults(app, name: str) -> None:
     config = app(f"+trainer_plugins/callback@it={name}").it

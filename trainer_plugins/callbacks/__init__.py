@@ -7,6 +7,7 @@ from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback
 from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup
 from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard
 from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog
+from trainer_plugins.callbacks.oom_reporter import OOMReporter
 from trainer_plugins.callbacks.strategy_in_force import StrategyInForce
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "EvalGenerateCleanup",
     "KVCacheGuard",
     "MemoryWatchdog",
+    "OOMReporter",
     "StrategyInForce",
 ]

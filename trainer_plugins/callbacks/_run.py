@@ -14,7 +14,7 @@ from trainer_plugins.callbacks._order import keep_first_place
 from trainer_plugins.devices import Device, open_device
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.frames import code_of, frames_above
 
 logger = logging.getLogger(__name__)
 
@@ -285,6 +285,6 @@ def calling_trainer() -> Trainer | None:
 def _in_an_evaluation_without_events() -> bool:
     """Return whether only a subclass's own `evaluate` runs, which fires no events."""
     trainer = calling_trainer()
-    own = getattr(type(trainer).evaluate, "__code__", None) if trainer is not None else None
+    own = code_of(type(trainer).evaluate) if trainer is not None else None
     running = {frame.f_code for frame in frames_above()}
-    return own in running and not running & {Trainer.train.__code__, Trainer.evaluate.__code__}
+    return own in running and not running & {code_of(Trainer.train), code_of(Trainer.evaluate)}

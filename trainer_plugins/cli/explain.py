@@ -24,8 +24,8 @@ def explain(
         list[str],
         typer.Argument(
             metavar="PATH",
-            help="A log, - for standard input, or a memory snapshot of torch; two snapshots are "
-            "compared.",
+            help="A run's output_dir, a log, - for standard input, or a memory snapshot of torch; "
+            "two snapshots are compared.",
         ),
     ],
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
@@ -59,7 +59,9 @@ def _explained(path: str) -> "Explanation":
     if path == "-":
         return explain_stream(sys.stdin.buffer, "standard input")
     if Path(path).is_dir():
-        raise ValueError(f"{path}: it is a folder; give the log of the run, or a pasted trace")
+        from trainer_plugins.explain.run import explain_run
+
+        return explain_run(Path(path))
     with Path(path).open("rb") as file:
         if file.peek(1)[:1] != _PICKLE:
             return explain_stream(file, path)

@@ -9,12 +9,13 @@ import typer
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
 ) -> None:
-    """Print the peak of each moment of a run, the releases, and the findings, for every rank.
+    """Print how a run ended, the peak of each moment, releases and findings, for every rank.
 
     If several runs wrote into the folder, each gets a block, the last one first.
 
     Exit codes: 0 printed; 2 nothing to read.
     """
+    from trainer_plugins.explain.ending import how_it_ended
     from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show
     from trainer_plugins.report.text import history_report
@@ -25,4 +26,4 @@ def report(
         raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    show(history_report(history))
+    show(history_report(history, how_it_ended(history, run_dir)))

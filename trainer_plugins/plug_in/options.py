@@ -5,7 +5,7 @@ from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer_plugins.presets import CUDA_CACHE, SURVIVE, WATCHDOG, nearest, preset
+from trainer_plugins.presets import CUDA_CACHE, REPORTER, SURVIVE, WATCHDOG, nearest, preset
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -24,6 +24,7 @@ _PARAMETERS = {
     "memory_act_fraction": (WATCHDOG, "act_fraction"),
     "memory_stop": (WATCHDOG, "stop"),
     "memory_prometheus_dir": (WATCHDOG, "prometheus_dir"),
+    "memory_snapshot": (REPORTER, "snapshot"),
     "memory_release_every_steps": (CUDA_CACHE, "interval"),
     "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
     "memory_on_refusal": (SURVIVE, "on_refusal"),
@@ -76,6 +77,13 @@ class MemoryArguments:
         default=None,
         metadata={
             "help": "Also write the numbers to this folder, for node_exporter. (MemoryWatchdog)"
+        },
+    )
+    memory_snapshot: bool = field(
+        default=False,
+        metadata={
+            "help": "On CUDA, remember allocations and write torch's snapshot when memory runs out."
+            " (OOMReporter)"
         },
     )
     memory_release_every_steps: int = field(

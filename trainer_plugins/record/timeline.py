@@ -4,9 +4,8 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from io import BufferedReader, FileIO
 from itertools import islice
 from json.encoder import encode_basestring_ascii as _quoted
@@ -14,7 +13,6 @@ from operator import attrgetter
 from pathlib import Path
 from secrets import token_hex
 from time import time
-from typing import Any, TypeVar, get_args, get_origin
 from weakref import WeakValueDictionary
 
 from trainer_plugins.finding import Finding, Severity
@@ -22,9 +20,8 @@ from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.regular_file import open_regular
 from trainer_plugins.record.thinning import thin
+from trainer_plugins.record.typed import made
 from trainer_plugins.strategy import Strategy
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +31,8 @@ MAX_FILE_BYTES = 8 << 20
 _LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
-# Two launches may write to one file, even at the same time: each line names its process.
-_PROCESS = token_hex(4)
+PROCESS = token_hex(4)
+"""The name of this process in what it writes: two launches may write into one folder at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +92,24 @@ class Beginning:
     time_seconds: float = field(default_factory=time)
 
 
-Entry = Sample | Flush | Remark | Beginning
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Records that `train()`, `evaluate()` or `predict()` raised: the run did not just vanish."""
+
+    step: int
+    words: str
+    """The class of the error and the first line of its message."""
+
+    record: str = ""
+    """The file beside the timeline's folder that tells more; only if it was out of memory."""
+
+    num_oom_kills: int = 0
+    """How many processes of its container the kernel had killed for memory by then."""
+
+    time_seconds: float = field(default_factory=time)
+
+
+Entry = Sample | Flush | Remark | Beginning | Failure
 
 
 def to_line(entry: Entry) -> str:
@@ -107,7 +121,7 @@ def to_line(entry: Entry) -> str:
         # Formatted by hand, not by `dataclasses.asdict` and json: this runs at every training step.
         reading = entry.reading
         names = (
-            _PROCESS,
+            PROCESS,
             entry.time_seconds,
             entry.step,
             _quoted(entry.moment),
@@ -116,7 +130,7 @@ def to_line(entry: Entry) -> str:
         return _SAMPLE_LINE % (*names, *_sizes_of(reading))
     record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
-        "run": _PROCESS,
+        "run": PROCESS,
         "time_seconds": round(entry.time_seconds, 3),
         "step": entry.step,
     }
@@ -134,6 +148,12 @@ def to_line(entry: Entry) -> str:
             "seconds": round(entry.seconds, 6),
             "num_releases": entry.num_releases,
         }
+    elif isinstance(entry, Failure):
+        record |= {
+            "words": entry.words,
+            "record": entry.record,
+            "num_oom_kills": entry.num_oom_kills,
+        }
     else:
         record |= asdict(entry.finding if isinstance(entry, Remark) else entry.strategy)
     return json.dumps(record)
@@ -147,29 +167,24 @@ def from_line(line: bytes) -> tuple[str, Entry] | None:
     """
     try:
         record = json.loads(line.decode())
-        common = {"time_seconds": record["time_seconds"], "step": record["step"]}
         entry: Entry
         match record["kind"]:
             case "sample":
-                reading = _made(MemoryReading, record)
-                num_readings = record.get("num_readings", 1)
-                entry = Sample(
-                    moment=record["moment"], reading=reading, num_readings=num_readings, **common
-                )
-                if reading.total_bytes <= 0 or min(_sizes_of(reading)) < 0:
+                entry = made(Sample, record | {"reading": record})
+                if entry.reading.total_bytes <= 0 or min(_sizes_of(entry.reading)) < 0:
                     return None
             case "flush":
-                entry = _made(Flush, record)
+                entry = made(Flush, record)
             case "remark":
-                severity = Severity(record["severity"])
-                entry = Remark(finding=_made(Finding, record | {"severity": severity}), **common)
+                finding = record | {"severity": Severity(record["severity"])}
+                entry = made(Remark, record | {"finding": finding})
             case "beginning":
-                entry = Beginning(strategy=_made(Strategy, record), **common)
+                entry = made(Beginning, record | {"strategy": record})
+            case "failure":
+                entry = made(Failure, record)
             case _:
                 return None
-        is_sound = (
-            _has_types(entry) and entry.step >= 0 and 0 <= entry.time_seconds < _YEAR_10000_SECONDS
-        )
+        is_sound = entry.step >= 0 and 0 <= entry.time_seconds < _YEAR_10000_SECONDS
         return (str(record.get("run", "")), entry) if is_sound else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -182,45 +197,6 @@ _SAMPLE_LINE = (
     + ", ".join(f'"{name}": %d' for name in _SIZES)
     + "}"
 )
-
-
-def _made(kind: Callable[..., T], record: Mapping[str, Any]) -> T:
-    """Construct `kind` from its fields in a record; fields that an older version lacks default.
-
-    Raises:
-        TypeError: a field without a default is missing, or a value does not have the field's type.
-    """
-    made = kind(**{name: record[name] for name, _ in _types_of(kind) if name in record})
-    if not _has_types(made):
-        raise TypeError
-    return made
-
-
-def _has_types(value: Any) -> bool:
-    return all(_is_of(getattr(value, name), kind) for name, kind in _types_of(value.__class__))
-
-
-@cache
-def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((f.name, f.type) for f in fields(kind))
-
-
-def _is_of(value: object, kind: Any) -> bool:
-    """Return whether a value from a file has a field's type; numbers must fit in 64 bits."""
-    if kind is int:
-        return type(value) is int and abs(value) < 1 << 63
-    if kind is float:
-        return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1 << 63
-    if kind is str:
-        return isinstance(value, str)
-    if get_origin(kind) is Mapping:
-        keys, values = get_args(kind)
-        return isinstance(value, dict) and all(
-            _is_of(k, keys) and _is_of(v, values) for k, v in value.items()
-        )
-    if alternatives := get_args(kind):
-        return any(_is_of(value, each) for each in alternatives)
-    return isinstance(value, kind)
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:

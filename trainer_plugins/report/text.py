@@ -2,23 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from shlex import quote
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.finding import Severity
+from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run
-from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
+from trainer_plugins.record.timeline import Beginning, Entry, Failure, Flush, Remark, Sample
 from trainer_plugins.units import percent, size
 
 _STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 
-def history_report(history: History) -> RenderableType:
-    """Render one block a run, the last one first, then what could not be read."""
+def history_report(history: History, ending: Finding | None = None) -> RenderableType:
+    """Render one block a run, the last one first, then what could not be read.
+
+    Args:
+        history: the runs.
+        ending: how the last run ended, if it left no word of its own.
+    """
     parts: list[RenderableType] = []
     num_runs = len(history.runs)
     if num_runs > 1:
@@ -26,7 +32,9 @@ def history_report(history: History) -> RenderableType:
     for number, run in reversed([*enumerate(history.runs, start=1)]):
         if num_runs > 1:
             parts.append(Text(f"\nRun {number} of {num_runs}: {_when(run)}", style="bold"))
-        parts.append(memory_report(run.timelines))
+        if ending is not None and number == num_runs:
+            parts.append(Text(str(ending), style=_STYLES[ending.severity]))
+        parts += [*_failures(run, history), memory_report(run.timelines)]
     if not history.runs:
         parts.append(Text("The files have no entries"))
     parts += [
@@ -77,6 +85,24 @@ def _when(run: Run) -> str:
         datetime.fromtimestamp(seconds).isoformat(" ", "seconds") for seconds in (began, ended)
     )
     return f"{steps}, {from_when} to {until}"
+
+
+def _failures(run: Run, history: History) -> list[Text]:
+    """Render what ended the run, and what explains it."""
+    failures = [
+        (rank, entry)
+        for rank, entries in run.timelines.items()
+        for entry in entries
+        if isinstance(entry, Failure)
+    ]
+    lines = [
+        Text(printable(f"rank {rank}, step {failure.step}: {failure.words}"), style="red")
+        for rank, failure in sorted(failures, key=lambda pair: pair[1].time_seconds)
+    ]
+    if any(failure.record for _, failure in failures):
+        folder = next(iter(history.files.values())).parent.parent
+        lines.append(Text(f"Type: trainer-plugins explain {quote(printable(folder))}"))
+    return lines
 
 
 def _strategies(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:

@@ -1,8 +1,9 @@
 """Climbs the stack, because callbacks get neither their Trainer nor its list of callbacks."""
 
+import inspect
 import sys
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 
 
 def frames_above() -> Iterator[FrameType]:
@@ -14,3 +15,8 @@ def frames_above() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def code_of(function: Callable[..., object]) -> CodeType | None:
+    """Return the code of a function, below what is wrapped around it; None if it has none."""
+    return getattr(inspect.unwrap(function), "__code__", None)

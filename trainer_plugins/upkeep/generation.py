@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.frames import code_of, frames_above
 
 GenerateGuard = Callable[
     [nn.Module, tuple[object, ...], dict[str, object]], AbstractContextManager[None]
@@ -113,8 +113,14 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
         # model.
         vars(model)["generate"] = MethodType(_generate, model)
     _guards[model].append(guard)
+    # A guard may know its callback, which keeps `remove`: with a reference to the model in it, a
+    # training that raised would keep the model for ever.
+    known = ref(model)
 
     def remove() -> None:
+        model = known()
+        if model is None:
+            return
         guards = _guards.get(model, [])
         if guard in guards:
             guards.remove(guard)
@@ -163,7 +169,8 @@ def inside_training() -> bool:
     # Below the callbacks, transformers is imported only when it is needed.
     from transformers import Trainer
 
-    return any(frame.f_code is Trainer.train.__code__ for frame in frames_above())
+    code = code_of(Trainer.train)
+    return any(frame.f_code is code for frame in frames_above())
 
 
 def _without_cache(

@@ -1,8 +1,8 @@
 """Finds tensors on a device that neither model nor optimizer owns, and what holds them."""
 
 import gc
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import FrameType, ModuleType
 
 import torch
@@ -10,22 +10,14 @@ from torch import nn
 
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.oom_record import Held
 from trainer_plugins.units import size
 
 GROWTH_FRACTION = 0.01
 """The fraction of the card that an evaluation may leave allocated before a holder is searched."""
 
 _MAX_LINKS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Describes a tensor, and the path to it from something with a name."""
-
-    num_bytes: int
-    shape: tuple[int, ...]
-    holder: str
-    """The path as one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
+_HERE = os.path.dirname(__file__)
 
 
 def leftover(
@@ -99,13 +91,18 @@ def tensors_held(
         found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True
     )[:largest]
     found.clear()
+    return held_by(ranked)
+
+
+def held_by(tensors: list[torch.Tensor]) -> list[Held]:
+    """Name what holds each of these tensors, besides this list and the frames of this folder."""
     return [
         Held(
             num_bytes=tensor.untyped_storage().nbytes(),
             shape=tuple(tensor.shape),
-            holder=_holder(tensor, ranked),
+            holder=_holder(tensor, tensors),
         )
-        for tensor in ranked
+        for tensor in tensors
     ]
 
 
@@ -175,7 +172,7 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
         if id(referrer) in seen:
             continue
         if isinstance(referrer, FrameType):
-            if referrer.f_code.co_filename != __file__:
+            if not referrer.f_code.co_filename.startswith(_HERE):
                 frame = referrer
         elif isinstance(referrer, dict):
             key = _key(referrer.items(), thing)

@@ -1,0 +1,405 @@
+"""What a run has written down explains it: the planted cause comes first, and what is printed first helps."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+from typer.testing import CliRunner
+
+from tests.models import tiny_llama, token_rows
+from tests.test_report import HOSTILE, obeyed, report
+from trainer_plugins import MemoryWatchdog, OOMReporter, protect
+from trainer_plugins.cli import app
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.run import explain_run
+from trainer_plugins.launch.place import place
+from trainer_plugins.oom import classify
+from trainer_plugins.record.folder import write_new
+from trainer_plugins.record.oom_record import Frame, OomRecord, Process, read_oom_records
+from trainer_plugins.record.run_facts import read_run_facts
+from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
+from trainer_plugins.units import GIB, MIB
+
+
+@pytest.fixture
+def train(make_trainer, simgpu, tmp_path):
+    """Trains on a card of so many MiB, and returns what explains the error; None if there is none."""
+
+    def train(
+        mib: int,
+        *callbacks,
+        rows: int = 32,
+        length: int = 32,
+        method: str = "train",
+        hook=None,
+        **settings,
+    ) -> Explanation | None:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        simgpu.set_capacity(mib * MIB)
+        trainer = make_trainer(*callbacks, MemoryWatchdog(), OOMReporter(), **settings)
+        trainer.train_dataset = trainer.eval_dataset = token_rows(rows, length)
+        if hook is not None:
+            hook(trainer)
+        try:
+            getattr(trainer, method)()
+        except torch.OutOfMemoryError:
+            return explain_run(tmp_path / "run")
+        return None
+
+    return train
+
+
+def flags(explanation: Explanation) -> dict[str, Any]:
+    """The first remedy as TrainingArguments get it."""
+    found = re.findall(r"--(\w+) (\S+)", explanation.remedies[0].do)
+    assert found, explanation.remedies[0]
+    return {name: int(value) if value.isdigit() else value for name, value in found}
+
+
+def first(explanation: Explanation | None) -> str:
+    assert explanation is not None
+    assert explanation.remedies[0].cause == explanation.causes[0].code
+    return explanation.causes[0].code
+
+
+def test_too_many_rows_and_as_many_as_fit(train) -> None:
+    settings = {"rows": 256, "length": 128, "per_device_train_batch_size": 256, "max_steps": 2}
+    said = train(100, **settings)
+    assert first(said) == "capacity"
+    helps = flags(said)
+    assert helps["per_device_train_batch_size"] * helps["gradient_accumulation_steps"] == 256
+    assert said.remedies[0].grade == "arithmetic"
+    assert any("256 x 128 tokens" in line for line in said.causes[0].evidence)
+    assert train(100, **settings | helps) is None
+
+
+def test_outputs_that_an_evaluation_keeps(train) -> None:
+    class KeepsAll(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, compute_metrics=lambda outputs: {}, **kwargs)
+
+    settings = {"rows": 64, "length": 128, "method": "evaluate", "trainer_class": KeepsAll,
+                "model": tiny_llama(vocab_size=1024), "per_device_eval_batch_size": 4}  # fmt: skip
+    said = train(30, **settings)
+    assert first(said) == "eval-logits"
+    assert said.remedies[0].do == "--eval_accumulation_steps 1"
+    assert train(30, **settings | flags(said)) is None
+
+
+def test_a_batch_of_an_evaluation(train) -> None:
+    settings: dict[str, Any] = {
+        "rows": 512,
+        "length": 128,
+        "per_device_eval_batch_size": 512,
+        "max_steps": 2,
+    }
+    settings |= {"eval_strategy": "steps", "eval_steps": 1}
+    said = train(90, **settings)
+    assert first(said) == "eval-batch"
+    assert train(90, **settings | flags(said)) is None
+
+
+def test_the_first_optimizer_step(train) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 2048}
+    settings = {"per_device_train_batch_size": 1, "max_steps": 2}
+    said = train(50, model=tiny_llama(**wide), **settings)
+    assert first(said) == "optimizer-state"
+    assert (
+        "it was the first step of the run, in which the states are made" in said.causes[0].evidence
+    )
+    assert train(50, model=tiny_llama(**wide), **settings | flags(said)) is None
+
+
+class Keeps(TrainerCallback):
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.kept.append(torch.zeros(2 * MIB, dtype=torch.uint8, device=args.device))
+
+
+def test_a_leak_is_no_long_sample_and_its_holder_is_named(train) -> None:
+    said = train(40, Keeps(), max_steps=30)
+    assert first(said) == "leak"
+    assert "since step 3" in said.causes[0].summary
+    assert any("Keeps.kept" in line for line in said.causes[0].evidence)
+    assert "Keeps.kept" in said.remedies[0].do
+
+
+def test_a_long_sample_and_the_preset_that_finishes_it(train, make_trainer, tmp_path) -> None:
+    def ends_long(trainer) -> None:
+        trainer.train_dataset = [*token_rows(48), *token_rows(8, 256)]
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(
+            trainer.train_dataset
+        )
+
+    def survives(trainer) -> None:
+        ends_long(trainer)
+        protect(trainer, "survive")
+
+    settings = {"per_device_train_batch_size": 8, "max_steps": 7}
+    said = train(10, hook=ends_long, **settings)
+    assert first(said) == "long-sample"
+    assert any("8 x 256 tokens" in line for line in said.causes[0].evidence)
+    assert said.remedies[0].do.startswith("trainer-plugins exec --preset survive -- python ")
+    assert train(10, hook=survives, **settings) is None
+
+
+def test_logits(train) -> None:
+    settings = {"rows": 16, "length": 64, "per_device_train_batch_size": 16, "max_steps": 1}
+    model = {"vocab_size": 8192, "hidden_size": 16}
+    said = train(60, model=tiny_llama(**model), **settings)
+    assert first(said) == "logits-loss"
+    assert said.causes[0].grade == "certain"
+    assert train(60, model=tiny_llama(**model), **settings | flags(said)) is None
+
+
+def test_a_neighbour_on_the_card(train, simgpu) -> None:
+    def crowd(trainer) -> None:
+        simgpu.card().hold(4242, 60 * MIB, "python infer.py")
+
+    settings = {"rows": 64, "length": 128, "per_device_train_batch_size": 32, "max_steps": 1}
+    said = train(80, hook=crowd, **settings)
+    assert first(said) == "foreign"
+    assert "nvidia-smi" in said.remedies[0].do
+    simgpu.card().release(4242)
+    assert train(80, **settings) is None
+
+
+def test_a_model_that_an_earlier_cell_left(train) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 4096}
+    earlier = tiny_llama(**wide).to("simgpu")
+    settings = {"per_device_train_batch_size": 1, "max_steps": 1}
+    said = train(130, model=tiny_llama(**wide), **settings)
+    assert first(said) == "leftover"
+    del earlier
+    assert train(130, model=tiny_llama(**wide), **settings) is None
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    """Where the folder of one run that died is kept for all tests of this file."""
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
+@pytest.fixture
+def died(request, kept, tmp_path) -> OomRecord:
+    if not kept.exists():
+        train = request.getfixturevalue("train")
+        train(200, rows=256, length=128, per_device_train_batch_size=256)
+        shutil.copytree(tmp_path / "run", kept)
+    shutil.copytree(kept, tmp_path / "run", dirs_exist_ok=True)
+    (record,) = read_oom_records(tmp_path / "run")
+    return record
+
+
+def explained(folder: Path, *records: OomRecord) -> Explanation:
+    for record in records:
+        write_new(folder, f"oom-rank{record.rank}", asdict(record))
+    return explain_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"moment": "save"}, "save-gather"),
+        ({"moment": "resume"}, "resume-load"),
+        ({"moment": "generate"}, "generate-cache"),
+        ({"requested_bytes": 2 << 40}, "impossible-size"),
+        ({"requested_bytes": GIB, "free_bytes": 20 * GIB, "total_bytes": 24 * GIB}, "contradictory"),
+        (
+            {"requested_bytes": 4 * GIB, "total_bytes": 24 * GIB, "free_bytes": GIB,
+             "allocated_bytes": 12 * GIB, "unused_bytes": 10 * GIB},
+            "fragmentation",
+        ),
+        ({"source": "shared"}, "shm"),
+        ({"source": "pinned"}, "pinned"),
+        ({"source": "nccl"}, "nccl"),
+        ({"source": "host"}, "host-alloc"),
+    ],
+)  # fmt: skip
+def test_what_a_small_card_cannot_show(died, tmp_path, change: dict, code: str) -> None:
+    of_error = {name: value for name, value in change.items() if hasattr(died.error, name)}
+    of_record = {name: value for name, value in change.items() if name not in of_error}
+    record = replace(died, error=replace(died.error, **of_error), **of_record)
+    said = explained(tmp_path / code, record)
+    assert said.causes[0].code == code
+
+
+def test_an_engine_beside_it(died, tmp_path) -> None:
+    own = Process(pid=1, used_bytes=8 * GIB, name="python", is_own=True)
+    engine = Process(pid=2, used_bytes=70 * GIB, name="VLLM::EngineCore vllm", is_own=False)
+    error = replace(died.error, requested_bytes=GIB, total_bytes=80 * GIB, free_bytes=GIB)
+    said = explained(tmp_path, replace(died, error=error, processes=(own, engine)))
+    assert first(said) == "engine-share"
+
+
+def test_the_rank_that_died_first_leads_and_those_that_waited_are_named(died, tmp_path) -> None:
+    folder = tmp_path / "ranks"
+    run = replace(died.run, world_size=3)
+    second = replace(
+        died, run=run, rank=0, moment="save", part="", time_seconds=died.time_seconds + 2
+    )
+    for rank, words in (
+        (0, "OutOfMemoryError"),
+        (1, "OutOfMemoryError"),
+        (2, "RuntimeError: peer"),
+    ):
+        timeline_of_run(str(folder), rank).add(Failure(step=7, words=words))
+    said = explained(folder, second, replace(died, run=run, rank=1))
+
+    assert said.causes[0].code == "capacity"
+    assert said.facts[0].startswith("rank 1 of 3 ran out of memory in step 0")
+    assert "rank 0 ran out of memory 2.0 s later, in step 0 (save)" in said.facts
+    assert "rank 2 only waited, after step 7: RuntimeError: peer" in said.facts
+
+
+def test_a_later_run_that_went_well_is_told(died, train, tmp_path) -> None:
+    assert train(256, max_steps=1) is None
+    said = explain_run(tmp_path / "run")
+    assert said.causes[0].code == "capacity"
+    assert "1 later run(s) into this folder left no such record" in said.facts
+
+
+def killed(make_trainer, tmp_path, **place_of_run) -> Path:
+    """A run whose timeline stops, and whose process is gone."""
+    folder = tmp_path / "run"
+    make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=3, dataloader_num_workers=0).train()
+    path = folder / "memory" / "rank-0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"end"' not in line))
+    facts = json.loads((folder / "run.json").read_text())
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    facts["place"] |= {"pid": gone.pid, **place_of_run}
+    (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_a_run_that_was_killed_is_found_out(make_trainer, tmp_path) -> None:
+    folder = killed(make_trainer, tmp_path)
+    said = explain_run(folder)
+    assert [cause.code for cause in said.causes] == ["host-kill"]
+    assert said.causes[0].grade == "possible"
+    assert "137" in said.causes[0].doubt
+    assert said.causes[0].evidence[0].startswith("the last entry is of step 3 (train), ")
+    assert report(folder).startswith("[run-cut-off] the run ended without a word")
+
+
+def test_kills_that_the_container_counted_are_told(make_trainer, tmp_path) -> None:
+    folder = killed(make_trainer, tmp_path, num_oom_kills=place().num_oom_kills - 2)
+    said = explain_run(folder)
+    assert said.causes[0].grade == "likely"
+    assert any("oom_kill of the control group rose" in line for line in said.causes[0].evidence)
+    assert report(folder).startswith("[host-oom-kill] the run was killed")
+
+
+def test_a_run_that_still_runs_was_not_killed(make_trainer, tmp_path) -> None:
+    folder = killed(make_trainer, tmp_path, pid=os.getpid())
+    assert explain_run(folder).causes == ()
+    assert report(folder).startswith("Memory: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is", "shm"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "host-kill"),
+        ("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", "host-kill"),
+    ],
+)
+def test_a_dead_dataloader_worker(tmp_path, words: str, code: str) -> None:
+    Timeline(tmp_path / "memory" / "rank-0.jsonl").add(Failure(step=3, words=words))
+    assert first(explain_run(tmp_path)) == code
+
+
+def test_a_report_begins_with_the_error(died, tmp_path) -> None:
+    lines = report(tmp_path / "run").splitlines()
+    assert lines[0].startswith("rank 0, step 0: OutOfMemoryError: CUDA out of memory.")
+    assert lines[1] == f"Type: trainer-plugins explain {tmp_path / 'run'}"
+
+
+def test_the_command_explains_a_folder(died, tmp_path) -> None:
+    done = CliRunner().invoke(app, ["explain", str(tmp_path / "run")])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("Why  the run needs more than the card has  [likely: capacity]")
+    assert "Do   --per_device_train_batch_size " in done.stdout
+    assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 2
+
+
+def test_what_only_words_show_is_taken_from_them(died, tmp_path) -> None:
+    tower = Frame(file="model.py", line=9, function="forward", code="self.vision_tower(pixels)")
+    before = died.frames[:3]  # up to the loop
+    error = classify(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total"
+        " capacity of 23.68 GiB of which 4.00 GiB is free. Including non-PyTorch memory, this process"
+        " has 19.60 GiB memory in use. Of the allocated memory 19.00 GiB is allocated by PyTorch, and"
+        " 100.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert error is not None
+    record = replace(died, error=error, frames=(*before, tower))
+    said = explained(tmp_path / "words", record)
+    assert first(said) == "image-size"
+    assert said.causes[-1].code == "capacity"
+
+
+def test_a_run_that_went_well_has_no_cause(make_trainer, tmp_path) -> None:
+    make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=1).train()
+    said = explain_run(tmp_path / "run")
+    assert said.causes == ()
+    assert said.remedies == ()
+    assert said.facts == ("no run of this folder has noted that it ran out of memory",)
+
+
+def test_a_folder_of_nobody_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="give the output_dir of a run that had OOMReporter"):
+        explain_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"version": 1}', "\0" * 99, '{"rank": NaN}', "fifo"]
+)
+def test_damaged_records_are_left_out(died, tmp_path, text: str) -> None:
+    for name in ("oom-rank0-7.json", "run-7.json"):
+        path = tmp_path / "run" / name
+        os.mkfifo(path) if text == "fifo" else path.write_text(text)
+    assert first(explain_run(tmp_path / "run")) == "capacity"
+    assert len(read_run_facts(tmp_path / "run")) == 1
+
+
+def test_foreign_text_in_a_record_is_shown_and_not_obeyed(died, tmp_path) -> None:
+    path = tmp_path / "run" / "oom-rank0.json"
+    value = json.loads(path.read_text())
+    value["error_class"] = value["run"]["card"] = value["run"]["model"] = HOSTILE
+    value["alive"]["models"] = [{"name": HOSTILE, "num_bytes": 30 * MIB}] * 2
+    path.write_text(json.dumps(value))
+    said = explain_run(tmp_path / "run")
+    assert not any(obeyed(line) for line in said.facts)
+    shown = [*(each.summary for each in said.causes), *(each.do for each in said.remedies)]
+    shown += [line for each in said.causes for line in each.evidence]
+    assert not any(obeyed(line) for line in shown)
+
+
+def test_it_is_explained_without_torch(died, tmp_path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainer_plugins.explain.run import explain_run"
+    )
+    code += "; print(explain_run(Path(sys.argv[1])).causes[0].code, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["capacity", "False"]
+
+
+def test_the_report_of_a_folder_that_is_none_says_so(tmp_path) -> None:
+    assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 2

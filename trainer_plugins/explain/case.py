@@ -1,0 +1,157 @@
+"""Case: one rank's out-of-memory error, with the numbers that the rules of causes go by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.oom_record import OomRecord
+from trainer_plugins.record.timeline import Entry, Sample
+from trainer_plugins.units import GIB, MIB
+
+ROUNDING_BYTES = 2 * MIB
+"""The allocator asks the driver for multiples of this (c10, CUDACachingAllocator: kRoundLarge)."""
+
+_STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
+"""Optimizer states as a multiple of what is trained; Adam's two states are the rule."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Joins a record with what its rank had noted before; sizes in bytes."""
+
+    record: OomRecord
+    entries: Sequence[Entry] = ()
+    """The timeline of this rank in this run, oldest first."""
+
+    @property
+    def asked(self) -> int:
+        """Return what was asked for and refused; 0 if the error does not say."""
+        return self.record.error.requested_bytes or 0
+
+    @property
+    def total(self) -> int:
+        """Return the memory of the card; 0 if unknown."""
+        reading = self.record.reading
+        return self.record.error.total_bytes or (reading.total_bytes if reading else 0)
+
+    @property
+    def free(self) -> int:
+        """Return what no process held."""
+        return self._of_error_or_reading("free_bytes")
+
+    @property
+    def live(self) -> int:
+        """Return what tensors of this process held."""
+        return self._of_error_or_reading("allocated_bytes")
+
+    @property
+    def unused(self) -> int:
+        """Return what the allocator held under no tensor."""
+        told = self.record.error.unused_bytes
+        reading = self.record.reading
+        return told if told is not None else max(0, reading.cached_bytes) if reading else 0
+
+    @property
+    def outside(self) -> int:
+        """Return what is neither free nor torch's: context, libraries, other processes."""
+        return max(0, self.total - self.free - self.live - self.unused)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Return the readings after steps of training."""
+        return [
+            each for each in self.entries if isinstance(each, Sample) and each.moment == "train"
+        ]
+
+    @property
+    def highest_peak(self) -> int:
+        """Return the most that a step before it needed; 0 if none is known."""
+        return max((each.reading.peak_allocated_bytes for each in self.samples), default=0)
+
+    @cached_property
+    def functions(self) -> frozenset[str]:
+        """Return the names of the functions that the error came through."""
+        return frozenset(frame.function for frame in self.record.frames)
+
+    @property
+    def is_first_step(self) -> bool:
+        """Return whether no optimizer step of this run was complete."""
+        return self.record.step == self.record.run.step
+
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Return rows and length of the batch; None if it has no input_ids or labels."""
+        for name in ("input_ids", "labels", "decoder_input_ids"):
+            shape = self.record.batch.get(name)
+            if shape is not None and len(shape.shape) == 2:
+                return shape.shape[0], shape.shape[1]
+        return None
+
+    def argument(self, name: str, default: int) -> int:
+        """Return a number of the TrainingArguments."""
+        value = self.record.run.arguments.get(name)
+        return value if type(value) is int else default
+
+    def config(self, name: str) -> int:
+        """Return a number of the model's config, also of its text part; 0 if it has none."""
+        config = self.record.run.model_config
+        text = config.get("text_config")
+        for part in (config, text if isinstance(text, dict) else {}):
+            value = part.get(name)
+            if isinstance(value, int):
+                return value
+        return 0
+
+    def category(self, name: str) -> int:
+        """Return the bytes of a category that were alive."""
+        return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
+
+    @property
+    def fixed(self) -> int:
+        """Return what stays from step to step, as far as it was there."""
+        return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
+
+    @property
+    def to_come(self) -> int:
+        """Return what training still adds to `fixed`: gradients and states not yet made."""
+        trained = self.category("gradient") or self.category("parameter")
+        if not self.is_first_step:
+            trained = self.category("optimizer") // 2 or trained
+        missing = max(0, trained - self.category("gradient"))
+        if self.is_first_step and self.record.part != "optimizer":
+            missing += int(self.state_factor * trained)
+        return missing
+
+    @property
+    def state_factor(self) -> float:
+        """Return how large the optimizer's states are, as a multiple of what is trained."""
+        name = str(self.record.run.arguments.get("optim", "adamw_torch"))
+        factor = next((f for known, f in _STATE_FACTOR.items() if known in name), 2.0)
+        return factor / 4 if "8bit" in name else factor
+
+    @property
+    def room(self) -> int:
+        """Return what this process could have had of the card, less a twentieth."""
+        return int(0.95 * (self.total - self.outside))
+
+    def is_size_of(self, num_bytes: int) -> bool:
+        """Return whether exactly this was asked for, as the allocator rounds it."""
+        return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < ROUNDING_BYTES
+
+    @property
+    def foreign(self) -> int:
+        """Return what other processes held, as far as that is plain; 0 if it may be our own."""
+        listed = self.record.processes or ()
+        if any(each.is_own for each in listed):
+            return sum(each.used_bytes or 0 for each in listed if not each.is_own)
+        told = sum(size for pid, size in self.record.error.process_bytes if pid is not None)
+        may_be_ours = max(min(2 * GIB, self.total // 4), 0.15 * self.total)
+        return max(told, self.outside if self.outside > may_be_ours else 0)
+
+    def _of_error_or_reading(self, name: str) -> int:
+        told = getattr(self.record.error, name)
+        reading: MemoryReading | None = self.record.reading
+        if told is not None:
+            return int(told)
+        return int(getattr(reading, name)) if reading else 0

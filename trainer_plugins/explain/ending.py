@@ -1,0 +1,95 @@
+"""how_it_ended: whether the last run of a folder was killed, found out from what it left."""
+
+from datetime import datetime
+from pathlib import Path
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
+from trainer_plugins.record.timeline import Beginning, Failure, Remark, Sample
+
+
+def how_it_ended(history: History, folder: Path) -> Finding | None:
+    """Judge the last run of a folder; None if it noted its end or an error, or still runs."""
+    if not history.runs or not _has_no_end(history.runs[-1]):
+        return None
+    # Only for such a run: it imports torch, which takes seconds.
+    from trainer_plugins.launch.place import is_running, place
+
+    last, here = history.runs[-1], place()
+    began_seconds, ended_seconds = last.seconds
+    known = [facts for facts in read_run_facts(folder) if facts.time_seconds <= ended_seconds]
+    facts = known[-1] if known and known[-1].time_seconds > began_seconds - 60 else None
+    if facts is not None and is_running(facts, here):
+        return None
+    return _cut_off(last, facts, here)
+
+
+def _has_no_end(run: Run) -> bool:
+    """Return whether a rank of a run began training, and noted neither its end nor an error."""
+    return any(
+        any(
+            isinstance(entry, Beginning)
+            or (isinstance(entry, Sample) and entry.moment in ("begin", "train"))
+            for entry in entries
+        )
+        and not any(
+            isinstance(entry, Failure) or (isinstance(entry, Sample) and entry.moment == "end")
+            for entry in entries
+        )
+        for entries in run.timelines.values()
+    )
+
+
+def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
+    """Judge a run that has no end, and whose process is not there any more, or not known.
+
+    Args:
+        run: what its ranks wrote.
+        facts: what the run was, if it wrote that.
+        here: where this is read; kills are counted only on the same machine, boot and container.
+    """
+    last = max(
+        (entry for entries in run.timelines.values() for entry in entries),
+        key=lambda entry: entry.time_seconds,
+    )
+    when = datetime.fromtimestamp(last.time_seconds).isoformat(" ", "seconds")
+    moment = f" ({last.moment})" if isinstance(last, Sample) else ""
+    evidence = [
+        f"the last entry is of step {last.step}{moment}, {when}, without an end or an error"
+    ]
+    evidence += sorted(
+        {
+            f"step {entry.step}: {entry.finding.summary}"
+            for entries in run.timelines.values()
+            for entry in entries
+            if isinstance(entry, Remark)
+            and entry.finding.code in ("host-memory-pressure", "host-oom-kill", "leak-host")
+        }
+    )
+    if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
+        num_kills = here.num_oom_kills - facts.place.num_oom_kills
+        if num_kills > 0:
+            evidence.append(
+                f"oom_kill of the control group rose from {facts.place.num_oom_kills} to"
+                f" {here.num_oom_kills} since the run began"
+            )
+            return Finding(
+                code="host-oom-kill",
+                severity=Severity.ERROR,
+                summary="the run was killed, and the kernel has killed for main memory since it"
+                " began",
+                evidence="; ".join(evidence),
+                remedy="Raise the container's memory limit, lower dataloader_num_workers, or"
+                " offload less.",
+                amount=float(num_kills),
+            )
+        evidence.append("its process is gone, and this container has no new oom_kill")
+    return Finding(
+        code="run-cut-off",
+        severity=Severity.WARNING,
+        summary="the run ended without a word: its process was killed, or runs on another machine",
+        evidence="; ".join(evidence),
+        remedy="Look for its exit code (137 is SIGKILL) where it was launched, and for oom-kill in"
+        " the kernel's log (dmesg) or the scheduler's (sacct, kubectl describe pod).",
+    )

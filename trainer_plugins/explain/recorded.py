@@ -1,0 +1,376 @@
+"""Causes of a recorded out-of-memory error: what text alone cannot know is known here."""
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+
+from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.case import Case
+from trainer_plugins.printable import printable
+from trainer_plugins.record.timeline import Remark
+from trainer_plugins.units import GIB, size
+
+_IMPOSSIBLE_BYTES = 1 << 40
+_FEWEST_STEPS = 5
+_WARM_UP_STEPS = 2
+
+_KEPT_LOGITS = {
+    "nested_concat", "nested_gather", "nested_numpify", "nested_detach", "pad_across_processes",
+    "torch_pad_and_concatenate", "gather_for_metrics", "gather_function", "to_cpu_and_numpy",
+}  # fmt: skip
+_LOSS = {"cross_entropy", "log_softmax", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy"}
+_ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module"}
+_ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
+
+_BY_SOURCE = {
+    "nccl": ("nccl", "a buffer of a collective found no room on the card"),
+    "pinned": ("pinned", "page-locked main memory ran out; the card had nothing to do with it"),
+    "shared": ("shm", "/dev/shm ran out, through which dataloader workers pass batches"),
+    "host": ("host-alloc", "main memory ran out, and not the card's"),
+}
+
+
+def causes_of(case: Case) -> tuple[Cause, ...]:
+    """Return the causes that the record shows, the one that decides first; at least one."""
+    found = [one for rule in RULES if (one := rule(case)) is not None] or [_capacity(case)]
+    if _is_in_pieces(case) and all(each.code != "fragmentation" for each in found):
+        found.append(_in_pieces(case, "possible", "whether the rest of the step would have fitted"))
+    return tuple(found)
+
+
+def cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str = "") -> Cause:
+    """Make a cause whose words are harmless, and leave out evidence that there is not."""
+    return Cause(
+        code=code,
+        grade=grade,
+        summary=printable(summary),
+        evidence=tuple(printable(each) for each in evidence if each),
+        doubt=doubt,
+    )
+
+
+def _impossible(case: Case) -> Cause | None:
+    if case.asked <= _IMPOSSIBLE_BYTES:
+        return None
+    return cause(
+        "impossible-size",
+        "certain",
+        "no card has what was asked for: a shape or an index is wrong",
+        f"{size(case.asked)} were asked for in one piece",
+    )
+
+
+def _other_memory(case: Case) -> Cause | None:
+    known = _BY_SOURCE.get(case.record.error.source)
+    if known is None:
+        return None
+    host = case.record.host
+    return cause(
+        known[0],
+        "certain",
+        known[1],
+        f"the error says: {case.record.error.text.splitlines()[0][:200]}",
+        f"main memory had {size(host.free_bytes)} free of {size(host.total_bytes)}, /dev/shm"
+        f" {size(host.shm_free_bytes)} of {size(host.shm_total_bytes)}"
+        if host
+        else "",
+    )
+
+
+def _contradictory(case: Case) -> Cause | None:
+    if not case.asked or case.free <= 1.05 * case.asked + GIB // 4:
+        return None
+    return cause(
+        "contradictory",
+        "certain",
+        "the driver refused although memory was free: a limit that is not the card's size",
+        f"{size(case.asked)} were refused with {size(case.free)} free of {size(case.total)}",
+    )
+
+
+def _foreign(case: Case) -> Cause | None:
+    foreign = case.foreign
+    if not foreign or foreign < 0.1 * case.total or case.asked > case.free + foreign:
+        return None
+    listed = [each for each in case.record.processes or () if not each.is_own]
+    names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
+    is_engine = any(_ENGINE.search(name) for name in names)
+    return cause(
+        "engine-share" if is_engine else "foreign",
+        "certain" if listed else "likely",
+        "an inference engine holds its share of the card"
+        if is_engine
+        else "another process holds part of the card",
+        f"of {size(case.total)}, {size(foreign)} are others', {size(case.live)} were in tensors of"
+        f" this run and {size(case.free)} free",
+        ", ".join(names),
+        f"without it the {size(case.asked)} that were refused would have fitted",
+    )
+
+
+def _leftover(case: Case) -> Cause | None:
+    models = case.record.alive.models if case.record.alive else ()
+    copies = [each for each in models if each.name == case.record.run.model]
+    held = sum(each.num_bytes for each in copies[1:])
+    if len(copies) < 2 or held < 0.1 * case.total:
+        return None
+    return cause(
+        "leftover",
+        "certain",
+        f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier run, or a"
+        " second copy, is still held",
+        f"the others take {size(held)} besides the {size(copies[0].num_bytes)} of the largest",
+    )
+
+
+def _by_moment(case: Case) -> Cause | None:
+    record = case.record
+    if record.moment == "resume":
+        return cause(
+            "resume-load",
+            "certain",
+            "a checkpoint was loaded beside the model that was on the card already",
+            f"it happened in {record.where}, before training went on",
+        )
+    if record.moment == "save":
+        return cause(
+            "save-gather",
+            "certain",
+            "saving made or gathered a copy of the state on the card",
+            f"it happened in {record.where}; {size(case.asked)} were asked for",
+        )
+    if record.moment == "generate":
+        return cause(
+            "generate-cache",
+            "certain",
+            "generation with its cache did not fit beside what training keeps",
+            f"it happened in {record.where}; training keeps {size(case.fixed)} on the card",
+        )
+    if record.moment == "begin" and record.call == "train":
+        return cause(
+            "load-too-large",
+            "likely",
+            "the model alone did not fit on the card",
+            f"no step had begun; {size(case.live)} of {size(case.total)} were in tensors",
+        )
+    return None
+
+
+def _evaluation(case: Case) -> Cause | None:
+    record = case.record
+    if record.moment not in ("eval", "predict"):
+        return None
+    kept = kept_logits(case)
+    if kept or case.functions & _KEPT_LOGITS:
+        return cause(
+            "eval-logits",
+            "certain",
+            "an evaluation keeps the outputs of all its batches on the card",
+            f"{size(kept)} of earlier batches were alive" if kept else "",
+            f"it was collecting them in {record.where}" if case.functions & _KEPT_LOGITS else "",
+        )
+    rows = case.argument("per_device_eval_batch_size", 8)
+    return cause(
+        "eval-batch",
+        "certain",
+        "a batch of the evaluation is too large beside what training keeps",
+        f"it happened in {record.where}, with {rows} rows{_shape(case)}",
+        f"training keeps {size(case.fixed)} on the card meanwhile",
+    )
+
+
+def kept_logits(case: Case) -> int:
+    """Return the bytes of outputs that an evaluation keeps; 0 if they are few."""
+    vocabulary = case.config("vocab_size")
+    tensors = case.record.alive.largest if case.record.alive else ()
+    kept = sum(
+        each.num_bytes
+        for each in tensors
+        if "EvalLoopContainer" in each.holder
+        or (vocabulary and each.shape[-1:] == (vocabulary,) and len(each.shape) == 3)
+    )
+    return kept if kept > 0.1 * case.live else 0
+
+
+def _leak(case: Case) -> Cause | None:
+    noted = [
+        entry
+        for entry in case.entries
+        if isinstance(entry, Remark) and entry.finding.code == "leak-tensors"
+    ]
+    steps = [(each.step, each.reading.allocated_bytes) for each in case.samples][_WARM_UP_STEPS:]
+    if len(steps) < _FEWEST_STEPS:
+        return None
+    rising = [after[1] > before[1] for before, after in pairwise(steps)]
+    risen = steps[-1][1] - steps[0][1]
+    if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
+        return None
+    a_step = risen / max(1, steps[-1][0] - steps[0][0])
+    return cause(
+        "leak",
+        "certain" if noted else "likely",
+        f"live memory has risen from step to step since step {steps[0][0]}: something is kept",
+        f"{size(a_step)} more after each step, {size(risen)} from step {steps[0][0]} to"
+        f" {steps[-1][0]}",
+        *(
+            f"{size(each.num_bytes)} {list(each.shape)} held by {each.holder}"
+            for each in (case.record.alive.largest[:2] if case.record.alive else ())
+        ),
+    )
+
+
+def _optimizer(case: Case) -> Cause | None:
+    if case.record.part != "optimizer":
+        return None
+    is_temporary = any("multi_tensor" in name for name in case.functions)
+    return cause(
+        "optimizer-state",
+        "certain",
+        "the optimizer's temporaries, of the size of the weights, did not fit"
+        if is_temporary
+        else "the optimizer's states did not fit",
+        "it was the first step of the run, in which the states are made"
+        if case.is_first_step
+        else f"it happened in {case.record.where}",
+        f"{size(case.category('parameter'))} of parameters, {size(case.category('gradient'))} of"
+        f" gradients, {size(case.category('optimizer'))} of states were there",
+    )
+
+
+def _zero3(case: Case) -> Cause | None:
+    if not case.functions & _ZERO3 or case.record.part == "optimizer":
+        return None
+    return cause(
+        "zero3-gather",
+        "likely",
+        "ZeRO-3 gathered the parameters of a module, for which there was no room",
+        f"it happened in {case.record.where}; {size(case.asked)} were asked for",
+    )
+
+
+def _fragmentation(case: Case) -> Cause | None:
+    if not _is_in_pieces(case):
+        return None
+    fitted_before = case.live + case.asked <= case.highest_peak
+    # Where no step was as large before, a little of the card in pieces may just as well be chance.
+    if not fitted_before and case.unused < 0.1 * case.total:
+        return None
+    return _in_pieces(
+        case,
+        "certain" if fitted_before else "likely",
+        "" if fitted_before else "whether the rest of the step would have fitted",
+    )
+
+
+def _is_in_pieces(case: Case) -> bool:
+    enough = case.unused >= 0.5 * case.asked and case.unused + case.free >= case.asked
+    return bool(case.asked) and enough and case.unused >= 0.04 * case.total
+
+
+def _in_pieces(case: Case, grade: Certainty, doubt: str) -> Cause:
+    return cause(
+        "fragmentation",
+        grade,
+        "enough was free, but in pieces",
+        f"{size(case.asked)} were asked for in one piece; {size(case.unused)} lay unused in the"
+        f" allocator's segments, and {size(case.free)} were free",
+        f"steps before it needed as much, {size(case.highest_peak)}" if not doubt else "",
+        doubt=doubt,
+    )
+
+
+def _logits(case: Case) -> Cause | None:
+    vocabulary, tokens = case.config("vocab_size"), case.tokens
+    if not vocabulary or tokens is None:
+        return None
+    rows, length = tokens
+    exact = any(
+        case.is_size_of(rows * seen * vocabulary * width)
+        for seen in (length, length - 1)
+        for width in (2, 4)
+    )
+    is_much = rows * length * vocabulary * 4 >= 0.1 * case.total
+    if not is_much or (not exact and not case.functions & _LOSS):
+        return None
+    return cause(
+        "logits-loss",
+        "certain" if exact else "likely",
+        "the logits and their loss did not fit",
+        f"{size(case.asked)} were asked for; logits of {rows} rows of {length} tokens over"
+        f" {vocabulary:,} words are {size(rows * length * vocabulary * 4)} in fp32",
+    )
+
+
+def _quadratic(case: Case) -> Cause | None:
+    heads, tokens = case.config("num_attention_heads"), case.tokens
+    if not heads or tokens is None:
+        return None
+    rows, length = tokens
+    table = rows * heads * length * length
+    # Short rows make tables of the size of anything.
+    if length < 512 or not any(case.is_size_of(table * width) for width in (2, 4)):
+        return None
+    return cause(
+        "quadratic-attention",
+        "certain",
+        "attention makes a whole table of scores, which grows with the square of the length",
+        f"{size(case.asked)} were asked for: {rows} rows x {heads} heads x {length} x {length}",
+    )
+
+
+def _long_sample(case: Case) -> Cause | None:
+    needed, num_steps = case.live + case.asked, len(case.samples)
+    is_step = case.record.moment == "train" and case.record.part in ("forward", "backward")
+    if not is_step or num_steps <= _WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
+        return None
+    return cause(
+        "long-sample",
+        "likely",
+        "this batch needed more than any before it: a long sample, or many at once",
+        f"{num_steps} steps before it needed at most {size(case.highest_peak)}; this one at least"
+        f" {size(needed)}{_shape(case)}",
+        "what stays from step to step has not grown",
+    )
+
+
+def _capacity(case: Case) -> Cause:
+    alive = case.record.alive
+    activations = case.live - case.fixed
+    return cause(
+        "capacity",
+        "likely" if alive else "possible",
+        "the run needs more than the card has",
+        f"{size(case.asked)} more were asked for in {case.record.where}; {size(case.live)} of"
+        f" {size(case.total)} were in tensors, {size(case.free)} free",
+        f"{size(case.fixed)} are weights, gradients and states, {size(activations)} the batch"
+        f"{_shape(case)}"
+        if alive
+        else "",
+        ""
+        if case.unused >= 0.04 * case.total
+        else f"not fragmentation: {size(case.unused)} unused",
+        doubt="" if alive else "what was alive could not be counted",
+    )
+
+
+def _shape(case: Case) -> str:
+    return f" ({case.tokens[0]} x {case.tokens[1]} tokens)" if case.tokens else ""
+
+
+RULES: tuple[Callable[[Case], Cause | None], ...] = (
+    _impossible,
+    _other_memory,
+    _contradictory,
+    _foreign,
+    _leftover,
+    _by_moment,
+    _evaluation,
+    _leak,
+    _optimizer,
+    _zero3,
+    _fragmentation,
+    _quadratic,
+    _logits,
+    _long_sample,
+)
+"""The first that finds something leads; the others follow as also possible."""

@@ -1,0 +1,395 @@
+"""Remedies for the causes of a recorded error, as the user types them, with what they bring."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from trainer_plugins.explain.answer import Cause, Grade, Remedy
+from trainer_plugins.explain.case import Case
+from trainer_plugins.explain.recorded import kept_logits
+from trainer_plugins.printable import printable
+from trainer_plugins.units import size
+
+Remedies = list[Remedy]
+
+
+def remedies_of(causes: Sequence[Cause], case: Case) -> tuple[Remedy, ...]:
+    """Return what helps, for the first cause first; nothing is said twice."""
+    found: dict[str, Remedy] = {}
+    for cause in causes:
+        for remedy in _BY_CODE.get(cause.code, _fewer)(case):
+            found.setdefault(remedy.do, replace(remedy, cause=cause.code))
+    return tuple(found.values())
+
+
+def _remedy(do: str, effect: str, grade: Grade = "known", price: str = "") -> Remedy:
+    return Remedy(do=printable(do), effect=printable(effect), grade=grade, price=price)
+
+
+def _fewer(case: Case) -> Remedies:
+    """Fewer rows at once with the same effective batch, pieces, checkpointing."""
+    return [*_fewer_rows(case), _survive(case), *_checkpointing(case)]
+
+
+def _fewer_rows(case: Case) -> Remedies:
+    rows = case.argument("per_device_train_batch_size", 8)
+    accumulation = case.argument("gradient_accumulation_steps", 1)
+    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
+    if rows == 1:
+        return []
+    return [
+        _remedy(
+            f"--per_device_train_batch_size {smaller}"
+            f" --gradient_accumulation_steps {accumulation * rows // smaller}",
+            _about(case, needed) + ", with the same effective batch",
+            "arithmetic" if needed else "known",
+            "smaller steps keep the card less busy",
+        )
+    ]
+
+
+def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
+    """Return the most rows, of those that divide the batch, that should fit, and what they need.
+
+    A forward pass that was not over would have needed more: twice what it had is assumed. Where
+    nothing was counted, half the rows are returned, and 0 bytes.
+    """
+    divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0] or [1]
+    if case.record.alive is None or not case.total:
+        return next((each for each in divisors if each <= rows // 2), 1), 0
+    of_batch = max(0, case.live + case.asked - case.fixed)
+    if case.record.part != "backward":
+        of_batch *= 2
+    sizes = [(each, fixed + of_batch * each // rows) for each in divisors]
+    return next((pair for pair in sizes if pair[1] <= case.room), sizes[-1])
+
+
+def _about(case: Case, needed: int) -> str:
+    if not needed:
+        return "less of the batch is on the card at once"
+    if needed > case.room:
+        return f"about {size(needed)} of {size(case.total)}, which alone is not enough"
+    return f"about {size(needed)} of {size(case.total)} instead of more than {size(case.total)}"
+
+
+def _survive(case: Case) -> Remedy:
+    command = shlex.join(("python", *case.record.run.command)) if case.record.run.command else "..."
+    if case.record.run.world_size > 1:
+        command = "YOUR LAUNCH COMMAND"
+    return _remedy(
+        f"trainer-plugins exec --preset survive -- {command}",
+        "a micro-batch that does not fit is divided until it does, with the exact gradient",
+        price="time for the micro-batches that are divided; nothing for the others",
+    )
+
+
+def _checkpointing(case: Case) -> Remedies:
+    strategy = case.record.run.strategy
+    if case.record.run.arguments.get("gradient_checkpointing") or (
+        strategy is not None and strategy.is_checkpointing
+    ):
+        return []
+    return [
+        _remedy(
+            "--gradient_checkpointing True",
+            "of each layer only the input is kept for the backward pass",
+            price="each forward is computed twice, about a third more time",
+        )
+    ]
+
+
+def _long_sample(case: Case) -> Remedies:
+    length = case.tokens[1] if case.tokens else 0
+    half = f"--max_length {length // 2}" if length > 1 else "--max_length N"
+    return [
+        _survive(case),
+        *_fewer_rows(case),
+        _remedy(half, "rows are cut there (SFTConfig, or your tokenizer's max_length)",
+                price="the end of long rows is lost"),
+    ]  # fmt: skip
+
+
+def _logits(case: Case) -> Remedies:
+    liger = _remedy(
+        "--use_liger_kernel True",
+        "the loss is computed without the whole logits",
+        price="needs liger-kernel and a model that it knows",
+    )
+    return [*_fewer_rows(case), _survive(case), liger]
+
+
+def _quadratic(case: Case) -> Remedies:
+    sdpa = _remedy(
+        'model_init_kwargs={"attn_implementation": "sdpa"}',
+        f"the table of {size(case.asked)} is not made",
+        "arithmetic",
+    )
+    return [sdpa, *_fewer(case)]
+
+
+def _eval_logits(case: Case) -> Remedies:
+    kept = kept_logits(case)
+    step = _remedy(
+        "--eval_accumulation_steps 1",
+        f"{size(kept)} of outputs go to main memory" if kept else "outputs go to main memory",
+        "arithmetic" if kept else "known",
+        "main memory has to hold them all",
+    )
+    reduced = _remedy(
+        "preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)",
+        "one number a token is kept and not one a word of the vocabulary",
+        price="compute_metrics gets predictions and not logits",
+    )
+    if case.argument("eval_accumulation_steps", 0):
+        return [reduced]
+    return [step, reduced]
+
+
+def _eval_batch(case: Case) -> Remedies:
+    rows = case.argument("per_device_eval_batch_size", 8)
+    smaller, needed = _rows_that_fit(case, rows, case.fixed)
+    if rows == 1:
+        return [_survive(case)]
+    return [
+        _remedy(
+            f"--per_device_eval_batch_size {smaller}",
+            _about(case, needed) + "; metrics stay the same",
+            "arithmetic" if needed else "known",
+            "the evaluation takes a little longer",
+        ),
+        _survive(case),
+    ]
+
+
+def _optimizer(case: Case) -> Remedies:
+    trained = case.category("gradient") or case.category("parameter")
+    states = int(case.state_factor * trained)
+    found = []
+    if any("multi_tensor" in name for name in case.functions):
+        found.append(
+            _remedy(
+                "--optim adamw_torch_fused",
+                f"temporaries of up to {size(trained)} are not made",
+                "arithmetic",
+            )
+        )
+    if "bitsandbytes" in case.record.run.versions and states:
+        found.append(
+            _remedy(
+                "--optim adamw_bnb_8bit",
+                f"states of about {size(states // 4)} instead of {size(states)}",
+                "arithmetic",
+                "states are rounded to 8 bits",
+            )
+        )
+    found.append(
+        _remedy(
+            "--optim adafactor",
+            f"states of less than {size(states * 0.01)} instead of {size(states)}"
+            if states
+            else "states are a row and a column of each weight",
+            "arithmetic" if states else "known",
+            "another optimizer: the learning rate may have to change",
+        )
+    )
+    return found
+
+
+def _save(case: Case) -> Remedies:
+    strategy = case.record.run.strategy
+    found = []
+    if strategy is not None and strategy.family == "FSDP":
+        found.append(
+            _remedy(
+                "fsdp_state_dict_type: SHARDED_STATE_DICT",
+                "each rank saves its own part (in accelerate's file)",
+                price="merge the parts with accelerate merge-weights",
+            )
+        )
+    if strategy is not None and strategy.zero_stage == 3:
+        found.append(
+            _remedy(
+                '"stage3_gather_16bit_weights_on_model_save": false',
+                "nothing is gathered (in DeepSpeed's file)",
+                price="make the weights with zero_to_fp32.py",
+            )
+        )
+    only = _remedy(
+        "--save_only_model True",
+        "the optimizer's states are not saved",
+        price="the run cannot be resumed from there",
+    )
+    return [*found, only]
+
+
+def _weights(case: Case) -> Remedies:
+    return [
+        _remedy(
+            'model_init_kwargs={"dtype": "bfloat16"}',
+            "the weights take half of what they take in fp32",
+            price="they are rounded; train an adapter, or keep a copy in fp32 elsewhere",
+        ),
+        _remedy(
+            "--load_in_4bit True --use_peft True",
+            "the weights take about a quarter of bf16 (TRL's ModelConfig)",
+            price="an adapter is trained, on weights in 4 bits; needs bitsandbytes and peft",
+        ),
+    ]
+
+
+def _zero3(case: Case) -> Remedies:
+    live = _remedy(
+        '"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
+        "fewer parameters are gathered at once than DeepSpeed's 1e9 (in its file)",
+        price="they are gathered more often",
+    )
+    return [live, *_fewer(case)]
+
+
+def _resume(case: Case) -> Remedies:
+    return [
+        _remedy(
+            "rm CHECKPOINT/optimizer.pt",
+            "the states are not loaded beside those that are there",
+            price="the optimizer starts anew",
+        )
+    ]
+
+
+def _generate(case: Case) -> Remedies:
+    rows = case.argument("per_device_eval_batch_size", 8)
+    found = [
+        _remedy(
+            'model.generation_config.cache_implementation = "offloaded"',
+            "the cache of keys and values waits in main memory, but for one layer",
+            price="generation is slower",
+        )
+    ]
+    if rows > 1:
+        few = _remedy(f"--per_device_eval_batch_size {rows // 2}", "half the cache at once")
+        found.insert(0, few)
+    return found
+
+
+def _leak(case: Case) -> Remedies:
+    tensors = case.record.alive.largest if case.record.alive else ()
+    where = f" at {tensors[0].holder}" if tensors else ""
+    return [
+        _remedy(
+            f"loss.item(), or .detach().cpu(){where}",
+            "a number is kept, and not a tensor with its graph",
+        )
+    ]
+
+
+def _leftover(case: Case) -> Remedies:
+    models = case.record.alive.models if case.record.alive else ()
+    held = sum(each.num_bytes for each in models[1:])
+    return [
+        _remedy(
+            "del trainer, model; import gc; gc.collect(); torch.cuda.empty_cache()",
+            f"gives back {size(held)} of weights, and what belongs to them",
+            "arithmetic",
+            "in a notebook, restarting the kernel is surer",
+        )
+    ]
+
+
+def _foreign(case: Case) -> Remedies:
+    return [
+        _remedy(
+            "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
+            f"shows who holds {size(case.foreign)}; end it, or wait",
+            "arithmetic",
+        ),
+        _remedy("export CUDA_VISIBLE_DEVICES=N", "takes another card"),
+    ]
+
+
+def _engine(case: Case) -> Remedies:
+    share = _remedy(
+        "--vllm_gpu_memory_utilization 0.2",
+        f"the engine holds {size(case.foreign)} now, and takes this share of the card then",
+        price="fewer sequences are generated at once",
+    )
+    return [share, *_foreign(case)]
+
+
+def _fragmentation(case: Case) -> Remedies:
+    return [
+        _remedy(
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            f"the {size(case.unused)} that lay unused can be joined",
+            "arithmetic",
+        ),
+        *_fewer(case),
+    ]
+
+
+def _shm(case: Case) -> Remedies:
+    return without_shm()
+
+
+def without_shm() -> Remedies:
+    """Return what helps where /dev/shm is too small."""
+    alone = _remedy(
+        "--dataloader_num_workers 0",
+        "no batch goes through /dev/shm",
+        price="the training process makes the batches itself",
+    )
+    return [alone, _remedy("docker run --shm-size=16g", "docker's default is 64 MiB")]
+
+
+def _host(case: Case) -> Remedies:
+    return less_main_memory(case.argument("dataloader_num_workers", 0))
+
+
+def less_main_memory(num_workers: int) -> Remedies:
+    """Return what helps where main memory, or the limit of a container or job, is too small."""
+    found = []
+    if num_workers:
+        half = num_workers // 2
+        gone = f"{num_workers - half} processes less, each with its part of the data"
+        found.append(_remedy(f"--dataloader_num_workers {half}", gone))
+    limit = "docker run --memory=SIZE (Slurm: --mem=SIZE; Kubernetes: resources.limits.memory)"
+    return [*found, _remedy(limit, "raises what the container or the job may take")]
+
+
+def _pinned(case: Case) -> Remedies:
+    return [_remedy("--dataloader_pin_memory False", "batches are not pinned")]
+
+
+def _nothing(case: Case) -> Remedies:
+    return []
+
+
+def _contradictory(case: Case) -> Remedies:
+    return [
+        _remedy("nvidia-smi -q -d MEMORY", "shows what the driver counts; see also `ulimit -v`")
+    ]
+
+
+_BY_CODE: dict[str, Callable[[Case], Remedies]] = {
+    "impossible-size": _nothing,
+    "contradictory": _contradictory,
+    "foreign": _foreign,
+    "engine-share": _engine,
+    "leftover": _leftover,
+    "resume-load": _resume,
+    "save-gather": _save,
+    "generate-cache": _generate,
+    "load-too-large": _weights,
+    "zero3-gather": _zero3,
+    "eval-logits": _eval_logits,
+    "eval-batch": _eval_batch,
+    "leak": _leak,
+    "optimizer-state": _optimizer,
+    "fragmentation": _fragmentation,
+    "quadratic-attention": _quadratic,
+    "logits-loss": _logits,
+    "long-sample": _long_sample,
+    "shm": _shm,
+    "pinned": _pinned,
+    "host-alloc": _host,
+}
+"""Causes that are not here are answered by fewer rows at once."""

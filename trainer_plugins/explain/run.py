@@ -1,0 +1,252 @@
+"""explain_run: why the last run of a folder ran out of memory, from what it wrote down."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.case import Case
+from trainer_plugins.explain.ending import how_it_ended
+from trainer_plugins.explain.recorded import cause, causes_of
+from trainer_plugins.explain.remedies import less_main_memory, remedies_of, without_shm
+from trainer_plugins.explain.text import explain_text
+from trainer_plugins.finding import Finding
+from trainer_plugins.printable import printable
+from trainer_plugins.record.history import History, read_history
+from trainer_plugins.record.oom_record import OomRecord, read_oom_records
+from trainer_plugins.record.run_facts import RunFacts, read_run_facts
+from trainer_plugins.record.timeline import Entry, Failure, Remark
+from trainer_plugins.units import size
+
+_SLACK_SECONDS = 1.0
+"""How far the clocks and beginnings of the ranks of one run may be apart."""
+
+_SHOWN_FRACTION = 0.01
+_TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-size", "mps-other")
+"""Causes that words and frames show, and for which the record has no numbers of its own."""
+
+_DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
+
+
+def explain_run(folder: Path) -> Explanation:
+    """Explain the last run of a folder, from its records, `run.json` and timelines.
+
+    It imports no torch, unless the run ended without a word: then it looks whether it still runs.
+
+    Args:
+        folder: the output_dir of a run that had `OOMReporter` or `MemoryWatchdog`.
+
+    Raises:
+        ValueError: no run wrote into this folder.
+        OSError: a file of a timeline cannot be read.
+    """
+    records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
+    if not records and not facts and history is None:
+        raise ValueError(
+            f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl:"
+            " give the output_dir of a run that had OOMReporter"
+        )
+    begun_later = [
+        each for each in facts if records and each.time_seconds > records[-1].time_seconds
+    ]
+    if not records or begun_later:
+        found = _without_record(folder, history, facts)
+        if found is not None or not records:
+            return found or Explanation(
+                subject=printable(folder),
+                causes=(),
+                remedies=(),
+                facts=("no run of this folder has noted that it ran out of memory",),
+            )
+    return _explained(folder, _of_last_run(records), history, begun_later)
+
+
+def _history(folder: Path) -> History | None:
+    try:
+        return read_history(folder)
+    except ValueError:
+        return None
+
+
+def _of_last_run(records: Sequence[OomRecord]) -> list[OomRecord]:
+    """Return the records of the ranks of the last run, the one that died first at the front."""
+    began = records[-1].run.time_seconds - _SLACK_SECONDS
+    last = {each.rank: each for each in records if each.run.time_seconds >= began}
+    return sorted(last.values(), key=lambda each: each.time_seconds)
+
+
+def _explained(
+    folder: Path,
+    records: Sequence[OomRecord],
+    history: History | None,
+    begun_later: Sequence[RunFacts],
+) -> Explanation:
+    first = records[0]
+    entries = _entries(history, first)
+    case = Case(first, entries)
+    causes = causes_of(case)
+    told: tuple[Remedy, ...] = ()
+    if causes[0].code == "capacity":
+        causes, told = _by_text(first, causes)
+    remedies = tuple({each.do: each for each in (*told, *remedies_of(causes, case))}.values())
+    return Explanation(
+        subject=printable(folder),
+        causes=causes,
+        remedies=remedies,
+        facts=(*_facts(case), *_ranks(records, history), *_later(begun_later)),
+        unknown=_unknown(case),
+    )
+
+
+def _by_text(
+    record: OomRecord, causes: tuple[Cause, ...]
+) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
+    """Ask what the text of the error tells, where its numbers tell no more than that it is full."""
+    said = explain_text(as_text(record), "record")
+    better = [each for each in said.causes if each.code in _TEXT_ALONE and each.grade != "possible"]
+    helps = [each for each in said.remedies if each.cause in {one.code for one in better}]
+    return (*better, *causes), tuple(helps)
+
+
+def as_text(record: OomRecord) -> str:
+    """Render a record as the traceback that it was."""
+    lines = ["Traceback (most recent call last):"]
+    for frame in record.frames:
+        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        lines += [f"    {frame.code}"] * bool(frame.code)
+    return "\n".join([*lines, record.error.text])
+
+
+def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
+    """Return what this rank noted in the run that the record is of, until then."""
+    for run in reversed(history.runs if history else ()):
+        entries = run.timelines.get(record.rank, ())
+        if entries and entries[0].time_seconds <= record.time_seconds + _SLACK_SECONDS:
+            return entries
+    return ()
+
+
+def _facts(case: Case) -> tuple[str, ...]:
+    record, run = case.record, case.record.run
+    card = run.card or run.device
+    found = [
+        f"rank {record.rank} of {run.world_size} ran out of memory in {record.where}, in"
+        f" {record.call}(): {record.error_class}"
+    ]
+    if case.total:
+        found.append(
+            f"{card}: {size(case.total)}, of which {size(case.live)} in tensors,"
+            f" {size(case.unused)} unused by the allocator, {size(case.free)} free; asked for"
+            f" {size(case.asked)}"
+        )
+    if record.alive is not None:
+        parts = sorted(record.alive.category_bytes.items(), key=lambda pair: -pair[1])
+        shown = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts)
+        found.append(f"alive: {shown}, saved by autograd {size(record.alive.hidden_bytes)}")
+        found += [
+            f"held: {size(each.num_bytes)} {list(each.shape)} by {each.holder}"
+            for each in record.alive.largest
+            if each.num_bytes >= _SHOWN_FRACTION * case.live
+        ]
+    if record.batch:
+        shapes = ", ".join(f"{name} {list(its.shape)}" for name, its in record.batch.items())
+        found.append(f"batch: {shapes}")
+    if run.strategy is not None:
+        found.append(f"runs as {run.strategy}")
+    notes = [each for each in case.entries if isinstance(each, Remark)]
+    found += [f"noted in step {each.step}: {each.finding}" for each in notes[-3:]]
+    return tuple(printable(each) for each in found)
+
+
+def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, ...]:
+    """Say which ranks failed too, and which only waited for those that were gone."""
+    found = [
+        f"rank {each.rank} ran out of memory {each.time_seconds - records[0].time_seconds:.1f} s"
+        f" later, in {each.where}"
+        for each in records[1:]
+    ]
+    failed = {each.rank for each in records}
+    timelines = history.runs[-1].timelines if history and history.runs else {}
+    for rank, entries in timelines.items():
+        if rank not in failed:
+            last = entries[-1]
+            words = f": {last.words}" if isinstance(last, Failure) else ""
+            found.append(f"rank {rank} only waited, after step {last.step}{words}")
+    return tuple(printable(each) for each in found)
+
+
+def _later(begun_later: Sequence[RunFacts]) -> tuple[str, ...]:
+    if not begun_later:
+        return ()
+    return (f"{len(begun_later)} later run(s) into this folder left no such record",)
+
+
+def _unknown(case: Case) -> tuple[str, ...]:
+    found = []
+    if not case.samples:
+        found.append("whether memory had risen before: there are no readings of steps before it")
+    if case.record.alive is None:
+        found.append("what was alive: it could not be counted")
+    if case.record.processes is None:
+        found.append("who else was on the card: the driver does not list it")
+    return tuple(found)
+
+
+def _without_record(
+    folder: Path, history: History | None, facts: Sequence[RunFacts]
+) -> Explanation | None:
+    """Explain a run that was killed, or whose dataloader worker was; None if it was neither."""
+    if history is None or not history.runs:
+        return None
+    workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
+    num_workers = workers if isinstance(workers, int) else 0
+    dead = [
+        entry
+        for entries in history.runs[-1].timelines.values()
+        for entry in entries
+        if isinstance(entry, Failure) and _DEAD_WORKER.search(entry.words)
+    ]
+    if dead:
+        found = _of_worker(dead[0], facts)
+    elif (finding := how_it_ended(history, folder)) is not None:
+        found = _of_kill(finding)
+    else:
+        return None
+    helps = without_shm() if found.code == "shm" else less_main_memory(num_workers)
+    return Explanation(
+        subject=printable(folder),
+        causes=(found,),
+        remedies=tuple(replace(each, cause=found.code) for each in helps),
+        unknown=("what the process held: a process that is killed writes no record",),
+    )
+
+
+def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
+    """Judge a dead dataloader worker: a bus error is /dev/shm's, a kill is main memory's."""
+    said = f"step {failure.step}: {failure.words}"
+    if "Bus error" in failure.words:
+        return cause("shm", "certain", "a dataloader worker died because /dev/shm was full", said)
+    before = facts[-1].place.num_oom_kills if facts and facts[-1].place else failure.num_oom_kills
+    num_kills = failure.num_oom_kills - before
+    return cause(
+        "host-kill",
+        "certain" if num_kills > 0 else "likely",
+        "a dataloader worker was killed, as the kernel does when main memory is full",
+        said,
+        f"the kernel killed {num_kills} process(es) of this container for main memory meanwhile"
+        if num_kills > 0
+        else "",
+        doubt="" if num_kills > 0 else "dmesg tells whether the kernel did it",
+    )
+
+
+def _of_kill(finding: Finding) -> Cause:
+    is_counted = finding.code == "host-oom-kill"
+    return cause(
+        "host-kill",
+        "likely" if is_counted else "possible",
+        finding.summary,
+        *finding.evidence.split("; "),
+        doubt="" if is_counted else finding.remedy.rstrip("."),
+    )

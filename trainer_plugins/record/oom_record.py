@@ -1,0 +1,159 @@
+"""OomRecord: what was known when a rank ran out of memory: `oom-rank0.json`, `oom-rank0-2.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trainer_plugins.oom import OutOfMemory
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.folder import read_all
+from trainer_plugins.record.run_facts import RunFacts
+
+VERSION = 1
+
+Moment = Literal["train", "eval", "predict", "generate", "save", "resume", "begin", "other"]
+"""What the run was doing; `begin` is before the first step, `other` is code without a Trainer."""
+
+Part = Literal["forward", "backward", "optimizer", ""]
+"""Which part of a step it was in; empty if none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Names one line of Python through which the error came."""
+
+    file: str
+    """From the package's folder on: `transformers/trainer.py`."""
+
+    line: int
+    function: str
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Describes a tensor of the batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Describes a tensor that neither a model nor its optimizer owns, and what holds it."""
+
+    num_bytes: int
+    shape: tuple[int, ...]
+    holder: str
+    """The path as one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """Counts what the parameters of one model take of the device."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Counts what tensors held of the device when the error arrived; sizes in bytes."""
+
+    category_bytes: Mapping[str, int]
+    """By `parameter`, `buffer`, `gradient`, `optimizer`, `activation` and `other`."""
+
+    hidden_bytes: int
+    """Allocated and in no tensor that Python knows: what autograd saved for the backward pass."""
+
+    module_bytes: Mapping[str, int]
+    """Parameters, gradients and optimizer states by module, the largest first."""
+
+    models: tuple[LiveModel, ...]
+    """The models that are no part of another one, the largest first."""
+
+    largest: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Describes a process on the card, as the driver lists it."""
+
+    pid: int
+    used_bytes: int | None
+    name: str | None
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Says what another rank had last noted in its timeline."""
+
+    rank: int
+    step: int
+    time_seconds: float
+    moment: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Holds main memory at the end; sizes in bytes."""
+
+    resident_bytes: int
+    total_bytes: int
+    free_bytes: int
+    num_oom_kills: int
+    shm_total_bytes: int
+    shm_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomRecord:
+    """Holds all that an explanation rests on; what could not be read is missing, not guessed."""
+
+    version: int = VERSION
+    time_seconds: float
+    rank: int
+    call: str
+    """What raised: `train`, `evaluate`, `predict`, `report_oom`."""
+
+    step: int
+    moment: Moment
+    part: Part
+    error_class: str
+    error: OutOfMemory
+    frames: tuple[Frame, ...]
+    """Outermost first."""
+
+    batch: Mapping[str, Shape] = field(default_factory=dict)
+    reading: MemoryReading | None = None
+    """The device after the error had arrived: temporaries of the failed operation are gone."""
+
+    readings: tuple[MemoryReading, ...] = ()
+    """The last ones before it, oldest first."""
+
+    alive: Alive | None = None
+    processes: tuple[Process, ...] | None = None
+    peers: tuple[Peer, ...] = ()
+    host: Host | None = None
+    snapshot: str = ""
+    """The file of torch's own snapshot, if one was asked for."""
+
+    run: RunFacts
+
+    @property
+    def where(self) -> str:
+        """Say in words when it was."""
+        part = f", {self.part}" if self.part else ""
+        return f"step {self.step} ({self.moment}{part})"
+
+
+def read_oom_records(folder: Path) -> list[OomRecord]:
+    """Read the records of all ranks of a folder, oldest first.
+
+    Files that are damaged, or of a later form, are left out.
+    """
+    return sorted(
+        read_all(folder, "oom-rank[0-9]+", OomRecord), key=lambda record: record.time_seconds
+    )

@@ -1,0 +1,86 @@
+"""RunFacts: what a run is, written to its output_dir when it begins: `run.json`, `run-2.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer_plugins.record.folder import read_all
+from trainer_plugins.strategy import Strategy
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Says where a process runs, and what is counted there."""
+
+    pid: int
+    kernel: str
+    """Machine, boot and control group in one name: only where it is equal do counts compare."""
+
+    num_oom_kills: int = 0
+    """Processes of this container that the kernel had killed for memory when this was written."""
+
+    main_memory_bytes: int = 0
+    """The machine's main memory, or the container's limit if that is less."""
+
+    shm_bytes: int = 0
+    """The size of /dev/shm."""
+
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """What else bounds it: Slurm's grants, WSL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Holds what an explanation has to know of a run, without secrets."""
+
+    version: int = VERSION
+    process: str
+    """The name of the process in the lines of the timeline."""
+
+    time_seconds: float
+    """When the training began, in seconds since the Unix epoch."""
+
+    step: int
+    """Optimizer steps that were complete then: 0, unless it resumed."""
+
+    rank: int
+    world_size: int
+    command: tuple[str, ...]
+    """The command line, with secrets masked."""
+
+    trainer: str = ""
+    """The class of the Trainer."""
+
+    model: str = ""
+    """The class of the model."""
+
+    model_config: Mapping[str, object] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """The TrainingArguments, without tokens and keys."""
+
+    strategy: Strategy | None = None
+    """What really runs; None if the run ended before that was known."""
+
+    device: str = ""
+    """What torch calls the device: `cuda:0`."""
+
+    card: str = ""
+    """What the maker calls it."""
+
+    device_bytes: int = 0
+    driver: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    allocator: Mapping[str, str] = field(default_factory=dict)
+    """The variables with settings of the allocator, and CUDA_VISIBLE_DEVICES, as far as set."""
+
+    place: Place | None = None
+
+
+def read_run_facts(folder: Path) -> list[RunFacts]:
+    """Read what the runs of a folder wrote when they began, oldest first.
+
+    Files that are damaged, or of a later form, are left out.
+    """
+    return sorted(read_all(folder, "run", RunFacts), key=lambda facts: facts.time_seconds)

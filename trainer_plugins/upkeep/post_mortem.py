@@ -1,0 +1,207 @@
+"""post_mortem: what is known when a run raises, written beside it before the error goes on."""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import time
+
+import torch
+
+from trainer_plugins.devices import Device, HostDevice, open_device
+from trainer_plugins.launch.facts import facts_of_process, tried
+from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.oom import OutOfMemory, classify
+from trainer_plugins.printable import printable
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.folder import write_new
+from trainer_plugins.record.oom_record import (
+    Alive,
+    Host,
+    Moment,
+    OomRecord,
+    Part,
+    Peer,
+    Process,
+    Shape,
+)
+from trainer_plugins.record.run_facts import RunFacts
+from trainer_plugins.record.timeline import Sample, from_line
+from trainer_plugins.upkeep.alive import count_alive
+from trainer_plugins.upkeep.raised import batch_of, told_frames, traceback_frames, what_ran
+
+_NUM_READINGS = 20
+_TAIL_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Says what raised, and where the record goes."""
+
+    folder: Path
+    call: str
+    device: Device | None
+    run: RunFacts
+    step: int = 0
+    readings: tuple[MemoryReading, ...] = ()
+    trainer_class: type | None = None
+    snapshot: str = ""
+
+
+@contextmanager
+def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Record an out-of-memory error that leaves this block, for code without a Trainer.
+
+    The file is `<output_dir>/oom-rank<R>.json`, with a number behind it if there is one already.
+    The error goes on unchanged. Without an error it costs nothing.
+
+    Args:
+        output_dir: the folder for the file, which `trainer-plugins explain` reads.
+    """
+    began_seconds = time()
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # whatever goes wrong here, the error goes on
+            if (found := classify(error)) is not None:
+                record_oom(error, found, _scene_without_trainer(Path(output_dir), began_seconds))
+        raise
+
+
+def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
+    """Write what is known of an out-of-memory error, and say on stderr where it is.
+
+    Call it before the traceback is gone: its frames hold what was alive. It raises nothing that it
+    can help, and keeps nothing of the error.
+
+    Returns:
+        The name of the file; empty if it could not be written, which stderr says then.
+    """
+    record = _record(error, found, scene)
+    try:
+        path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
+    except OSError as failed:
+        why = failed.strerror or failed
+        _say(f"the out-of-memory record cannot be written to {scene.folder}: {why}")
+        return ""
+    command = f"trainer-plugins explain {shlex.quote(str(scene.folder))}"
+    _say(f"rank {record.run.rank} ran out of memory in {record.where}: see {path}, or {command}")
+    return path.name
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, without secrets."""
+    lines = masked_text(str(error)).strip().splitlines() or [""]
+    return printable(f"{type(error).__name__}: {lines[0][:300]}".rstrip(": "))
+
+
+def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord:
+    frames = traceback_frames(error.__traceback__)
+    unknown: tuple[Moment, Part] = ("other", "")
+    moment, part = tried(lambda: what_ran(frames, scene.trainer_class), unknown)
+    nothing: dict[str, Shape] = {}
+    if moment in ("train", "eval", "predict", "generate"):
+        batch = tried(lambda: batch_of(frames, scene.trainer_class), nothing)
+    else:
+        batch = nothing
+    frames.clear()  # or they would hold each tensor once more while the holders are sought
+    reading = None if scene.device is None else tried(scene.device.read, None)
+    return OomRecord(
+        time_seconds=time(),
+        rank=scene.run.rank,
+        call=scene.call,
+        step=scene.step,
+        moment=moment,
+        part=part,
+        error_class=type(error).__name__,
+        error=replace(found, text=masked_text(found.text)),
+        frames=tried(lambda: told_frames(error.__traceback__), ()),
+        batch=batch,
+        reading=reading,
+        readings=scene.readings[-_NUM_READINGS:],
+        alive=tried(lambda: _alive(reading), None),
+        processes=tried(lambda: _processes(scene.device), None),
+        peers=tried(lambda: _peers(scene.folder, scene.run.rank), ()),
+        host=tried(_host, None),
+        snapshot=scene.snapshot,
+        run=scene.run,
+    )
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # stderr may be closed
+        sys.stderr.write(f"trainer_plugins: {printable(text)}\n")
+
+
+def _alive(reading: MemoryReading | None) -> Alive | None:
+    if reading is None:
+        return None
+    return count_alive(reading.device.split(":")[0], reading.allocated_bytes)
+
+
+def _processes(device: Device | None) -> tuple[Process, ...] | None:
+    listed = None if device is None else device.processes()
+    if listed is None:
+        return None
+    return tuple(
+        Process(
+            pid=each.pid,
+            used_bytes=each.used_bytes,
+            name=None if each.name is None else masked_text(each.name),
+            is_own=each.pid == os.getpid(),
+        )
+        for each in listed
+    )
+
+
+def _host() -> Host:
+    host = HostDevice()
+    reading, facts = host.read(), host.facts()
+    return Host(
+        resident_bytes=reading.allocated_bytes,
+        total_bytes=reading.total_bytes,
+        free_bytes=reading.free_bytes,
+        num_oom_kills=facts.num_oom_kills,
+        shm_total_bytes=facts.shm_total_bytes,
+        shm_free_bytes=facts.shm_free_bytes,
+    )
+
+
+def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
+    """Read the last line of the timeline of each other rank that writes into this folder."""
+    found = []
+    for path in folder.glob("memory/rank-*.jsonl"):
+        match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
+        if match is None or int(match[1]) == rank or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = [read for line in file.read().splitlines() if (read := from_line(line))]
+        if lines:
+            entry = lines[-1][1]
+            found.append(
+                Peer(
+                    rank=int(match[1]),
+                    step=entry.step,
+                    time_seconds=entry.time_seconds,
+                    moment=entry.moment if isinstance(entry, Sample) else "",
+                )
+            )
+    return tuple(sorted(found, key=lambda peer: peer.rank))
+
+
+def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
+    rank, world_size = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
+    device = tried(
+        lambda: open_device(torch.accelerator.current_accelerator() or torch.device("cpu")), None
+    )
+    return Scene(
+        folder=folder,
+        call="report_oom",
+        device=device,
+        run=facts_of_process(device, rank, max(1, world_size), began_seconds),
+    )

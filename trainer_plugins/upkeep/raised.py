@@ -1,0 +1,153 @@
+"""Reads a traceback: the frames without private paths, what the run was doing, its batch."""
+
+import linecache
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping
+from types import FrameType, TracebackType
+
+import torch
+
+from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
+
+_MOST_FRAMES = 80
+_MOST_TENSORS = 20
+_OURS = "trainer_plugins/callbacks/oom_reporter.py"
+
+# Functions of transformers' Trainer, and of its subclasses, by what they do. An evaluation in which
+# something is generated counts as a generation, and a training in which something is saved as a
+# save: the first row that fits decides.
+_MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
+    ("save", frozenset({"_save_checkpoint", "save_model", "_save_optimizer_and_scheduler"})),
+    (
+        "resume",
+        frozenset({"_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"}),
+    ),
+    ("predict", frozenset({"predict"})),
+    ("eval", frozenset({"evaluate", "evaluation_loop", "prediction_loop", "prediction_step"})),
+    ("train", frozenset({"training_step", "compute_loss", "_run_epoch", "get_batch_samples"})),
+)
+_STEP_EVENTS = frozenset({"on_step_begin", "on_step_end", "on_substep_end", "on_log"})
+# The step itself forgets its batch before the backward pass; the loop around it does not.
+_BATCH_OF = frozenset(
+    {"_inner_training_loop", "_run_epoch", "evaluation_loop", "training_step", "prediction_step"}
+)
+_KNOWN = _BATCH_OF.union(*(names for _, names in _MOMENTS))
+_OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
+
+
+def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
+    """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon.
+
+    The outermost, which handles the error, is left out: it still runs, and reading the variables of
+    a running frame would keep the error alive, and so all tensors.
+    """
+    frames = []
+    traceback = None if traceback is None else traceback.tb_next
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return frames
+
+
+def told_frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
+    """Render a traceback: at most 80 frames, the innermost, with paths that begin at a package."""
+    told: list[Frame] = []
+    while traceback is not None:
+        code, line = traceback.tb_frame.f_code, traceback.tb_lineno
+        source = linecache.getline(code.co_filename, line).strip()
+        told.append(
+            Frame(
+                file=public_path(code.co_filename),
+                line=line,
+                function=code.co_name,
+                code=masked_text(source),
+            )
+        )
+        traceback = traceback.tb_next
+    return tuple([frame for frame in told if frame.file != _OURS][-_MOST_FRAMES:])
+
+
+def public_path(path: str) -> str:
+    """Shorten a path to what says which code it is.
+
+    >>> public_path("/home/me/env/lib/python3.11/site-packages/torch/nn/modules/module.py")
+    'torch/nn/modules/module.py'
+    >>> public_path("/home/me/secret project/train.py")
+    'train.py'
+    """
+    for folder in ("site-packages", "dist-packages"):
+        _, found, inside = path.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return inside
+    library = sysconfig.get_paths()["stdlib"] + os.sep
+    if path.startswith(library):
+        return path[len(library) :]
+    here = os.getcwd() + os.sep
+    return path[len(here) :] if path.startswith(here) else os.path.basename(path)
+
+
+def what_ran(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:
+    """Say what the run was doing, and in which part of a step it was."""
+    part = _part(frames)
+    if any(
+        frame.f_code.co_name == "generate" and "generat" in frame.f_code.co_filename
+        for frame in frames
+    ):
+        return "generate", part
+    if trainer_class is None:
+        return "other", part
+    names = {frame.f_code.co_name for frame in _methods_of(frames, trainer_class)}
+    moment = next((moment for moment, those in _MOMENTS if names & those), None)
+    if moment is None:
+        is_in_step = part == "optimizer" or any(
+            frame.f_code.co_name in _STEP_EVENTS for frame in frames
+        )
+        moment = "train" if is_in_step else "begin"
+    return moment, part
+
+
+def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, Shape]:
+    """Return the shapes of the batch that the innermost step of the Trainer was given."""
+    if trainer_class is None:
+        return {}
+    found: dict[str, Shape] = {}
+    for frame in _methods_of(frames, trainer_class):
+        if frame.f_code.co_name in _BATCH_OF:
+            found = _shapes(frame.f_locals.get("inputs")) or found
+    return found
+
+
+def _methods_of(frames: list[FrameType], trainer_class: type) -> Iterator[FrameType]:
+    for frame in frames:
+        # Names first: reading the variables of a frame makes a second holder of each.
+        if frame.f_code.co_name in _KNOWN and isinstance(frame.f_locals.get("self"), trainer_class):
+            yield frame
+
+
+def _part(frames: list[FrameType]) -> Part:
+    for frame in reversed(frames):
+        code = frame.f_code
+        if code.co_name == "step" and _OPTIMIZER.search(public_path(code.co_filename)):
+            return "optimizer"
+    names = {frame.f_code.co_name for frame in frames}
+    if "backward" in names:
+        return "backward"
+    return "forward" if names & {"forward", "_call_impl"} else ""
+
+
+def _shapes(inputs: object, prefix: str = "") -> dict[str, Shape]:
+    if not isinstance(inputs, Mapping):
+        return {}
+    found: dict[str, Shape] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            found[f"{prefix}{name}"] = Shape(shape=tuple(value.shape), dtype=dtype)
+        elif not prefix:
+            found |= _shapes(value, f"{name}.")
+        if len(found) >= _MOST_TENSORS:
+            break
+    return found

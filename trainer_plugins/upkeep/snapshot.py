@@ -1,0 +1,81 @@
+"""Takes torch's own snapshot inside the throw of an out-of-memory error: CUDA, when asked for.
+
+Not yet measured on a GPU.
+"""
+
+import logging
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from time import time
+
+import torch
+
+from trainer_plugins.record.regular_file import replacing
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 100_000
+"""How many allocations are remembered. torch's own default is no limit, which fills main memory."""
+
+
+class _State:
+    """Holds where the next snapshot goes. torch cannot detach an observer: one stays, and asks."""
+
+    draft: Path | None = None
+    is_attached = False
+
+
+_state = _State()
+
+
+def record_history(folder: Path, rank: int) -> bool:
+    """Remember allocations from now on, for a snapshot; False where torch has none to give."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        return False
+    torch.cuda.memory._record_memory_history(
+        context="alloc", stacks="python", max_entries=MAX_ENTRIES
+    )
+    if not _state.is_attached:
+        _state.is_attached = True
+        attach(_on_out_of_memory)
+    # An error that is survived leaves one too, which the next one replaces.
+    _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
+    return True
+
+
+def keep_snapshot() -> str:
+    """Give the last snapshot a name that stays, and return it; empty if none was taken."""
+    draft = _state.draft
+    if draft is None or not draft.exists():
+        return ""
+    rank = draft.name.split("-")[1]
+    kept = draft.with_name(f"oom-{rank}-{int(time())}-{os.getpid()}.pickle")
+    draft.rename(kept)
+    return kept.name
+
+
+def forget_history() -> None:
+    """Stop remembering, and remove a snapshot that nobody kept."""
+    draft, _state.draft = _state.draft, None
+    if draft is not None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _on_out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
+    """Write the snapshot; torch calls this before the error unwinds any frame."""
+    draft = _state.draft
+    if draft is None:
+        return
+    try:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(draft) as file:
+            # torch's viewer reads protocols 2 to 4.
+            pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
+    except Exception:
+        # Whatever is raised here would hide the error that is being thrown.
+        logger.warning("torch's snapshot could not be written to %s", draft, exc_info=True)
