@@ -16,11 +16,11 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_accelerator_getAccelerator": ("torch._C",),
     "_accelerator_getAllocatorSettings": (
         "torch._C",
-        "torch._C._cuda_memorySnapshot",
-    ),  # or what torch 2.9 has
+        "torch<2.10",
+    ),  # torch 2.9 has `_cuda_memorySnapshot`
     "_accelerator_getDeviceStats": ("torch._C",),
     "_accelerator_isAllocatorInitialized": ("torch._C",),
-    "_accelerator_setAllocatorSettings": ("torch._C",),
+    "_accelerator_setAllocatorSettings": ("torch._C", "torch<2.10"),
     "_all_gather_comm": (FSDP_GROUP,),
     "_apply": ("torch.nn.Module",),
     "_autograd": ("torch._C",),
@@ -39,7 +39,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_disable_current_modes": ("torch.utils._python_dispatch",),
     "_dynamo": ("torch",),
     "_engine_run_backward": ("torch.autograd.graph",),
-    "_ensureCUDADeviceGuardSet": ("torch._C",),
+    "_ensureCUDADeviceGuardSet": ("torch._C", "torch<2.10"),
     "_foreach_supported_types": ("torch.utils._foreach_utils",),
     "_forward_hooks": ("torch.nn.modules.module",),
     "_forward_pre_hooks": ("torch.nn.modules.module",),
@@ -82,7 +82,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("torch.ops.aten",),
     "_schema": ("torch._ops.OpOverload", "torch._ops"),
     "_scoped_library": ("torch.library",),
-    "_sequence_nr": ("torch.autograd.graph",),
+    "_sequence_nr": ("torch.autograd.graph", "torch<2.10"),
     "_sharding_prop": ("torch.distributed.tensor",),
     "_softmax_backward_data": ("torch.ops.aten",),
     "_storage_Use_Count": ("torch._C",),

@@ -250,4 +250,4 @@ def test_the_command_compares_and_keeps(cache, make, tmp_path):
         "measured_bytes": max(peaks),
     } in printed["calibration"]["differences"]
     assert printed["calibration"]["kept_in"] == str(context_file("4GiB"))
-    assert "is a guess" in printed["assumptions"][-1]
+    assert any("is a guess" in line for line in printed["assumptions"])

@@ -17,6 +17,7 @@ from transformers import Trainer
 from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
+from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from trainer_plugins import plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.planner import PlanError
@@ -119,6 +120,7 @@ def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
     """The command runs where a project lies, and finds its relative paths there, but no modules."""
     folder = tmp_path / "project"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
@@ -114,6 +115,10 @@ def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
     assert not list((tmp_path / "empty").glob("*.so")), "nothing was compiled"
 
 
+@pytest.mark.skipif(
+    not hasattr(TrainingArguments, "activation_checkpointing"),
+    reason="this transformers cannot move checkpoints to main memory",
+)
 def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
     asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4")

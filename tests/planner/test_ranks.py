@@ -441,6 +441,7 @@ def test_plan_run_takes_a_launch_file():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 @pytest.mark.parametrize("file", ["zero3_offload_all", "fsdp2_offload"])
 def test_the_table_that_the_linter_is_held_against_is_what_plans_say(file):
     """Main memory of Llama-2-7B on 8 cards (see tests/launch/host_memory.toml)."""

@@ -37,14 +37,9 @@ class AcceleratorDevice:
         self._index = (
             torch.accelerator.current_device_index() if device.index is None else device.index
         )
-        self._name = f"{device.type}:{self._index}"
-        module: Any = torch.get_device_module(device.type)
-        # torch.accelerator.get_memory_info came with torch 2.10; before, only the device's own
-        # module has it.
-        self._memory_info = (
-            getattr(torch.accelerator, "get_memory_info", None) or module.mem_get_info
-        )
-        properties = module.get_device_properties(self._index)
+        self._type = device.type
+        self._name = f"{self._type}:{self._index}"
+        properties = torch.get_device_module(self._type).get_device_properties(self._index)
         self._uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
         self._nvml: NvmlDevice | None = None
         self._nvml_wait_seconds = 0.0
@@ -99,7 +94,13 @@ class AcceleratorDevice:
             return None
 
     def _torch_memory(self) -> tuple[int, int]:
-        free_bytes, total_bytes = self._memory_info(self._index)
+        # torch.accelerator.get_memory_info came with torch 2.10; before, only the device's own
+        # module has it.
+        memory_info = getattr(torch.accelerator, "get_memory_info", None)
+        if memory_info is None:
+            module: Any = torch.get_device_module(self._type)
+            memory_info = module.mem_get_info
+        free_bytes, total_bytes = memory_info(self._index)
         return total_bytes, free_bytes
 
     def _driver_memory(self) -> tuple[int, int] | None:
