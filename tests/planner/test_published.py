@@ -87,6 +87,9 @@ def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."), reason="transformers 4 is refused, and it says so"
+)
 def test_qlora_on_a_tesla_t4_needs_what_is_predicted() -> None:
     """Nothing was learned from these rows. Reserved memory depends on the loader, so on the version."""
     measured = {row.key: row.measured for row in published()}

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.models import tiny_llama, token_rows
@@ -11,6 +12,9 @@ from tests.survival.failing import Run, small_trainer
 from tests.survival.test_attach import remarks
 from trainer_plugins import protect, survive_oom
 from trainer_plugins.units import MIB
+
+
+IS_5 = not transformers.__version__.startswith("4.")
 
 
 def on_a_small_card(tmp_path, simgpu, **kwargs):
@@ -39,7 +43,9 @@ def test_dividing_beforehand_is_said_once_and_counted(
     tmp_path, simgpu, monkeypatch, caplog, attach
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trainer = on_a_small_card(tmp_path, simgpu, report_to=["tensorboard"])
+    # transformers 4 has an argument in place of the variable
+    place = {} if IS_5 else {"logging_dir": str(tmp_path / "board")}
+    trainer = on_a_small_card(tmp_path, simgpu, report_to=["tensorboard"], **place)
     attach(trainer)
     trainer.train()
 

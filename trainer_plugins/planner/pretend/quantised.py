@@ -8,7 +8,6 @@ which layers are quantised, and what an adapter computes on top, is decided by t
 
 import importlib
 import sys
-from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -278,8 +277,6 @@ def stand_in_for_bitsandbytes() -> None:
         if above:
             setattr(sys.modules[above], leaf, module)
     package = sys.modules["bitsandbytes"]
-    version_of = metadata.version  # BitsAndBytesConfig of transformers 4 asks for the version
-    metadata.version = lambda name: _VERSION if name == package.__name__ else version_of(name)
     for name in ("transformers.utils.import_utils", "peft.import_utils"):
         for asked in ("is_bitsandbytes_available", "is_bnb_available", "is_bnb_4bit_available"):
             answer = getattr(importlib.import_module(name), asked, None)

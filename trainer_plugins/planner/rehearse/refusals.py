@@ -149,6 +149,11 @@ def known_quantisation(model: torch.nn.Module, fields: object) -> dict[str, obje
         )
     if not of_bitsandbytes:
         raise NotPredicted(_of_other_kernels(model, str(method), fields))
+    if transformers.__version__.startswith("4."):
+        raise NotPredicted(
+            f"a base quantised by bitsandbytes with transformers {transformers.__version__}, whose "
+            "loader is only there with the package installed: plan it with transformers 5"
+        )
     if fields.get("llm_int8_has_fp16_weight"):
         raise NotPredicted("llm_int8_has_fp16_weight, which quantises anew in each step")
     if fields.get("llm_int8_enable_fp32_cpu_offload"):
