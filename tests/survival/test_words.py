@@ -13,7 +13,6 @@ from tests.survival.test_attach import remarks
 from trainer_plugins import protect, survive_oom
 from trainer_plugins.units import MIB
 
-
 IS_5 = not transformers.__version__.startswith("4.")
 
 
