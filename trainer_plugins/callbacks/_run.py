@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from trainer_plugins.callbacks._order import keep_first_place
 from trainer_plugins.devices import Device, open_device
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
+from trainer_plugins.record.webhook import webhook_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import code_of, frames_above
 
@@ -74,6 +75,8 @@ class RunCallback(TrainerCallback):
     def timeline_for(self, args: TrainingArguments) -> Timeline:
         if self._timeline is None:
             self._timeline = timeline_of_run(args.output_dir, args.process_index)
+        if self._timeline.listener is None:
+            self._timeline.listener = webhook_of_run(args.output_dir, args.process_index)
         return self._timeline
 
     @contextmanager

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
+from trainer_plugins.record.webhook import VARIABLE
+
 HIDDEN = "(hidden)"
 
 _LONGEST_TEXT = 2000
@@ -26,11 +28,13 @@ _ASSIGNED = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
 
 
 def masked_text(text: str) -> str:
-    """Hide what looks like a secret, and the home folder.
+    """Hide what looks like a secret, the URL of the webhook, and the home folder.
 
     >>> masked_text("login('hf_0123456789abcdef'), https://me:pass@host/x")
     "login('(hidden)'), https://(hidden)@host/x"
     """
+    if webhook := os.environ.get(VARIABLE, "").strip():
+        text = text.replace(webhook, HIDDEN)
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = text.replace(home + os.sep, "~" + os.sep)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from io import BufferedReader, FileIO
 from itertools import islice
@@ -249,6 +249,8 @@ class Timeline:
         """Device and inode number of the open file."""
         self._thin_from_bytes = MAX_FILE_BYTES
         self._said: set[str] = set()
+        self.listener: Callable[[Entry], None] | None = None
+        """Hears of every entry that is added. A copy has none."""
 
     def add(self, entry: Entry) -> None:
         """Append an entry."""
@@ -261,6 +263,8 @@ class Timeline:
                 self.close()  # give up the rest of that line
             self._unwritten.append(to_line(entry).encode() + b"\n")
             self._write(self.path)
+        if self.listener is not None:
+            self.listener(entry)
 
     def since(self, num_added: int) -> list[Entry]:
         """Return the entries added after the first `num_added`, as far as they are in memory."""
@@ -284,6 +288,7 @@ class Timeline:
         return {
             **self.__dict__,
             "_file": None,
+            "listener": None,
             "_num_taken": 0,
             "_unwritten": deque(maxlen=self._unwritten.maxlen),
         }
