@@ -252,6 +252,7 @@ def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     timeline = begun(tmp_path)
     timeline.add(sample(1, HOSTILE, replace(READING, device=HOSTILE)))
     timeline.add(Remark(step=1, finding=replace(FINDING, code=HOSTILE)))
+    assert obeyed("".join(drawn(rank_lines(Follower(tmp_path).look()), width=140))) == []
     assert obeyed(top(tmp_path)) == []
     timeline.add(Failure(step=1, words=HOSTILE))
     assert obeyed(top(tmp_path)) == []
