@@ -18,7 +18,7 @@ from trainer_plugins.record.timeline import (
 )
 
 NUM_RECENT = 32
-"""The number of readings of training steps that are kept."""
+"""The number of readings of training steps that are kept: as many as a leak is judged by."""
 
 NUM_PEAKS = 12
 """A run's pressure is kept as at most twice as many maxima."""
