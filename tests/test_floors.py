@@ -94,6 +94,7 @@ def test_the_fast_tier_reaches_every_room() -> None:
         "record.history",
         "record.prometheus",
         "report.text",
+        "report.top",
         "explain.run",
         "cli",
         "oom",

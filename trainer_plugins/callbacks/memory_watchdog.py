@@ -13,7 +13,8 @@ from trainer_plugins.record.metrics import MemoryMetrics, as_logs
 from trainer_plugins.record.prometheus import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.watch import Budget, MemoryWatch
+from trainer_plugins.watch.memory_watch import MemoryWatch
+from trainer_plugins.watch.pressure import Budget
 
 logger = logging.getLogger(__name__)
 

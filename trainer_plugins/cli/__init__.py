@@ -16,6 +16,7 @@ from trainer_plugins.cli.exec import exec_
 from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
+from trainer_plugins.cli.top import top
 from trainer_plugins.printable import printable
 
 # Typer contains a copy of click, or imports it, depending on its version.
@@ -37,6 +38,7 @@ app = typer.Typer(
     cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.command()(report)
+app.command()(top)
 app.command()(env)
 app.command()(explain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)

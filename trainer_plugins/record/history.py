@@ -3,10 +3,14 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 from trainer_plugins.printable import printable
 from trainer_plugins.record.timeline import Beginning, Entry, Flush, Sample, read_lines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,7 @@ def read_history(run_dir: Path) -> History:
         ValueError: there are none.
         OSError: a file cannot be read, or is not a regular file.
     """
-    found = (
-        (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
-        for path in run_dir.glob("memory/rank-*")
-    )
-    files = dict(sorted((int(match[1]), path) for match, path in found if match))
+    files = rank_files(run_dir)
     if not files:
         raise ValueError(
             f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that"
@@ -74,48 +74,74 @@ def read_history(run_dir: Path) -> History:
         lines = [*read_lines(path)]
         num_passed_over[rank] = lines.count(None)
         runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
-    return History(_brought_together(runs), files, num_passed_over)
+    spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
+    return History([Run(each) for each in brought_together(spans)], files, num_passed_over)
 
 
-def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
-    """Split the file of one rank into processes, and each process where a new run begins."""
-    by_process: dict[str, list[list[Entry]]] = {}
-    for process, entry in lines:
-        runs = by_process.setdefault(process, [])
-        if not runs or _begins_anew(runs[-1], entry):
-            runs.append([])
-        runs[-1].append(entry)
-    return [run for runs in by_process.values() for run in runs]
+def rank_files(run_dir: Path) -> dict[int, Path]:
+    """Return the timeline files of a folder by rank, in order."""
+    found = (
+        (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
+        for path in run_dir.glob("memory/rank-*")
+    )
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
-def _begins_anew(run: Sequence[Entry], entry: Entry) -> bool:
-    """Return whether an entry begins a new run.
+class Course:
+    """Tells where the entries of one process on one rank begin a new run.
 
     Steps only count upwards in a run. Its callbacks note its beginning one after the other, and a
     run does not begin twice.
     """
-    if entry.step < run[-1].step:
-        return True
-    return _is_beginning(entry) and any(
-        isinstance(each, Flush)
-        or (isinstance(each, Sample) and not _is_beginning(each))
-        or (_is_beginning(each) and type(each) is type(entry))
-        for each in run
-    )
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._is_under_way = False
+        self._begun: set[type[Entry]] = set()
+
+    def begins_anew(self, entry: Entry) -> bool:
+        """Take the next entry, and return whether a run begins with it."""
+        is_beginning = isinstance(entry, Beginning) or (
+            isinstance(entry, Sample) and entry.moment == "begin"
+        )
+        anew = entry.step < self._step or (
+            is_beginning and (self._is_under_way or type(entry) in self._begun)
+        )
+        is_first = self._step < 0
+        if anew:
+            self._is_under_way = False
+            self._begun.clear()
+        self._step = entry.step
+        if is_beginning:
+            self._begun.add(type(entry))
+        elif isinstance(entry, (Flush, Sample)):
+            self._is_under_way = True
+        return anew or is_first
 
 
-def _is_beginning(entry: Entry) -> bool:
-    return isinstance(entry, Beginning) or (isinstance(entry, Sample) and entry.moment == "begin")
+def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
+    """Split the file of one rank into processes, and each process where a new run begins."""
+    by_process: dict[str, tuple[Course, list[list[Entry]]]] = {}
+    for process, entry in lines:
+        course, runs = by_process.setdefault(process, (Course(), []))
+        if course.begins_anew(entry):
+            runs.append([])
+        runs[-1].append(entry)
+    return [run for _, runs in by_process.values() for run in runs]
 
 
-def _brought_together(runs: Iterable[tuple[int, list[Entry]]]) -> list[Run]:
-    """Join what ranks noted at the same time into one run; no rank is in a run twice."""
-    together: list[dict[int, list[Entry]]] = []
+def brought_together(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
+    """Join what ranks noted at the same time into one run by rank; no rank is in a run twice.
+
+    Args:
+        runs: the rank of each, the times of its first and last entry, and what it holds.
+    """
+    together: list[dict[int, T]] = []
     last_seconds = 0.0
-    for rank, run in sorted(runs, key=lambda pair: pair[1][0].time_seconds):
-        if not together or rank in together[-1] or run[0].time_seconds > last_seconds:
+    for rank, began, ended, run in sorted(runs, key=itemgetter(1)):
+        if not together or rank in together[-1] or began > last_seconds:
             together.append({})
             last_seconds = 0.0
         together[-1][rank] = run
-        last_seconds = max(last_seconds, run[-1].time_seconds)
-    return [Run(dict(sorted(each.items()))) for each in together]
+        last_seconds = max(last_seconds, ended)
+    return [dict(sorted(each.items())) for each in together]

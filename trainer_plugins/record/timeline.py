@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 8 << 20
 """A longer file is thinned to about two thirds; findings and beginnings always stay."""
 
-_LONGEST_LINE_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
 PROCESS = token_hex(4)
@@ -206,10 +206,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
         OSError: the file cannot be read, or is not a regular file.
     """
     with BufferedReader(open_regular(path, "r")) as file:
-        while line := file.readline(_LONGEST_LINE_BYTES):
-            if len(line) == _LONGEST_LINE_BYTES:
+        while line := file.readline(LONGEST_LINE_BYTES):
+            if len(line) == LONGEST_LINE_BYTES:
                 while line and not line.endswith(b"\n"):
-                    line = file.readline(_LONGEST_LINE_BYTES)
+                    line = file.readline(LONGEST_LINE_BYTES)
                 yield None
             elif line.strip():
                 yield from_line(line)

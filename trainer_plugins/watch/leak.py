@@ -12,6 +12,9 @@ from trainer_plugins.units import size
 WINDOW = 32
 """The number of steps that are judged together."""
 
+WARM_UP_LOOKS = 8
+"""Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers."""
+
 _BLOCK = 4
 _RISING_FRACTION = 0.001
 
@@ -25,6 +28,23 @@ class Footprint:
     cache: int
     non_torch: int
     host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Tells how fast one kind of memory rises, and how many steps it can go on."""
+
+    kind: str
+    """The field of `Footprint` that rises."""
+
+    bytes_a_step: float
+    risen_bytes: int
+    steps_left: int
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Return whether the run is out of memory then."""
+        return self.kind not in _END
 
 
 _KINDS = {
@@ -67,6 +87,38 @@ def leaks(
     *,
     is_expandable: bool = False,
 ) -> list[Finding]:
+    """Report what `growths` finds, with a remedy for each kind.
+
+    Args:
+        window: footprints as `growths` takes them.
+        card: the last reading of the card.
+        host: the same for main memory.
+        is_expandable: whether torch was told to use expandable segments.
+    """
+    findings = []
+    for growth in growths(window, card, host):
+        kind, left = growth.kind, growth.steps_left
+        what, remedy = _KINDS[kind]
+        findings.append(
+            Finding(
+                code=f"leak-{kind.replace('_', '-')}",
+                severity=Severity.ERROR
+                if left <= WINDOW and growth.ends_the_run
+                else Severity.WARNING,
+                summary=f"{what} rises step by step:"
+                f" {_END.get(kind, 'out of memory')} in about {left} steps",
+                evidence=(
+                    f"{size(growth.bytes_a_step)} a step, {size(growth.risen_bytes)} from step"
+                    f" {window[0].step} to {window[-1].step}"
+                ),
+                remedy=_CACHE_OF_EXPANDABLE if kind == "cache" and is_expandable else remedy,
+                amount=float(growth.risen_bytes),
+            )
+        )
+    return findings
+
+
+def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:
     """Judge footprints of consecutive steps, oldest first, taken at the same moment of each step.
 
     The slope is Theil and Sen's (the median of the slopes between all pairs) over the minima of
@@ -74,17 +126,16 @@ def leaks(
     leak rises in every block but one.
 
     Args:
-        window: at least `WINDOW` footprints; fewer give no finding.
+        window: at least `WINDOW` footprints; fewer show no growth.
         card: the last reading of the card: what its peak left free, and what is noise at its size.
         host: the same for main memory.
-        is_expandable: whether torch was told to use expandable segments.
     """
     if len(window) < WINDOW:
         return []
     footprints = list(window)  # a deque does not slice
     blocks = [footprints[i : i + _BLOCK] for i in range(0, len(footprints) - _BLOCK + 1, _BLOCK)]
-    findings = []
-    for kind, (what, remedy) in _KINDS.items():
+    found = []
+    for kind in _KINDS:
         total_bytes, left_bytes = (
             (host.total_bytes, host.free_bytes)
             if kind == "host"
@@ -101,21 +152,6 @@ def leaks(
         slope = median(
             (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 > x1
         )
-        if slope <= 0:
-            continue
-        left = max(0, int(left_bytes / slope))
-        findings.append(
-            Finding(
-                code=f"leak-{kind.replace('_', '-')}",
-                severity=Severity.ERROR if left <= WINDOW and kind != "cache" else Severity.WARNING,
-                summary=f"{what} rises step by step:"
-                f" {_END.get(kind, 'out of memory')} in about {left} steps",
-                evidence=(
-                    f"{size(slope)} a step, {size(risen_bytes)} from step {footprints[0].step} to"
-                    f" {footprints[-1].step}"
-                ),
-                remedy=_CACHE_OF_EXPANDABLE if kind == "cache" and is_expandable else remedy,
-                amount=float(risen_bytes),
-            )
-        )
-    return findings
+        if slope > 0:
+            found.append(Growth(kind, slope, risen_bytes, max(0, int(left_bytes / slope))))
+    return found

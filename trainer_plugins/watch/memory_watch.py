@@ -16,11 +16,8 @@ from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
-from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
+from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
 from trainer_plugins.watch.pressure import Budget, pressure
-
-WARM_UP_LOOKS = 8
-"""Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers."""
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0

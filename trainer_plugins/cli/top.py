@@ -1,0 +1,107 @@
+"""`trainer-plugins top`: shows the memory of a run while it runs, a line a rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer_plugins.printable import printable
+
+if TYPE_CHECKING:
+    from trainer_plugins.record.follow import Follower, RankRun
+    from trainer_plugins.report.top import TopPage
+
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
+
+
+def top(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
+    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="With --once: print JSON for machines.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How often to look for news.")
+    ] = 1.0,
+) -> None:
+    """Show where each rank of the last run in a folder stands, until Ctrl-C.
+
+    It may be started before the run, and reads only what the run has written since the last look.
+
+    Exit codes: 0 shown; 2 nothing to read, or bad input.
+    """
+    import sys
+
+    from trainer_plugins.record.follow import Follower
+
+    if is_json and not once:
+        raise typer.BadParameter("--json prints one answer: give --once too")
+    if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
+        raise typer.BadParameter(
+            f"--every is {_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds, got {every}"
+        )
+    if not once and not sys.stdout.isatty():
+        raise typer.BadParameter("standard output is no terminal to draw in: give --once")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise typer.BadParameter(f"{run_dir}: not a folder")
+    try:
+        if once:
+            _show_once(Follower(run_dir), is_json=is_json)
+        else:
+            _show_live(Follower(run_dir), every)
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
+
+
+def _show_once(follower: "Follower", *, is_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from trainer_plugins.report.page import show
+
+    run = follower.look()
+    if not run:
+        raise typer.BadParameter(
+            f"{_nothing_yet(follower)}: give the output_dir of a run that has"
+            " MemoryWatchdog, once it has begun"
+        )
+    page = _page(follower, run)
+    if is_json:
+        print(json.dumps(asdict(page), indent=2))
+    else:
+        show(page)
+
+
+def _show_live(follower: "Follower", every_seconds: float) -> None:
+    from contextlib import suppress
+    from time import sleep
+
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            run = follower.look()
+            waits = Text(printable(f"{_nothing_yet(follower)}: waiting for the run to begin"))
+            live.update(_page(follower, run) if run else waits, refresh=True)
+            sleep(every_seconds)
+
+
+def _nothing_yet(follower: "Follower") -> str:
+    return f"{follower.run_dir} has no entries in memory/rank-*.jsonl"
+
+
+def _page(follower: "Follower", run: Mapping[int, "RankRun"]) -> "TopPage":
+    from time import time
+
+    from trainer_plugins.report.top import TopPage, rank_lines
+
+    return TopPage(
+        run_dir=str(follower.run_dir),
+        ranks=rank_lines(run),
+        world_size=next((rank.world_size for rank in run.values() if rank.world_size), None),
+        now_seconds=time(),
+    )

@@ -1,0 +1,216 @@
+"""Renders where each rank of a run stands, a line a rank, for a terminal that is drawn again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from shlex import quote
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from trainer_plugins.finding import Severity
+from trainer_plugins.printable import printable
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.follow import RankRun
+from trainer_plugins.record.timeline import Failure, Remark
+from trainer_plugins.units import GIB, MIB
+from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, Growth, growths
+
+_STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+
+_PARTS = (("█", "allocated", "green"), ("▒", "cached", "cyan"), ("░", "outside torch", "magenta"))
+_FREE = ("·", "free", "dim")
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")
+"""For terminals whose encoding has no block elements."""
+
+_FLAT = 0.1
+"""A trend that spans less than this fraction of the device is not drawn any steeper."""
+
+_WIDTH_WITH_SIZES = 110
+_WIDTH_WITH_TREND = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLine:
+    """Holds what `top` says of one rank."""
+
+    rank: int
+    step: int
+    state: str
+    """What the run did last, as a `Sample` names it; `failed` after an error."""
+
+    time_seconds: float
+    """When the rank last wrote, in seconds since the Unix epoch."""
+
+    reading: MemoryReading | None
+    trend: Sequence[float]
+    """The highest pressure of equal stretches of the run, oldest first."""
+
+    growth: Growth | None
+    """What rises step by step and is out of memory soonest, if anything does."""
+
+    remark: Remark | None
+    """The last finding."""
+
+    failure: Failure | None
+
+
+def rank_lines(run: Mapping[int, RankRun]) -> list[RankLine]:
+    """Judge where the ranks of a run stand."""
+    return [
+        RankLine(
+            rank=rank,
+            step=its.last.step,
+            state="failed" if its.failure else its.sample.moment if its.sample else "begin",
+            time_seconds=its.last.time_seconds,
+            reading=its.sample.reading if its.sample else None,
+            trend=tuple(its.peaks),
+            growth=_growth(its),
+            remark=its.remark,
+            failure=its.failure,
+        )
+        for rank, its in run.items()
+    ]
+
+
+def _growth(run: RankRun) -> Growth | None:
+    """Judge the last steps as `MemoryWatch` does; a card's timeline does not tell main memory."""
+    is_over = run.failure or (run.sample and run.sample.moment == "end")
+    if is_over or run.num_trained < WARM_UP_LOOKS + WINDOW:
+        return None
+    last = run.recent[-1].reading
+    is_host = last.device == "cpu"
+    window = [
+        Footprint(
+            step=sample.step,
+            tensors=0 if is_host else sample.reading.allocated_bytes,
+            cache=sample.reading.cached_bytes,
+            non_torch=0 if is_host else sample.reading.non_torch_bytes,
+            host=sample.reading.allocated_bytes if is_host else 0,
+        )
+        for sample in run.recent
+    ]
+    fatal = (growth for growth in growths(window, last, last) if growth.ends_the_run)
+    return min(fatal, key=lambda growth: growth.steps_left, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TopPage:
+    """Renders the ranks of one run as wide as the terminal allows."""
+
+    run_dir: str
+    ranks: Sequence[RankLine]
+    world_size: int | None
+    """The number of ranks that train, if a rank has told: some may not have written yet."""
+
+    now_seconds: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def drawn(text: str) -> str:
+            return text.translate(_PLAIN) if options.ascii_only else text
+
+        num = len(self.ranks)
+        of_all = f" of {self.world_size}" if self.world_size and self.world_size > num else ""
+        ranks = "rank" if num == 1 and not of_all else "ranks"
+        yield Text(f"{printable(self.run_dir)}: {num}{of_all} {ranks}")
+        yield from self._news()
+        yield Text("  ").join(
+            Text(f"{drawn(sign)} {part}", style) for sign, part, style in (*_PARTS, _FREE)
+        )
+        has_sizes = options.max_width >= _WIDTH_WITH_SIZES
+        has_trend = options.max_width >= _WIDTH_WITH_TREND
+        bar_width = 20 if has_sizes else 12
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("rank", justify="right", no_wrap=True)
+        table.add_column("device", overflow="fold")
+        table.add_column("moment", overflow="fold")
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("memory", no_wrap=True, min_width=bar_width)
+        if has_sizes:
+            table.add_column("alloc/reserved/outside", justify="right", no_wrap=True)
+        if has_trend:
+            table.add_column("trend", no_wrap=True)
+        table.add_column("steps left", justify="right")
+        table.add_column("last finding", overflow="fold")
+        table.add_column("seen", justify="right", no_wrap=True)
+        for line in self.ranks:
+            table.add_row(
+                str(line.rank),
+                printable(line.reading.device) if line.reading else "",
+                Text(printable(line.state), "red" if line.failure else ""),
+                str(line.step),
+                Text.assemble(
+                    *((drawn(part), style) for part, style in _bar(line.reading, bar_width))
+                ),
+                *[_sizes(line.reading)] * has_sizes,
+                *[drawn(_heights(line.trend))] * has_trend,
+                Text(f"~{line.growth.steps_left}" if line.growth else "", "red"),
+                _code(line.remark),
+                _age(self.now_seconds - line.time_seconds),
+            )
+        yield table
+
+    def _news(self) -> list[Text]:
+        """Render what failed first, or else the newest finding, with what to do."""
+        failed = [line for line in self.ranks if line.failure]
+        if failed:
+            first = min(failed, key=lambda line: line.time_seconds)
+            assert first.failure is not None
+            news = [Text(printable(f"rank {first.rank}: {first.failure.words}"), "red")]
+            if first.failure.record:
+                news.append(Text(f"Type: trainer-plugins explain {quote(printable(self.run_dir))}"))
+            return news
+        remarks = [(line.rank, line.remark) for line in self.ranks if line.remark]
+        if not remarks:
+            return []
+        rank, remark = max(remarks, key=lambda pair: pair[1].time_seconds)
+        style = _STYLES[remark.finding.severity]
+        return [Text(f"rank {rank}, step {remark.step}: {remark.finding}", style)]
+
+
+def _bar(reading: MemoryReading | None, width: int) -> list[tuple[str, str]]:
+    """Divide the bar as the card is divided; only ends are rounded, so its length stays."""
+    if reading is None:
+        return []
+    sizes = (reading.allocated_bytes, reading.cached_bytes, reading.non_torch_bytes)
+    bar, end, filled = [], 0, 0
+    for (sign, _, style), num_bytes in zip(_PARTS, sizes, strict=True):
+        end = min(end + max(0, num_bytes), reading.total_bytes)
+        upto = round(width * end / reading.total_bytes)
+        bar.append((sign * (upto - filled), style))
+        filled = upto
+    return [*bar, (_FREE[0] * (width - filled), _FREE[2])]
+
+
+def _sizes(reading: MemoryReading | None) -> str:
+    if reading is None:
+        return ""
+    unit, name, digits = (GIB, "GiB", 1) if reading.total_bytes >= GIB else (MIB, "MiB", 0)
+    used = (reading.allocated_bytes, reading.reserved_bytes, reading.non_torch_bytes)
+    parts = "/".join(f"{num_bytes / unit:.{digits}f}" for num_bytes in used)
+    return f"{parts} of {reading.total_bytes / unit:.{digits}f} {name}"
+
+
+def _heights(trend: Sequence[float]) -> str:
+    """Draw the pressure above its lowest, so that a slow rise is seen and noise is not."""
+    if not trend:
+        return ""
+    low, span = min(trend), max(max(trend) - min(trend), _FLAT)
+    top = len(_HEIGHTS) - 1
+    return "".join(_HEIGHTS[round(top * (pressure - low) / span)] for pressure in trend)
+
+
+def _code(remark: Remark | None) -> Text:
+    if remark is None:
+        return Text()
+    return Text(printable(remark.finding.code), _STYLES[remark.finding.severity])
+
+
+def _age(seconds: float) -> str:
+    """Say how long ago it was; clocks of two machines may differ, so it is never negative."""
+    seconds = max(0.0, seconds)
+    for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
+        if seconds < 100 * unit:
+            return f"{seconds // unit:.0f} {name}"
+    return f"{seconds // 86400:.0f} days"
