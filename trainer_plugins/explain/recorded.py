@@ -65,11 +65,12 @@ def _other_memory(case: Case) -> Cause | None:
     if known is None:
         return None
     host = case.record.host
+    said, _, _ = case.record.error.text.partition("\n")
     return cause(
         known[0],
         "certain",
         known[1],
-        f"the error says: {case.record.error.text.splitlines()[0][:200]}",
+        f"the error says: {said[:200]}",
         f"main memory had {size(host.free_bytes)} free of {size(host.total_bytes)}, /dev/shm"
         f" {size(host.shm_free_bytes)} of {size(host.shm_total_bytes)}"
         if host

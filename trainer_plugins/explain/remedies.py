@@ -33,10 +33,10 @@ def _fewer(case: Case) -> Remedies:
 
 def _fewer_rows(case: Case) -> Remedies:
     rows = case.argument("per_device_train_batch_size", 8)
-    accumulation = case.argument("gradient_accumulation_steps", 1)
-    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
-    if rows == 1:
+    if rows <= 1:
         return []
+    accumulation = max(1, case.argument("gradient_accumulation_steps", 1))
+    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
     return [
         _remedy(
             f"--per_device_train_batch_size {smaller}"
@@ -54,7 +54,7 @@ def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
     A forward pass that was not over would have needed more: twice what it had is assumed. Where
     nothing was counted, half the rows are returned, and 0 bytes.
     """
-    divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0] or [1]
+    divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0]
     if case.record.alive is None or not case.total:
         return next((each for each in divisors if each <= rows // 2), 1), 0
     of_batch = max(0, case.live + case.asked - case.fixed)
@@ -147,9 +147,9 @@ def _eval_logits(case: Case) -> Remedies:
 
 def _eval_batch(case: Case) -> Remedies:
     rows = case.argument("per_device_eval_batch_size", 8)
-    smaller, needed = _rows_that_fit(case, rows, case.fixed)
-    if rows == 1:
+    if rows <= 1:
         return [_survive(case)]
+    smaller, needed = _rows_that_fit(case, rows, case.fixed)
     return [
         _remedy(
             f"--per_device_eval_batch_size {smaller}",
