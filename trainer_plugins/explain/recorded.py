@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause, Certainty
 from trainer_plugins.explain.case import Case
 from trainer_plugins.printable import printable
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import GIB, size
 
-_IMPOSSIBLE_BYTES = 1 << 40
 _FEWEST_STEPS = 5
 _WARM_UP_STEPS = 2
 
@@ -50,7 +49,7 @@ def cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str 
 
 
 def _impossible(case: Case) -> Cause | None:
-    if case.asked <= _IMPOSSIBLE_BYTES:
+    if case.asked <= IMPOSSIBLE_BYTES:
         return None
     return cause(
         "impossible-size",
