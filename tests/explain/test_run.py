@@ -378,6 +378,26 @@ def test_damaged_records_are_left_out(died, tmp_path, text: str) -> None:
     assert len(read_run_facts(tmp_path / "run")) == 1
 
 
+def test_only_a_damaged_record_is_no_folder_of_nobody(tmp_path) -> None:
+    (tmp_path / "oom-rank0.json").write_text('{"version": 1, "time_sec')
+    with pytest.raises(ValueError, match="that can be read"):
+        explain_run(tmp_path)
+
+
+def test_numbers_that_nobody_can_have_meant_cost_no_time_and_no_traceback(died, tmp_path) -> None:
+    rows = dict.fromkeys(("per_device_train_batch_size", "dataloader_num_workers"), 10**15)
+    for number, arguments in enumerate((rows, dict.fromkeys(rows, 0), dict.fromkeys(rows, -4)), 1):
+        run = replace(died.run, arguments=arguments)
+        said = explained(
+            tmp_path / "run", replace(died, run=run, time_seconds=died.time_seconds + number)
+        )
+        assert first(said) == "capacity"
+        assert not any("10000000" in each.do or "-4" in each.do for each in said.remedies)
+    wordless = replace(died, error=replace(died.error, source="nccl", text=""))
+    said = explained(tmp_path / "run", replace(wordless, time_seconds=died.time_seconds + 9))
+    assert first(said) == "nccl"
+
+
 def test_foreign_text_in_a_record_is_shown_and_not_obeyed(died, tmp_path) -> None:
     path = tmp_path / "run" / "oom-rank0.json"
     value = json.loads(path.read_text())

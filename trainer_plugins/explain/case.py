@@ -12,6 +12,9 @@ from trainer_plugins.units import GIB, MIB
 ROUNDING_BYTES = 2 * MIB
 """The allocator asks the driver for multiples of this (c10, CUDACachingAllocator: kRoundLarge)."""
 
+_LARGEST_COUNT = 1 << 20
+"""More rows, steps or workers are in no run, and to look for their divisors would take hours."""
+
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
 """Optimizer states as a multiple of what is trained; Adam's two states are the rule."""
 
@@ -89,9 +92,9 @@ class Case:
         return None
 
     def argument(self, name: str, default: int) -> int:
-        """Return a number of the TrainingArguments."""
+        """Return a count of the TrainingArguments; the default if nobody can have meant it."""
         value = self.record.run.arguments.get(name)
-        return value if type(value) is int else default
+        return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else default
 
     def config(self, name: str) -> int:
         """Return a number of the model's config, also of its text part; 0 if it has none."""

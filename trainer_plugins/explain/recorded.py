@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause, Certainty
 from trainer_plugins.explain.case import Case
 from trainer_plugins.printable import printable
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import GIB, size
 
-_IMPOSSIBLE_BYTES = 1 << 40
 _FEWEST_STEPS = 5
 _WARM_UP_STEPS = 2
 
@@ -50,7 +49,7 @@ def cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str 
 
 
 def _impossible(case: Case) -> Cause | None:
-    if case.asked <= _IMPOSSIBLE_BYTES:
+    if case.asked <= IMPOSSIBLE_BYTES:
         return None
     return cause(
         "impossible-size",
@@ -65,11 +64,12 @@ def _other_memory(case: Case) -> Cause | None:
     if known is None:
         return None
     host = case.record.host
+    said, _, _ = case.record.error.text.partition("\n")
     return cause(
         known[0],
         "certain",
         known[1],
-        f"the error says: {case.record.error.text.splitlines()[0][:200]}",
+        f"the error says: {said[:200]}",
         f"main memory had {size(host.free_bytes)} free of {size(host.total_bytes)}, /dev/shm"
         f" {size(host.shm_free_bytes)} of {size(host.shm_total_bytes)}"
         if host

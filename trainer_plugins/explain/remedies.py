@@ -1,9 +1,10 @@
-"""Remedies for the causes of a recorded error, as the user types them, with what they bring."""
+"""Says what helps against the causes of a recorded error, as the user types it."""
 
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Grade, Remedy
 from trainer_plugins.explain.case import Case
 from trainer_plugins.explain.recorded import kept_logits
@@ -33,10 +34,10 @@ def _fewer(case: Case) -> Remedies:
 
 def _fewer_rows(case: Case) -> Remedies:
     rows = case.argument("per_device_train_batch_size", 8)
-    accumulation = case.argument("gradient_accumulation_steps", 1)
-    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
-    if rows == 1:
+    if rows <= 1:
         return []
+    accumulation = max(1, case.argument("gradient_accumulation_steps", 1))
+    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
     return [
         _remedy(
             f"--per_device_train_batch_size {smaller}"
@@ -54,7 +55,7 @@ def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
     A forward pass that was not over would have needed more: twice what it had is assumed. Where
     nothing was counted, half the rows are returned, and 0 bytes.
     """
-    divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0] or [1]
+    divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0]
     if case.record.alive is None or not case.total:
         return next((each for each in divisors if each <= rows // 2), 1), 0
     of_batch = max(0, case.live + case.asked - case.fixed)
@@ -76,11 +77,7 @@ def _survive(case: Case) -> Remedy:
     command = shlex.join(("python", *case.record.run.command)) if case.record.run.command else "..."
     if case.record.run.world_size > 1:
         command = "YOUR LAUNCH COMMAND"
-    return _remedy(
-        f"trainer-plugins exec --preset survive -- {command}",
-        "a micro-batch that does not fit is divided until it does, with the exact gradient",
-        price="time for the micro-batches that are divided; nothing for the others",
-    )
+    return switches.survive(printable(command))
 
 
 def _checkpointing(case: Case) -> Remedies:
@@ -89,13 +86,7 @@ def _checkpointing(case: Case) -> Remedies:
         strategy is not None and strategy.is_checkpointing
     ):
         return []
-    return [
-        _remedy(
-            "--gradient_checkpointing True",
-            "of each layer only the input is kept for the backward pass",
-            price="each forward is computed twice, about a third more time",
-        )
-    ]
+    return [switches.checkpointing()]
 
 
 def _long_sample(case: Case) -> Remedies:
@@ -110,12 +101,7 @@ def _long_sample(case: Case) -> Remedies:
 
 
 def _logits(case: Case) -> Remedies:
-    liger = _remedy(
-        "--use_liger_kernel True",
-        "the loss is computed without the whole logits",
-        price="needs liger-kernel and a model that it knows",
-    )
-    return [*_fewer_rows(case), _survive(case), liger]
+    return [*_fewer_rows(case), _survive(case), switches.liger(case.asked)]
 
 
 def _quadratic(case: Case) -> Remedies:
@@ -147,9 +133,9 @@ def _eval_logits(case: Case) -> Remedies:
 
 def _eval_batch(case: Case) -> Remedies:
     rows = case.argument("per_device_eval_batch_size", 8)
-    smaller, needed = _rows_that_fit(case, rows, case.fixed)
-    if rows == 1:
+    if rows <= 1:
         return [_survive(case)]
+    smaller, needed = _rows_that_fit(case, rows, case.fixed)
     return [
         _remedy(
             f"--per_device_eval_batch_size {smaller}",
@@ -199,21 +185,9 @@ def _save(case: Case) -> Remedies:
     strategy = case.record.run.strategy
     found = []
     if strategy is not None and strategy.family == "FSDP":
-        found.append(
-            _remedy(
-                "fsdp_state_dict_type: SHARDED_STATE_DICT",
-                "each rank saves its own part (in accelerate's file)",
-                price="merge the parts with accelerate merge-weights",
-            )
-        )
+        found.append(switches.SHARDED_SAVE)
     if strategy is not None and strategy.zero_stage == 3:
-        found.append(
-            _remedy(
-                '"stage3_gather_16bit_weights_on_model_save": false',
-                "nothing is gathered (in DeepSpeed's file)",
-                price="make the weights with zero_to_fp32.py",
-            )
-        )
+        found.append(switches.SAVE_WITHOUT_GATHER)
     only = _remedy(
         "--save_only_model True",
         "the optimizer's states are not saved",
@@ -238,12 +212,7 @@ def _weights(case: Case) -> Remedies:
 
 
 def _zero3(case: Case) -> Remedies:
-    live = _remedy(
-        '"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
-        "fewer parameters are gathered at once than DeepSpeed's 1e9 (in its file)",
-        price="they are gathered more often",
-    )
-    return [live, *_fewer(case)]
+    return [switches.FEWER_LIVE_PARAMETERS, *_fewer(case)]
 
 
 def _resume(case: Case) -> Remedies:
@@ -332,12 +301,7 @@ def _shm(case: Case) -> Remedies:
 
 def without_shm() -> Remedies:
     """Return what helps where /dev/shm is too small."""
-    alone = _remedy(
-        "--dataloader_num_workers 0",
-        "no batch goes through /dev/shm",
-        price="the training process makes the batches itself",
-    )
-    return [alone, _remedy("docker run --shm-size=16g", "docker's default is 64 MiB")]
+    return [switches.NO_WORKERS, _remedy("docker run --shm-size=16g", "docker's default is 64 MiB")]
 
 
 def _host(case: Case) -> Remedies:
@@ -356,7 +320,7 @@ def less_main_memory(num_workers: int) -> Remedies:
 
 
 def _pinned(case: Case) -> Remedies:
-    return [_remedy("--dataloader_pin_memory False", "batches are not pinned")]
+    return [switches.NO_PINNED_BATCHES]
 
 
 def _nothing(case: Case) -> Remedies:

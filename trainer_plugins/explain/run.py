@@ -44,8 +44,8 @@ def explain_run(folder: Path) -> Explanation:
     records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
     if not records and not facts and history is None:
         raise ValueError(
-            f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl:"
-            " give the output_dir of a run that had OOMReporter"
+            f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl"
+            " that can be read: give the output_dir of a run that had OOMReporter"
         )
     begun_later = [
         each for each in facts if records and each.time_seconds > records[-1].time_seconds

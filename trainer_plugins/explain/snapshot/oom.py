@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES
 from trainer_plugins.explain.snapshot.cards import Card, Event, Snapshot, read
 from trainer_plugins.explain.snapshot.held import Held, Sorter
 from trainer_plugins.explain.snapshot.lives import Repeated, lives_of, peak_of, repeat
 from trainer_plugins.explain.snapshot.stacks import Meaning
 from trainer_plugins.explain.snapshot.trace import NotModelledError
 from trainer_plugins.units import GIB
-
-_IMPOSSIBLE_BYTES = 1024 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Case:
     @property
     def is_impossible(self) -> bool:
         """Say whether more was asked for than any card has."""
-        return self.oom is not None and self.oom.num_bytes > _IMPOSSIBLE_BYTES
+        return self.oom is not None and self.oom.num_bytes > IMPOSSIBLE_BYTES
 
     @property
     def is_contradictory(self) -> bool:

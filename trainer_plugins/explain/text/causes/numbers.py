@@ -1,10 +1,9 @@
 """Causes that the numbers of a message show."""
 
-from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import GIB, percent, size
 
-_IMPOSSIBLE_BYTES = 1 << 40
 _SLACK_BYTES = GIB // 4
 _FRAGMENTED_FRACTION = 0.04
 _OTHER_FRACTION = 0.25
@@ -15,7 +14,7 @@ _IMPORTANT_FRACTION = 0.85
 
 def impossible_size(facts: Facts) -> Cause | None:
     """More than a TiB at once is a wrong shape."""
-    if "1EB" not in facts.oom.text and (facts.asked or 0) <= _IMPOSSIBLE_BYTES:
+    if "1EB" not in facts.oom.text and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
         return None
     said = "more than 1 EB" if "1EB" in facts.oom.text else size(facts.asked or 0)
     return Cause(

@@ -1,7 +1,9 @@
 """Remedies where this run is too large for its card: fewer rows at once, less kept of them."""
 
+from dataclasses import replace
 from math import ceil
 
+from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import GIB, size
@@ -27,8 +29,8 @@ def capacity(facts: Facts) -> list[Remedy]:
             ),
         ]
     if not uses_trainer(facts):
-        return [*fewer_rows(facts), checkpointing("model.gradient_checkpointing_enable()")]
-    return [*fewer_rows(facts), survive(facts), checkpointing(), plan(facts)]
+        return [*fewer_rows(facts), switches.checkpointing("model.gradient_checkpointing_enable()")]
+    return [*fewer_rows(facts), survive(facts), switches.checkpointing(), plan(facts)]
 
 
 def fewer_rows(facts: Facts) -> list[Remedy]:
@@ -60,26 +62,10 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
 
 def survive(facts: Facts) -> Remedy:
     """Finish a micro-batch that does not fit in pieces."""
+    found = switches.survive(facts.launched)
     if facts.called(r"hydra[/\\]"):
-        do = f"{facts.launched} +trainer_plugins=survive"
-    else:
-        do = f"trainer-plugins exec --preset survive -- {facts.launched}"
-    return Remedy(
-        do=do,
-        effect="a micro-batch that does not fit is finished in pieces, with the same gradient",
-        grade="known",
-        price="one failed attempt for each new length",
-    )
-
-
-def checkpointing(do: str = "--gradient_checkpointing True") -> Remedy:
-    """Compute activations twice instead of keeping them."""
-    return Remedy(
-        do=do,
-        effect="only the inputs of layers are kept for the backward pass",
-        grade="known",
-        price="about a third more time",
-    )
+        return replace(found, do=f"{facts.launched} +trainer_plugins=survive")
+    return found
 
 
 def plan(facts: Facts) -> Remedy:
@@ -115,17 +101,9 @@ def long_sample(facts: Facts) -> list[Remedy]:
 
 def logits_loss(facts: Facts) -> list[Remedy]:
     """Never make the logits whole, or make fewer of them."""
-    liger = Remedy(
-        do="--use_liger_kernel True",
-        effect=f"the logits ({size(facts.asked)} at that place, more than once) are never whole"
-        if facts.asked
-        else "the logits are never whole",
-        grade="arithmetic" if facts.asked else "known",
-        price="rounding differs a little; the model has to be one that Liger knows",
-    )
     if not uses_trainer(facts):
         return fewer_rows(facts)
-    return [liger, *fewer_rows(facts), survive(facts)]
+    return [switches.liger(facts.asked), *fewer_rows(facts), survive(facts)]
 
 
 def eval_logits(facts: Facts) -> list[Remedy]:

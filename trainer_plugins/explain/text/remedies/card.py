@@ -1,5 +1,6 @@
 """Remedies that leave the training as it is: who holds the card, what is loaded onto it."""
 
+from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.explain.text.remedies.batch import capacity, fewer_rows, plan, uses_trainer
@@ -224,22 +225,9 @@ def resume_load(facts: Facts) -> list[Remedy]:
 def save_gather(facts: Facts) -> list[Remedy]:
     """Save in parts."""
     if facts.called(r"deepspeed|zero3"):
-        return [
-            Remedy(
-                do='"stage3_gather_16bit_weights_on_model_save": false',
-                effect="each rank saves its part; `zero_to_fp32.py` joins them on the CPU",
-                grade="known",
-            )
-        ]
+        return [switches.SAVE_WITHOUT_GATHER]
     if facts.called(r"fsdp") or facts.says(r"(?i)fsdp"):
-        return [
-            Remedy(
-                do="fsdp_state_dict_type: SHARDED_STATE_DICT",
-                effect="each rank saves its part, nothing is gathered on a card",
-                grade="known",
-                price="`accelerate merge-weights` joins the parts afterwards",
-            )
-        ]
+        return [switches.SHARDED_SAVE]
     return [
         Remedy(
             do="gc.collect(); torch.cuda.empty_cache()  # before saving",
@@ -260,16 +248,7 @@ def zero3_gather(facts: Facts) -> list[Remedy]:
             ),
             *fewer_rows(facts),
         ]
-    return [
-        Remedy(
-            do='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
-            effect="fewer parameters are gathered at once (the default is 1e9: 2 GB in half"
-            " precision)",
-            grade="known",
-            price="less overlap of sending and computing",
-        ),
-        *fewer_rows(facts),
-    ]
+    return [switches.FEWER_LIVE_PARAMETERS, *fewer_rows(facts)]
 
 
 def mps_other(facts: Facts) -> list[Remedy]:

@@ -1,5 +1,6 @@
 """Remedies for memory that is not the card's."""
 
+from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import size
@@ -16,12 +17,7 @@ def shm(facts: Facts) -> list[Remedy]:
             effect="/dev/shm is no longer 64 MiB",
             grade="known",
         ),
-        Remedy(
-            do="--dataloader_num_workers 0",
-            effect="batches do not go through shared memory",
-            grade="known",
-            price="loading is not done beside the training",
-        ),
+        switches.NO_WORKERS,
     ]
 
 
@@ -56,12 +52,7 @@ def host_commit(facts: Facts) -> list[Remedy]:
     """Need less of what counts as committed, or raise the limit."""
     del facts
     return [
-        Remedy(
-            do="--dataloader_num_workers 0",
-            effect="each worker loads torch's libraries again, which count as committed",
-            grade="known",
-            price="loading is not done beside the training",
-        ),
+        switches.NO_WORKERS,
         Remedy(
             do="a larger paging file (System, Advanced, Performance, Virtual memory)",
             effect="raises the limit; little of it is written",
@@ -88,14 +79,7 @@ def host_alloc(facts: Facts) -> list[Remedy]:
 
 def pinned(facts: Facts) -> list[Remedy]:
     """Pin less."""
-    found = [
-        Remedy(
-            do="--dataloader_pin_memory False",
-            effect="batches are not page-locked",
-            grade="known",
-            price="copies to the card do not overlap with computing",
-        )
-    ]
+    found = [switches.NO_PINNED_BATCHES]
     if facts.called(r"deepspeed") or facts.says(r"(?i)deepspeed"):
         found.insert(
             0,
@@ -112,14 +96,7 @@ def pinned(facts: Facts) -> list[Remedy]:
 def _less(facts: Facts) -> list[Remedy]:
     """Say what takes less main memory, as far as the text shows what took it."""
     if facts.says(r"DataLoader worker|dataloader"):
-        return [
-            Remedy(
-                do="--dataloader_num_workers 0",
-                effect="no copies of the data set in workers",
-                grade="known",
-                price="loading is not done beside the training",
-            )
-        ]
+        return [switches.NO_WORKERS]
     if facts.says(r"(?i)offload|cpu_adam|CPUAdam"):
         return [
             Remedy(
