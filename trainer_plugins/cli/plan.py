@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -169,24 +169,14 @@ def plan(
     Exit codes: 0 it fits, or nothing was named to fit in; 3 it does not; 2 the input is wrong, or
     cannot be predicted.
     """
-    from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
 
     try:
         if compare is not None:
             _show_beside(*compare, as_json)
             return
-        if model is None:
-            raise PlanError("name the model: --model config.json, or a folder that has one")
         _check_places(html, run_dir)
-        adapter = _adapter(lora_r, lora_target, peft_config)
-        flags = _flags(context.args)
-        base = (_quantisation(context.params), prepare_kbit)
-        data = (flags, seq_length, target_length, dtype, adapter, accelerate_config)
-        evaluation = (eval_batches, metrics)
-        card = (gpu, calibration and run_dir is None, None, num_gpus, padding)
-        run = RunInputs(*card, host_memory, pinned_memory)
-        request = request_of(model, ConfigInputs(*data, *evaluation, *base), run)
+        request = _request(context.params, context.args)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
@@ -198,6 +188,37 @@ def plan(
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if fits is False:
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
+
+
+def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
+    """Make the request of a command line: its options by name, and what follows them."""
+    from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
+    from trainer_plugins.planner.plan import PlanError
+
+    if given["model"] is None:
+        raise PlanError("name the model: --model config.json, or a folder that has one")
+    details = ConfigInputs(
+        _flags(arguments),
+        given["seq_length"],
+        given["target_length"],
+        given["dtype"],
+        _adapter(given["lora_r"], given["lora_target"], given["peft_config"]),
+        given["accelerate_config"],
+        given["eval_batches"],
+        given["metrics"],
+        _quantisation(given),
+        given["prepare_kbit"],
+    )
+    run = RunInputs(
+        given["gpu"],
+        given["calibration"] and given["run_dir"] is None,
+        None,
+        given["num_gpus"],
+        given["padding"],
+        given["host_memory"],
+        given["pinned_memory"],
+    )
+    return request_of(given["model"], details, run)
 
 
 def _in_full(request: "PlanRequest", context: typer.Context) -> "PlanRequest":

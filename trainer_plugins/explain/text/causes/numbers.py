@@ -89,7 +89,7 @@ def spilled(facts: Facts) -> Cause | None:
 
 
 def mps_other(facts: Facts) -> Cause | None:
-    """On a Mac most of the limit is held outside torch's tensors."""
+    """Most of a Mac's limit is held outside torch's tensors."""
     other = facts.says(r"other allocations: ([\d.]+) ([KMG])i?B, max allowed: ([\d.]+) ([KMG])i?B")
     if not other or "MPS" not in facts.oom.text:
         return None
@@ -113,7 +113,7 @@ def mps_other(facts: Facts) -> Cause | None:
 
 
 def fragmentation(facts: Facts) -> Cause | None:
-    """What was asked for would have fitted in what torch holds unused, but for its pieces."""
+    """The request would have fitted in what torch holds unused, but for its pieces."""
     if not is_fragmented(facts):
         return None
     asked, unused, free = facts.asked or 0, facts.unused or 0, facts.free or 0

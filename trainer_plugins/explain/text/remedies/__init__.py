@@ -1,4 +1,4 @@
-"""What to do about each cause, as the user types it; the first remedy is the one to try first."""
+"""Remedies say what to do about each cause, as the user types it; the first comes first."""
 
 from collections.abc import Callable
 from dataclasses import replace
