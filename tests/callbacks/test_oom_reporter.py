@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_training_that_dies_says_when_why_and_what_was_alive(
     assert facts.arguments["per_device_train_batch_size"] == 64
     assert facts.strategy is not None
     assert facts.strategy.num_params == 28832
-    assert facts.versions["torch"] == torch.__version__
+    assert facts.versions["torch"] == version("torch")
     assert (facts.device, facts.device_bytes) == ("simgpu:0", 40 * MIB)
 
     (failure,) = (
