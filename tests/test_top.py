@@ -8,6 +8,7 @@ import signal
 import struct
 import sys
 import termios
+import time
 from dataclasses import replace
 from fcntl import ioctl
 from io import StringIO
@@ -296,15 +297,17 @@ class Terminal:
         ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 140, 0, 0))
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.process = start(
-            [sys.executable, "-m", "trainer_plugins", "top", str(folder), "--every", "0.1"],
-            stdout=theirs, stderr=theirs, environ={**kept, "TERM": "xterm"},
+            [sys.executable, "-m", "trainer_plugins", "top", folder.name, "--every", "0.1"],
+            stdout=theirs, stderr=theirs, environ={**kept, "TERM": "xterm"}, cwd=folder.parent,
         )  # fmt: skip
         os.close(theirs)
         self.shown = ""
 
     def wait_for(self, text: str) -> None:
-        """Read until a text is shown."""
+        """Read until a text is shown. It must fit into a line: the folder's name is a short one."""
+        until = time.monotonic() + ENDS_A_HANG
         while text not in self.shown:
+            assert time.monotonic() < until, self.shown[-2000:]
             ready, _, _ = select.select([self._ours], [], [], ENDS_A_HANG)
             assert ready, self.shown
             self.shown += os.read(self._ours, 1 << 16).decode(errors="replace")
