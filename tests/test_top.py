@@ -299,6 +299,8 @@ class Terminal:
         self.process = start(
             [sys.executable, "-m", "trainer_plugins", "top", folder.name, "--every", "0.1"],
             stdout=theirs, stderr=theirs, environ={**kept, "TERM": "xterm"}, cwd=folder.parent,
+            # a test that runs in the background of a shell has it ignored, and hands that on
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.close(theirs)
         self.shown = ""
