@@ -57,6 +57,18 @@ def test_a_probe_leaves_no_hole_between_a_prompt_and_what_follows() -> None:
     assert torch.equal(probe["chosen_input_ids"], answer * 7)
 
 
+def test_labels_of_a_decoder_go_by_its_mask() -> None:
+    tokens, mask = torch.full((2, 5), 7), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    encoder = {"input_ids": tokens[:, :4], "attention_mask": torch.ones(2, 4).long()}
+    decoder = {"decoder_attention_mask": mask, "labels": tokens}
+
+    probe = Rows().probe({**encoder, **decoder}, 2)
+
+    # a third of what is shown, and the token that is hidden now
+    assert probe["labels"].tolist() == [[7, -100, 7, -100, -100], [7, 7, 7, 7, 7]]
+    assert probe["decoder_attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
+
+
 def test_a_packed_row_with_more_than_one_row_of_something_else() -> None:
     batch = DataCollatorWithFlattening()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
 

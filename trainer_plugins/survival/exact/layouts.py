@@ -130,9 +130,10 @@ class Rows:
             for name, v in texts.items()
             if name.endswith("attention_mask")
         }
+        of_width = {width: shown for (_, width), shown in masks.items()}
         for name, value in texts.items():
             width = value.size(1)
-            shown = masks.get((_part(name), width)) or masks.get(("", width))
+            shown = masks.get((_part(name), width)) or of_width.get(width)
             shown = shown or _Shown(torch.ones_like(value), num)
             text = shown.columns(value)
             if name.endswith("attention_mask"):
