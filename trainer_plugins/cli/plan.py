@@ -198,25 +198,24 @@ def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
     if given["model"] is None:
         raise PlanError("name the model: --model config.json, or a folder that has one")
     details = ConfigInputs(
-        _flags(arguments),
-        given["seq_length"],
-        given["target_length"],
-        given["dtype"],
-        _adapter(given["lora_r"], given["lora_target"], given["peft_config"]),
-        given["accelerate_config"],
-        given["eval_batches"],
-        given["metrics"],
-        _quantisation(given),
-        given["prepare_kbit"],
+        training_args=_flags(arguments),
+        seq_length=given["seq_length"],
+        target_length=given["target_length"],
+        dtype=given["dtype"],
+        peft_config=_adapter(given["lora_r"], given["lora_target"], given["peft_config"]),
+        accelerate_config=given["accelerate_config"],
+        num_evaluation_batches=given["eval_batches"],
+        has_metrics=given["metrics"],
+        quantization_config=_quantisation(given),
+        prepare_kbit=given["prepare_kbit"],
     )
     run = RunInputs(
-        given["gpu"],
-        given["calibration"] and given["run_dir"] is None,
-        None,
-        given["num_gpus"],
-        given["padding"],
-        given["host_memory"],
-        given["pinned_memory"],
+        gpu=given["gpu"],
+        calibration=given["calibration"] and given["run_dir"] is None,
+        num_gpus=given["num_gpus"],
+        has_padding=given["padding"],
+        host_memory=given["host_memory"],
+        pinned_memory=given["pinned_memory"],
     )
     return request_of(given["model"], details, run)
 

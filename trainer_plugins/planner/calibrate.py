@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer_plugins.planner.contexts import remember
-from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError
+from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak, PlanError
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import read_history
 from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
@@ -104,8 +104,12 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     )
 
 
-def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
+def timelines_of(run_dir: Path, flag: str = "--calibrate") -> Mapping[int, Sequence[Entry]]:
     """Read the timelines of the last run in a folder, by rank.
+
+    Args:
+        run_dir: the output_dir of a run that had MemoryWatchdog.
+        flag: what named the folder, for the words of an error.
 
     Raises:
         PlanError: there are none, or they hold nothing that can be compared.
@@ -113,32 +117,30 @@ def timelines_of(run_dir: Path) -> Mapping[int, Sequence[Entry]]:
     try:
         runs = read_history(run_dir).runs
     except (OSError, ValueError) as error:
-        raise PlanError(f"--calibrate: {error}") from error
+        raise PlanError(f"{flag}: {error}") from error
     ranks = runs[-1].timelines if runs else {}
     if not any(isinstance(each, Sample) and each.moment in MOMENTS_SEEN for each in _all(ranks)):
         raise PlanError(
-            f"--calibrate: {run_dir} has no reading of a training step, an evaluation or a save"
+            f"{flag}: {run_dir} has no reading of a training step, an evaluation or a save"
         )
     return ranks
 
 
 def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:
     found = []
-    for moment, planned in MOMENTS_SEEN.items():
+    for moment, peak in peaks_as_seen(plan).items():
         seen = readings_in(ranks, moment)
-        peaks = [plan.moments[name] for name in planned if name in plan.moments]
-        if not seen or not peaks:
+        if not seen:
             continue
-        reserved = max(peak.reserved_bytes for peak in peaks)
         held = readings_in(ranks, moment, before_evaluation=moment == "train") or seen
         pairs = {
             "allocated": (
-                max(peak.allocated_bytes for peak in peaks),
+                peak.allocated_bytes,
                 max(reading.peak_allocated_bytes for reading in seen),
             ),
-            "reserved": (reserved, max(reading.reserved_bytes for reading in held)),
+            "reserved": (peak.reserved_bytes, max(reading.reserved_bytes for reading in held)),
             "card": (
-                reserved + plan.context_bytes,
+                peak.reserved_bytes + plan.context_bytes,
                 max(reading.total_bytes - reading.free_bytes for reading in held),
             ),
         }
@@ -148,6 +150,18 @@ def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list
             )
             for counter, (predicted, measured) in pairs.items()
         ]
+    return found
+
+
+def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
+    """Return the peaks of a plan by the moments that MemoryWatchdog tells apart."""
+    found = {}
+    for moment, planned in MOMENTS_SEEN.items():
+        if peaks := [plan.moments[name] for name in planned if name in plan.moments]:
+            found[moment] = MomentPeak(
+                allocated_bytes=max(peak.allocated_bytes for peak in peaks),
+                reserved_bytes=max(peak.reserved_bytes for peak in peaks),
+            )
     return found
 
 

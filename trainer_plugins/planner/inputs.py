@@ -155,14 +155,15 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     length, file = details.seq_length, details.accelerate_config
-    if isinstance(details.training_args, tuple):
-        _check_flags(details.training_args)
+    arguments = arguments_to_send(details.training_args)
+    if isinstance(arguments, tuple):
+        _check_flags(arguments)
     config = _config(given)
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
             config=config,
-            arguments=arguments_to_send(details.training_args),
+            arguments=arguments,
             sequence_length=DEFAULT_SEQUENCE_LENGTH if length is None else length,
             target_length=details.target_length,
             dtype=details.dtype,

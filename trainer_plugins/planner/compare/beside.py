@@ -1,11 +1,16 @@
 """Put two plans, a plan and a run, or two runs side by side: by moment and by category."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_plugins.planner.calibrate import MOMENTS_SEEN, readings_in, timelines_of
+from trainer_plugins.planner.calibrate import (
+    MOMENTS_SEEN,
+    peaks_as_seen,
+    readings_in,
+    timelines_of,
+)
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, PlanError
 
 
@@ -117,10 +122,7 @@ def _side(path: Path) -> _Side:
 
 
 def _of_run(path: Path) -> _Side:
-    try:
-        ranks = timelines_of(path)
-    except PlanError as error:
-        raise PlanError(str(error).replace("--calibrate", "--compare", 1)) from error
+    ranks = timelines_of(path, "--compare")
     peaks = {}
     for moment in MOMENTS_SEEN:
         if seen := readings_in(ranks, moment):
@@ -132,18 +134,7 @@ def _of_run(path: Path) -> _Side:
 
 
 def _seen(side: _Side) -> Mapping[str, MomentPeak]:
-    """Return the peaks by the moments that a watchdog tells apart."""
+    """Return the peaks by the moments that a watchdog tells apart; a plan has no prediction."""
     if side.plan is None:
         return side.moments
-    peaks: dict[str, MomentPeak] = {}
-    for moment, planned in MOMENTS_SEEN.items():
-        if moment != "predict" and (there := _there(side.moments, planned)):
-            peaks[moment] = MomentPeak(
-                allocated_bytes=max(each.allocated_bytes for each in there),
-                reserved_bytes=max(each.reserved_bytes for each in there),
-            )
-    return peaks
-
-
-def _there(moments: Mapping[str, MomentPeak], names: Sequence[str]) -> list[MomentPeak]:
-    return [moments[name] for name in names if name in moments]
+    return {name: peak for name, peak in peaks_as_seen(side.plan).items() if name != "predict"}

@@ -97,12 +97,12 @@ class Proposer:
         return tuple(self._found), missing
 
     def _only_evaluation_is_short(self) -> bool:
-        """Return whether all that comes before the evaluation fits."""
-        return "evaluation" in self._plan.moments and all(
-            self._plan.moments[moment].reserved_bytes <= self._room
-            for moment in ("forward", "backward", "optimizer step")
-            if moment in self._plan.moments
-        )
+        """Return whether the evaluation does not fit, and all that comes before it does."""
+        is_short: dict[str, bool] = {
+            moment: peak.reserved_bytes > self._room for moment, peak in self._plan.moments.items()
+        }
+        before = ("load", "forward", "backward", "optimizer step")
+        return is_short.get("evaluation", False) and not any(is_short.get(each) for each in before)
 
     def _for_evaluation(self) -> None:
         """Try fewer rows of an evaluation at once, and sending outputs to main memory earlier.

@@ -19,10 +19,11 @@ def evaluate(trainer: TrainerLike, num_batches: int) -> list[str]:
     batch joins them in a new tensor.
     """
     batch_bytes: list[int] = []
-    _note_outputs(trainer, batch_bytes)
+    if trainer.compute_metrics is None:
+        _note_outputs(trainer, batch_bytes)
     _skip_like_evaluation_steps(trainer, num_batches)
     trainer.evaluate()
-    if trainer.compute_metrics is not None or not batch_bytes:
+    if not batch_bytes:
         return []
     num_kept = min(trainer.args.eval_accumulation_steps or num_batches, num_batches)
     return [
