@@ -1,7 +1,7 @@
 """A model and data small enough to train in a blink."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 
 def tiny_llama(**config) -> LlamaForCausalLM:
@@ -12,6 +12,22 @@ def tiny_llama(**config) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 127, **config})
     )
+
+
+def longrope_phi3(boundary: int, vocab_size: int = 128) -> Phi3ForCausalLM:
+    """Takes other frequencies once the longest sequence is longer than the boundary; in float64."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": boundary}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    rope = {"rope_scaling": {"type": "longrope", **factors}}
+    config = Phi3Config(
+        **{"vocab_size": vocab_size, **sizes, **heads, **lengths, **rope},
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    return Phi3ForCausalLM(config).double()
 
 
 def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Tensor]]:

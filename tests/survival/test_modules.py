@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from transformers import DataCollatorWithFlattening, Phi3Config, Phi3ForCausalLM
+from transformers import DataCollatorWithFlattening
 
-from tests.models import tiny_llama
+from tests.models import longrope_phi3, tiny_llama
 from tests.survival.failing import (
     Run,
     gradients_off_by,
@@ -87,17 +87,8 @@ def test_a_failure_in_the_very_first_pass_is_not_divided_either(tmp_path, on_ref
 
 
 def packed_phi3(tmp_path, boundary: int):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
-    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": boundary}
-    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-    rope = {"rope_scaling": {"type": "longrope", **factors}}
-    config = Phi3Config(
-        **sizes, **heads, **lengths, **rope, attn_implementation="eager", use_cache=False
-    )
     rows = [{"input_ids": row["input_ids"].tolist()} for row in ragged_rows()]
-    model = Phi3ForCausalLM(config).double()
+    model = longrope_phi3(boundary)
     return small_trainer(
         tmp_path, model, train_dataset=rows, data_collator=DataCollatorWithFlattening()
     )

@@ -8,11 +8,9 @@ from transformers import (
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 
-from tests.models import tiny_llama
+from tests.models import longrope_phi3, tiny_llama
 from tests.survival.failing import gradients_by_rounding, survive
 from trainer_plugins import survive_oom
 
@@ -159,25 +157,7 @@ KINDS = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 def sft_longrope(tmp_path, boundary: int):
     """Rows without padding, for a model whose frequencies change with the longest sequence."""
-    torch.manual_seed(0)
-    config = Phi3Config(
-        vocab_size=384,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        pad_token_id=0,
-        max_position_embeddings=256,
-        original_max_position_embeddings=boundary,
-        rope_scaling={
-            "type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [8.0] * 4,
-        },
-        attn_implementation="eager",
-    )
-    return sft(tmp_path, model=Phi3ForCausalLM(config).double(), padding_free=True)
+    return sft(tmp_path, model=longrope_phi3(boundary, vocab_size=384), padding_free=True)
 
 
 def test_longrope_without_padding_is_divided_or_refused_by_the_sequences(tmp_path) -> None:
