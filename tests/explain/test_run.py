@@ -237,6 +237,26 @@ def test_what_a_small_card_cannot_show(died, tmp_path, change: dict, code: str) 
     assert said.causes[0].code == code
 
 
+def test_a_setting_that_is_in_force_is_not_advised(died, tmp_path) -> None:
+    pieces = replace(
+        died.error,
+        requested_bytes=4 * GIB,
+        total_bytes=24 * GIB,
+        free_bytes=GIB,
+        allocated_bytes=12 * GIB,
+        unused_bytes=10 * GIB,
+    )
+    for number, allocator in enumerate(
+        ({}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
+    ):
+        record = replace(died, error=pieces, run=replace(died.run, allocator=allocator))
+        said = explained(tmp_path / str(number), record)
+        assert said.causes[0].code == "fragmentation"
+        advised = [each.do for each in said.remedies if "expandable_segments" in each.do]
+        assert len(advised) == (0 if allocator else 1)
+        assert said.remedies
+
+
 def test_an_engine_beside_it(died, tmp_path) -> None:
     own = Process(pid=1, used_bytes=8 * GIB, name="python", is_own=True)
     engine = Process(pid=2, used_bytes=70 * GIB, name="VLLM::EngineCore vllm", is_own=False)

@@ -138,6 +138,13 @@ class Case:
         """Return what this process could have had of the card, less a twentieth."""
         return int(0.95 * (self.total - self.outside))
 
+    @property
+    def is_expandable(self) -> bool:
+        """Return whether the run was told to use expandable segments."""
+        return any(
+            "expandable_segments:True" in text for text in self.record.run.allocator.values()
+        )
+
     def is_size_of(self, num_bytes: int) -> bool:
         """Return whether exactly this was asked for, as the allocator rounds it."""
         return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < ROUNDING_BYTES

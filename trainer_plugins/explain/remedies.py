@@ -116,13 +116,13 @@ def _quadratic(case: Case) -> Remedies:
 def _eval_logits(case: Case) -> Remedies:
     kept = kept_logits(case)
     step = _remedy(
-        "--eval_accumulation_steps 1",
+        switches.OUTPUTS_TO_MAIN_MEMORY,
         f"{size(kept)} of outputs go to main memory" if kept else "outputs go to main memory",
         "arithmetic" if kept else "known",
         "main memory has to hold them all",
     )
     reduced = _remedy(
-        "preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)",
+        switches.BEST_WORDS,
         "one number a token is kept and not one a word of the vocabulary",
         price="compute_metrics gets predictions and not logits",
     )
@@ -154,7 +154,7 @@ def _optimizer(case: Case) -> Remedies:
     if any("multi_tensor" in name for name in case.functions):
         found.append(
             _remedy(
-                "--optim adamw_torch_fused",
+                switches.FUSED_ADAMW,
                 f"temporaries of up to {size(trained)} are not made",
                 "arithmetic",
             )
@@ -285,6 +285,8 @@ def _engine(case: Case) -> Remedies:
 
 
 def _fragmentation(case: Case) -> Remedies:
+    if case.is_expandable:
+        return _fewer(case)
     return [
         _remedy(
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",

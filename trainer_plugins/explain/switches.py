@@ -35,6 +35,18 @@ FEWER_LIVE_PARAMETERS = Remedy(
     price="they are gathered more often, with less overlap of sending and computing",
 )
 
+FUSED_ADAMW = "--optim adamw_torch_fused"
+"""Takes one kernel for the step, and makes no temporaries of the size of the weights."""
+
+OUTPUTS_TO_MAIN_MEMORY = "--eval_accumulation_steps 1"
+"""Moves what an evaluation keeps to main memory after each batch."""
+
+BEST_WORDS = (
+    "Trainer(..., preprocess_logits_for_metrics=lambda logits, labels: "
+    "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))"
+)
+"""Keeps a number a token in place of its logits; T5 and others return a tuple."""
+
 
 def survive(launched: str) -> Remedy:
     """Finish a micro-batch that does not fit in pieces, under the command that starts the run."""

@@ -1,7 +1,6 @@
 """post_mortem: what is known when a run raises, written beside it before the error goes on."""
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import write_new
+from trainer_plugins.record.history import rank_files
 from trainer_plugins.record.oom_record import (
     Alive,
     Host,
@@ -174,9 +174,8 @@ def _host() -> Host:
 def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
     """Read the last line of the timeline of each other rank that writes into this folder."""
     found = []
-    for path in folder.glob("memory/rank-*.jsonl"):
-        match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
-        if match is None or int(match[1]) == rank or not path.is_file():
+    for other, path in rank_files(folder).items():
+        if other == rank or not path.is_file():
             continue
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -185,13 +184,13 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
             entry = lines[-1][1]
             found.append(
                 Peer(
-                    rank=int(match[1]),
+                    rank=other,
                     step=entry.step,
                     time_seconds=entry.time_seconds,
                     moment=entry.moment if isinstance(entry, Sample) else "",
                 )
             )
-    return tuple(sorted(found, key=lambda peer: peer.rank))
+    return tuple(found)
 
 
 def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:

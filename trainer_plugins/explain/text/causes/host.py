@@ -4,6 +4,7 @@ import re
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.oom.rules import Source
 from trainer_plugins.units import GIB, size
 
 _SMALL_BYTES = 4 * GIB
@@ -16,18 +17,13 @@ _LIMITED = (
 
 def shm(facts: Facts) -> Cause | None:
     """A worker did not get shared memory."""
-    if facts.oom.source != "shared":
-        return None
-    sure = facts.oom.is_certain
-    return Cause(
+    return _of_source(
+        facts,
+        "shared",
         code="shm",
-        grade="certain" if sure else "likely",
         summary="shared memory (/dev/shm) is full",
-        evidence=(
-            f"The words are: {_first_line(facts)}",
-            "Batches of dataloader workers go through /dev/shm; a container has 64 MiB of it.",
-        ),
-        doubt="" if sure else "A bus error has other reasons too: `df -h /dev/shm` during the run",
+        why="Batches of dataloader workers go through /dev/shm; a container has 64 MiB of it.",
+        doubt="A bus error has other reasons too: `df -h /dev/shm` during the run",
     )
 
 
@@ -58,7 +54,7 @@ def host_kill(facts: Facts) -> Cause | None:
     if facts.oom.source != "host":
         return None
     by_kernel = re.search(
-        r"Out of memory: Killed process|ray\.exceptions\.OutOfMemory", _said(facts)
+        r"Out of memory: Killed process|ray\.exceptions\.OutOfMemory", facts.oom.text
     )
     if not by_kernel and not _is_killed(facts):
         return None
@@ -76,9 +72,9 @@ def host_kill(facts: Facts) -> Cause | None:
 
 def host_commit(facts: Facts) -> Cause | None:
     """Windows refuses memory that its paging file cannot back."""
-    by_code = re.search(r"WinError 1455|os error 1455", _said(facts))
+    by_code = re.search(r"WinError 1455|os error 1455", facts.oom.text)
     by_torch = facts.oom.source == "host" and re.search(
-        r"not enough memory: you tried", _said(facts)
+        r"not enough memory: you tried", facts.oom.text
     )
     if not by_code and not (by_torch and (facts.asked or 0) < _SMALL_BYTES):
         return None
@@ -120,18 +116,29 @@ def host_alloc(facts: Facts) -> Cause | None:
 
 def nccl(facts: Facts) -> Cause | None:
     """A collective got no buffer."""
-    if facts.oom.source != "nccl":
+    return _of_source(
+        facts,
+        "nccl",
+        code="nccl",
+        summary="NCCL got no memory for its buffers: torch has left it no room",
+        why="NCCL allocates outside torch, and torch's cache does not make room for it.",
+        doubt="NCCL_DEBUG=WARN prints the reason that this line leaves out",
+    )
+
+
+def _of_source(
+    facts: Facts, source: Source, *, code: str, summary: str, why: str, doubt: str
+) -> Cause | None:
+    """Name the cause that the words of one source stand for, with a doubt if they may not."""
+    if facts.oom.source != source:
         return None
     sure = facts.oom.is_certain
     return Cause(
-        code="nccl",
+        code=code,
         grade="certain" if sure else "likely",
-        summary="NCCL got no memory for its buffers: torch has left it no room",
-        evidence=(
-            f"The words are: {_first_line(facts)}",
-            "NCCL allocates outside torch, and torch's cache does not make room for it.",
-        ),
-        doubt="" if sure else "NCCL_DEBUG=WARN prints the reason that this line leaves out",
+        summary=summary,
+        evidence=(f"The words are: {_first_line(facts)}", why),
+        doubt="" if sure else doubt,
     )
 
 
@@ -165,10 +172,6 @@ def pinned(facts: Facts) -> Cause | None:
 
 def _is_killed(facts: Facts) -> bool:
     return "killed from outside" in facts.oom.fatal
-
-
-def _said(facts: Facts) -> str:
-    return facts.oom.text
 
 
 def _first_line(facts: Facts) -> str:

@@ -111,14 +111,13 @@ def eval_logits(facts: Facts) -> list[Remedy]:
     asked = f" ({size(facts.asked)} at that place)" if facts.asked else ""
     return [
         Remedy(
-            do="Trainer(..., preprocess_logits_for_metrics=lambda logits, labels: "
-            "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))",
+            do=switches.BEST_WORDS,
             effect=f"keeps one number a token instead of the whole vocabulary{asked}",
             grade="arithmetic" if facts.asked else "known",
             price="metrics see tokens, not logits",
         ),
         Remedy(
-            do="--eval_accumulation_steps 1",
+            do=switches.OUTPUTS_TO_MAIN_MEMORY,
             effect="logits go to main memory after each batch; all of them have to fit there",
             grade="known",
             price="slower evaluation",
@@ -147,7 +146,7 @@ def eval_batch(facts: Facts) -> list[Remedy]:
             )
         found.append(
             Remedy(
-                do="--eval_accumulation_steps 1",
+                do=switches.OUTPUTS_TO_MAIN_MEMORY,
                 effect="what is kept of earlier batches goes to main memory",
                 grade="known",
             )
@@ -243,7 +242,7 @@ def optimizer_state(facts: Facts) -> list[Remedy]:
         ]
     return [
         Remedy(
-            do="--optim adamw_torch_fused",
+            do=switches.FUSED_ADAMW,
             effect="no temporaries of a foreach step, which are as large as the parameters",
             grade="known",
         ),
