@@ -18,7 +18,7 @@ from trainer_plugins.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md"]
 LONG = {"findings.md"}  # it has an entry for each code
 
 
