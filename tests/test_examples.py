@@ -64,7 +64,11 @@ def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> 
 
 def test_a_hydra_app(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
-    command = [sys.executable, EXAMPLES / "hydra_app" / "app.py", "+trainer_plugins=memory_safe"]
+    command = [
+        sys.executable,
+        EXAMPLES / "hydra_app" / "hydra_app.py",
+        "+trainer_plugins=memory_safe",
+    ]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs" / "hydra_app" / "memory" / "rank-0.jsonl").exists()

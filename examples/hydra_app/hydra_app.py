@@ -1,6 +1,6 @@
 """A Hydra app that knows nothing of this package: one override gives its Trainer the callbacks.
 
-python examples/hydra_app/app.py +trainer_plugins=memory_safe
+python examples/hydra_app/hydra_app.py +trainer_plugins=memory_safe
 """
 
 import hydra
