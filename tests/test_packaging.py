@@ -64,6 +64,14 @@ def test_the_sdist_can_be_built_again(built: dict[str, set[str]]) -> None:
     assert not {name for name in missing if "/configs/" not in name}
 
 
+def test_the_sdist_holds_what_the_readme_names(built: dict[str, set[str]]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"\]\(([^)#:]+)\)", readme))
+    named |= set(re.findall(r"^(scripts/\w+)", readme, re.MULTILINE))
+    assert len(named) > 20
+    assert named - built["sdist"] == set()
+
+
 def test_nothing_but_the_package_is_installed(built: dict[str, set[str]]) -> None:
     tops = {name.split("/")[0].split("-")[0] for name in built["wheel"]}
     assert tops == {"trainer_plugins", "hydra_plugins"}

@@ -14,6 +14,7 @@ import torch
 from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def quickstart(
@@ -21,6 +22,12 @@ def quickstart(
 ) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "scripts" / "quickstart"), f"--output-dir={output}", *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd)
+
+
+def without_figures(text: str) -> list[str]:
+    """Its lines, whatever the figures and the widths of the columns; no empty ones."""
+    plain = re.sub(r"\d[\d.]*", "0", re.sub("─+", "─", text))
+    return [" ".join(line.split()) for line in plain.splitlines() if line.strip()]
 
 
 def report_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -37,6 +44,11 @@ def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     out = report_of(quickstart("run", "--steps", "60", cwd=tmp_path))
 
     assert (tmp_path / "run" / "memory" / "notes.txt").read_text() == "a user's file"
+
+    if not torch.cuda.is_available():
+        (block,) = re.findall(r"^```text\n(trained on .*?)```", README, re.MULTILINE | re.DOTALL)
+        shown = without_figures(block)
+        assert [line for line in without_figures(out) if line in shown] == shown
 
     losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
     assert losses is not None

@@ -27,7 +27,7 @@ class MemoryWatchdog(EvaluationCallback):
     finding (pressure, foreign memory, fragmentation, leak, host memory, see `docs/findings.md`) is
     logged once at its own severity, and again when it gets worse.
 
-    Each line that training logs gets `memory/peak_gib` and others (`docs/callbacks.md` lists them),
+    Each line that training logs gets `memory/peak_gib` and others (`docs/watchdog.md` lists them),
     which so reach TensorBoard or whatever `report_to` names, `state.log_history` and
     `trainer_state.json`. They are rank 0's. With `prometheus_dir` each rank also writes them to
     `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for the textfile collector of

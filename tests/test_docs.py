@@ -1,0 +1,112 @@
+"""The pages: each link leads somewhere, each command exists, and the site builds strictly."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from transformers import TrainingArguments
+
+import trainer_plugins
+from trainer_plugins.cli import app
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md"]
+LONG = {"findings.md"}  # it has an entry for each code
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What a link may name: the anchors that GitHub and the site make alike of a heading."""
+    found = set()
+    for title in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", title.lower()).strip()
+        if words.replace(" ", "-") == re.sub(r"[-\s]+", "-", words):
+            found.add(words.replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_anchor_resolves(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^()\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if link.startswith("https://"):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_a_page_is_short() -> None:
+    lengths = {page.name: len(page.read_text().splitlines()) for page in DOCS.glob("*.md")}
+    assert {name for name, length in lengths.items() if length > 150} <= LONG
+
+
+def flags_of_commands() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+
+    def walk(command: Any, name: str) -> None:
+        options = (each for one in command.params for each in (*one.opts, *one.secondary_opts))
+        found[name] = {*options, "--help"}
+        for each, sub in getattr(command, "commands", {}).items():
+            walk(sub, f"{name} {each}".strip())
+
+    walk(typer.main.get_command(app), "")
+    return found
+
+
+def test_every_command_and_flag_of_the_pages_exists() -> None:
+    known = flags_of_commands()
+    training = {field.name for field in fields(TrainingArguments)} | {"gradient_checkpointing"}
+    known["plan"] |= {f"--{name}" for name in training}
+    known["plan"] |= {f"--{name.replace('_', '-')}" for name in training}
+    wrong = []
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue  # it tells of the past
+        text = page.read_text().replace("\\\n", " ")
+        for said in re.findall(r"trainer-plugins ([a-z][^\n`#|)]*)", text):
+            words = re.sub(r"'[^']*'", "QUOTED", said).split()
+            name = next((name for name in (" ".join(words[:2]), words[0]) if name in known), "?")
+            flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+            # What follows `exec` belongs to the command under it, or is tested by test_exec.py.
+            if name == "?" or (name != "exec" and flags - known[name] - {"--"}):
+                wrong.append(f"{page.name}: trainer-plugins {said}")
+    assert wrong == []
+
+
+def test_the_reference_has_the_first_sentence_of_each_public_name() -> None:
+    page = (DOCS / "reference.md").read_text()
+    for name in trainer_plugins.__all__:
+        (first, *_) = (getattr(trainer_plugins, name).__doc__ or "").strip().splitlines()
+        assert f"| `{name}` | {first} |" in page
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install '.[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {page.stem for page in DOCS.glob("*.md")} <= {page.stem for page in tmp_path.glob("*")}
+    page = (tmp_path / "index.html").read_text()
+    assert re.findall(r'<(?:link|script)[^>]*(?:href|src)="https?:', page) == []  # reads offline

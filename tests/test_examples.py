@@ -1,0 +1,97 @@
+"""The examples do what they say, each on the CPU, without a download."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer_plugins
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SHORT = sorted(
+    path
+    for path in EXAMPLES.rglob("*")
+    if path.suffix in (".py", ".sh", ".yml")
+    and path.name not in ("quickstart.py", "train.py")  # older, and tested by files of their own
+)
+
+
+@pytest.mark.parametrize("path", SHORT, ids=lambda path: str(path.name))
+def test_an_example_is_read_at_one_look(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 65
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("causal_lm", "peak memory in the logs: 0."),
+        ("seq2seq", "generated tokens that are right: "),
+        ("sft_lora", "trained 17,408 parameters of adapters, loss "),
+        ("dpo", "margin of rewards: 0.0000 -> "),
+    ],
+)
+def test_a_training(name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    if name in ("sft_lora", "dpo"):
+        pytest.importorskip("trl")
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    try:
+        example["main"](str(tmp_path))
+    finally:
+        trainer_plugins.detach()
+    assert says in capsys.readouterr().out
+
+
+def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> None:
+    if shutil.which("c++") is None and not os.environ.get("CI"):
+        pytest.skip("no C++ compiler")
+    # the simulated card has to come before anything that this process has computed
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "evaluation_oom.py", tmp_path],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "without preprocess_logits_for_metrics: allocator: " in done.stdout
+    assert "with it: evaluated" in done.stdout
+    assert (tmp_path / "oom-rank0.json").exists()
+
+
+def test_a_hydra_app(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    command = [
+        sys.executable,
+        EXAMPLES / "hydra_app" / "hydra_app.py",
+        "+trainer_plugins=memory_safe",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "runs" / "hydra_app" / "memory" / "rank-0.jsonl").exists()
+
+
+def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict = {}
+    for cell in cells:
+        exec(compile(cell, "<cell>", "exec"), names)
+    assert len(names["entries"]) > 10
+    assert "trainer" not in names
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+
+
+@pytest.mark.slow
+def test_zero3_with_offload_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from tests import processes
+    from tests.distributed.launched import environment
+
+    done = processes.run([EXAMPLES / "zero3_offload.sh", tmp_path], environ=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks of DeepSpeedEngine on cpu, ZeRO-3" in " ".join(done.stdout.split())

@@ -1,0 +1,57 @@
+"""What stands around the package: the files that GitHub and Docker read."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+GITHUB = ROOT / ".github"
+# Those of compose-spec.json (github.com/compose-spec/compose-spec) that a service here may have.
+SERVICE = {
+    *("image", "working_dir", "volumes", "ipc", "ulimits", "environment", "entrypoint"),
+    *("command", "deploy", "profiles"),
+}
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("name", ["bug", "oom", "plan"])
+def test_an_issue_form_asks_for_versions_and_a_timeline(name: str) -> None:
+    # docs.github.com, "Syntax for issue forms": what a form and an element must have
+    form = read(GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml")
+    assert {"name", "description", "body"} <= set(form)
+    asked = {each["id"]: each for each in form["body"]}
+    assert len(asked) == len(form["body"])
+    assert {each["type"] for each in form["body"]} <= {"textarea", "input"}
+    assert all(each["attributes"]["label"] for each in form["body"])
+    assert asked["versions"]["validations"]["required"]
+    assert "memory/rank-0.jsonl" in asked["timeline"]["attributes"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("ci", ".ci/run"), ("oldest", "scripts/check --oldest")]
+)
+def test_a_workflow_calls_a_script_of_the_repository(name: str, command: str) -> None:
+    jobs = read(GITHUB / "workflows" / f"{name}.yml")["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert [step["run"] for step in steps if "run" in step] == [command]
+    assert os.access(ROOT / command.split()[0], os.X_OK)
+
+
+def test_the_compose_file_runs_on_cards() -> None:
+    compose = read(ROOT / "examples" / "docker-compose.yml")
+    assert set(compose) == {"services", "volumes"}
+    for service in compose["services"].values():
+        assert set(service) <= SERVICE
+        named = {volume.split(":")[0] for volume in service["volumes"]}
+        assert {name for name in named if re.fullmatch(r"\w+", name)} <= set(compose["volumes"])
+    train = compose["services"]["train"]
+    (cards,) = train["deploy"]["resources"]["reservations"]["devices"]
+    assert cards["capabilities"] == ["gpu"]
+    assert train["ipc"] == "host"  # else dataloader workers die in 64 MB of /dev/shm
