@@ -52,14 +52,17 @@ def _write(
     from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.report.html.run import run_page
 
-    if not history.runs:
-        raise typer.BadParameter(f"{run_dir}: there is nothing to draw, its files have no entries")
     try:
         planned = None if plan is None else MemoryPlan.from_json(plan.read_text("utf-8"))
-        html.write_text(run_page(history, run_dir, ending, planned), encoding="utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"{error.filename or html}: {error.strerror}") from error
+        raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise typer.BadParameter(
             f"--plan: {plan} is not a plan printed with --json: {error}"
         ) from error
+    try:
+        html.write_text(run_page(history, run_dir, ending, planned), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename or html}: {error.strerror}") from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

@@ -80,7 +80,7 @@ def memory_chart(
     return Chart(
         name=f"memory-{rank}",
         title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
-        f" the peak, in {peak.steps}",
+        f" the peak, in step {top.step}",
         description="What was in use over the time of the run. The table below has all figures.",
         pixels=_PIXELS,
         unit=unit,
@@ -119,8 +119,6 @@ def small_chart(rank: int, entries: Sequence[Entry], span: Span, num_ranks: int)
     reading = top.reading
     highest = max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found))
     height, edges = Height(highest, _SMALL_PIXELS), _edges(found, span)
-    levels = [[each.outside_bytes for each in found], [each.peak_bytes for each in found]]
-    names = [("outside torch", "c-outside", ""), ("in use", "c-kept", "")]
     words = f"rank {rank}: {size(reading.peak_allocated_bytes)}, {percent(reading.pressure)} full"
     return Chart(
         name=f"rank-{rank}",
@@ -129,7 +127,7 @@ def small_chart(rank: int, entries: Sequence[Entry], span: Span, num_ranks: int)
         pixels=_SMALL_PIXELS,
         unit="",
         ticks=(),
-        bands=stacked(edges, levels, names, height),
+        bands=stacked(edges, _levels(found)[:3], _named(reading)[:3], height),
         limit=Limit(y=height.y(reading.total_bytes), text="", is_left=False),
         lines_percent=tuple(
             span.percent(entry.time_seconds) for entry in entries if isinstance(entry, Failure)

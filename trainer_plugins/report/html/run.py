@@ -11,6 +11,7 @@ from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import peaks_as_seen, readings_in
 from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
@@ -60,11 +61,16 @@ def run_page(
     """Render what happened to memory in the last run of a folder.
 
     Args:
-        history: the runs, at least one.
+        history: the runs.
         folder: the output_dir that they wrote into.
         ending: how the last run ended, if it left no word of its own.
         plan: what was predicted for it.
+
+    Raises:
+        ValueError: no run has left an entry.
     """
+    if not history.runs:
+        raise ValueError(f"{printable(folder)}: the timelines have no entries, nothing to draw")
     run = history.runs[-1]
     records = _records_of(run, folder)
     record = records[0] if records else None
