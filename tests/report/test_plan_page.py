@@ -1,50 +1,18 @@
-"""The page of a plan: every figure of the JSON is on it, and it loads nothing."""
+"""The page of a plan: every figure of the JSON is on it, and what to do stands before the picture."""
 
 import itertools
 import json
-import re
-from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
+from tests.report.drawn import MOMENTS, Read, heights, loads_nothing, plan_of
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
-
-VOID = {"meta", "br", "img", "link", "hr", "input"}
-
-
-class Page(HTMLParser):
-    """What is on it, and whether each element is closed where it should be."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.figures: set[int] = set()
-        self.words = ""
-        self.attributes: list[tuple[str, str | None]] = []
-        self._open: list[str] = []
-        self.paths: dict[str, str] = {}
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += attrs
-        given = dict(attrs)
-        if tag == "data":
-            self.figures.add(int(given["value"]))
-        if tag == "path":
-            self.paths[given["class"]] = given["d"]
-        assert tag not in ("script", "link", "img", "iframe", "object")
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        self.words += data
+from trainer_plugins.report.html.chart import height_of
+from trainer_plugins.report.html.plan import plan_chart, plan_page
+from trainer_plugins.units import GIB
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +45,7 @@ def _numbers(value) -> set[int]:
 
 def test_every_figure_is_on_the_page(written):
     plan, text = written
-    page = Page(text)
+    page = Read(text)
     fields = json.loads(plan.to_json())
     del fields["timeline"]
     for tensor in fields["top_tensors"]:
@@ -97,47 +65,68 @@ def test_every_figure_is_on_the_page(written):
 
 def test_the_chart_is_as_high_as_the_peaks(written):
     plan, text = written
-    page = Page(text)
-    (top,) = re.findall(r'<svg[^>]*viewBox="-80 -10 [\d.]+ ([\d.]+)"', text)
-    height = float(top) - 40
-    assert plan.capacity_bytes is not None
-    scale = 1.05 * max(plan.capacity_bytes - plan.context_bytes, plan.reserved_peak_bytes)
-    for name, peak in (
-        ("allocated", plan.allocated_peak_bytes),
-        ("reserved", plan.reserved_peak_bytes),
+    page = Read(text)
+    outside = plan.context_bytes
+    scale = height_of(plan.reserved_peak_bytes + outside, plan.capacity_bytes, 260)
+    for colour, peak in (
+        ("c-within", plan.allocated_peak_bytes),
+        ("c-cached", plan.reserved_peak_bytes),
     ):
-        lowest = min(float(y) for y in re.findall(r"V([\d.]+)", page.paths[name]))
-        assert height - lowest == pytest.approx(height * peak / scale, abs=0.1)
+        highest = min(heights(page.paths[colour]))
+        assert highest == pytest.approx(scale.y(peak + outside), abs=0.1)
     names = [moment for moment, *_ in plan.timeline]
     changes = sum(before != after for before, after in itertools.pairwise(names))
-    assert text.count("<title>") == changes + 2  # one for each stretch, and the page's own
+    titles = [title for title in page.titles if title in plan.moments]
+    assert len(titles) == changes + 1, "each stretch is named"
 
 
 def test_it_loads_nothing(written):
     _, text = written
-    page = Page(text)
+    assert loads_nothing(text)
     assert "http" not in text.replace("http-equiv", "")
-    assert not [
-        name for name, _ in page.attributes if name in ("src", "href", "action", "data", "srcset")
-    ]
-    assert "@import" not in text
-    assert "url(" not in text
-    assert "default-src 'none'" in text
 
 
-def test_text_of_the_user_is_text(written):
-    from trainer_plugins.report.plan_html import plan_page
+def test_what_would_fit_comes_first_and_every_moment_is_named():
+    plan = plan_of(MOMENTS, gpu_gib=5)
+    text = plan_page(plan)
+    assert loads_nothing(text)
+    flags = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+    assert text.index(flags) < text.index('role="img"') < text.index("<table>")
+    page = Read(text)
+    assert {"outside", "kept", "within", "cached", "limit"} <= {
+        colour.removeprefix("c-") for colour in page.paths
+    }
+    assert page.words.count("optimizer") >= 4, "three times on the axis, once in the table"
+    assert "the card: 5.00 GiB" in page.words
 
-    plan, _ = written
-    fields = json.loads(plan.to_json())
-    fields |= {"gpu": "<b>card</b>", "capacity_bytes": None, "fits": None, "timeline": []}
-    page = Page(
-        plan_page(
-            MemoryPlan.from_json(
-                json.dumps(fields | {"not_reliable": ["<script>alert()</script>"]})
-            )
-        )
-    )
+
+def test_a_limit_is_on_the_picture_only_where_its_text_has_room():
+    for gpu_gib, is_named_there in ((5, False), (8, True), (80, False)):
+        chart = plan_chart(plan_of(MOMENTS, gpu_gib=gpu_gib))
+        assert chart is not None
+        assert (chart.limit is not None) == is_named_there
+        assert any(band.colour == "c-limit" for band in chart.bands) != is_named_there
+
+
+def test_a_plan_that_was_searched_for_nothing_says_how_to_search():
+    fields = json.loads(plan_of(MOMENTS, gpu_gib=5).to_json()) | {"proposals": []}
+    assert "--search" in Read(plan_page(MemoryPlan.from_json(json.dumps(fields)))).words
+    assert "--search" not in Read(plan_page(plan_of(MOMENTS))).words
+
+
+def test_a_plan_of_one_moment_without_a_card_is_drawn():
+    fields = json.loads(plan_of([("forward", 2)]).to_json())
+    fields |= {"capacity_bytes": None, "fits": None, "gpu": None, "context_bytes": 0}
+    page = Read(plan_page(MemoryPlan.from_json(json.dumps(fields))))
+    assert page.titles[0] == "Memory plan: Needs 3.50 GiB, in the forward pass"
+    assert 2 * GIB in page.figures
+
+
+def test_text_of_the_user_is_text():
+    fields = json.loads(plan_of(MOMENTS).to_json())
+    fields |= {"gpu": "<b>card</b>", "timeline": [], "not_reliable": ["<script>alert()</script>"]}
+    page = Read(plan_page(MemoryPlan.from_json(json.dumps(fields))))
+    assert "<b>card</b>" in page.words
     assert "<script>alert()</script>" in page.words
     assert page.paths == {}
 
