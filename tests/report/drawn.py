@@ -83,7 +83,8 @@ class Keeps(TrainerCallback):
     """Keeps some MiB of each step, as a list of losses with their graphs does."""
 
     def __init__(self, mib: int) -> None:
-        self.mib, self.kept = mib, []
+        self.mib = mib
+        self.kept: list[object] = []
 
     def on_step_end(self, args, state, control, **kwargs):
         import torch

@@ -39,7 +39,7 @@ def page_of_run(folder: Path) -> str:
             Failure(step=600, words="OutOfMemoryError: CUDA out of memory", time_seconds=1e9 + 900)
         )
         entries.sort(key=lambda entry: entry.time_seconds)
-        write(folder, rank, [replace(entry, step=min(number, 600)) for number, entry in enumerate(entries)])  # type: ignore[type-var]  # fmt: skip
+        write(folder, rank, [replace(entry, step=min(number, 600)) for number, entry in enumerate(entries)])  # fmt: skip
     return draw(folder)
 
 

@@ -1,6 +1,7 @@
 """The page of a run: what happened is on it, a peak is never lost, and it is small."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
     assert "1 rank of LlamaForCausalLM on simgpu" in page.words
     for category in ("parameter", "optimizer", "other"):
         assert category in page.words.partition("What was alive")[2]
-    signs = {given["class"].split()[1] for tag, given in page.tags if tag in ("rect", "circle") and "sign" in (given.get("class") or "")}  # fmt: skip
+    classes = " ".join(page.attributes("class"))
+    signs = set(re.findall(r"sign (c-\w+)", classes))
     assert {"c-train", "c-eval", "c-flush", "c-error"} <= signs
     entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
     codes = {entry.finding.code for entry in entries if isinstance(entry, Remark)}
@@ -134,7 +136,7 @@ def test_what_is_joined_has_the_highest_of_every_figure_and_all_of_the_time(most
 
 def test_a_clock_that_is_set_back_and_readings_at_once_are_drawn(tmp_path: Path) -> None:
     entries = long_run(20, peak_at=7)
-    entries = [replace(each, time_seconds=1e9 - n) for n, each in enumerate(entries)]  # type: ignore[type-var]
+    entries = [replace(each, time_seconds=1e9 - n) for n, each in enumerate(entries)]
     write(tmp_path, 0, entries)
     assert 60 * GIB in Read(page_of(tmp_path)).figures
 

@@ -160,6 +160,14 @@ def stacked(
     return tuple(found)
 
 
+def columns_of(edges: Sequence[float], titles: Sequence[str]) -> tuple[Column, ...]:
+    """Give each stretch of a chart its figures as words, which a pointer finds there."""
+    return tuple(
+        Column(begin=begin, width=round(end - begin, 1), title=title)
+        for begin, end, title in zip(edges, edges[1:], titles, strict=False)
+    )
+
+
 def height_of(highest: float, limit: int | None, pixels: int) -> Height:
     """Return a scale with room for texts above it all; a limit that is far away is left out."""
     is_near = limit is not None and limit < _FAR * highest

@@ -8,10 +8,10 @@ from trainer_plugins.record.timeline import Entry, Failure, Sample
 from trainer_plugins.report.html.chart import (
     Band,
     Chart,
-    Column,
     Dot,
     Limit,
     Table,
+    columns_of,
     height_of,
     limited,
     percent_of,
@@ -98,14 +98,7 @@ def memory_chart(
         dot=_dot(at, peak, reading, height),
         lanes=lanes_of(entries, span, noted),
         lane_key=lane_key(entries),
-        columns=tuple(
-            Column(
-                begin=edges[number],
-                width=round(edges[number + 1] - edges[number], 1),
-                title=", ".join((*_row(each)[:3], f"{_row(each)[3]} at the peak")),
-            )
-            for number, each in enumerate(found)
-        ),
+        columns=columns_of(edges, [_words(each) for each in found]),
         table=Table(head=_HEAD, rows=tuple(_row(each) for each in found)),
     )
 
@@ -206,6 +199,11 @@ def _row(each: Stretch) -> tuple[str, ...]:
         size(each.reserved_bytes),
         size(each.outside_bytes),
     )
+
+
+def _words(each: Stretch) -> str:
+    until, steps, moments, tensors, *_ = _row(each)
+    return f"{until}, {steps}, {moments}: {tensors} in tensors at the peak"
 
 
 def _levels(found: Sequence[Stretch]) -> list[list[int]]:

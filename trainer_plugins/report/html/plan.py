@@ -6,11 +6,11 @@ from itertools import groupby
 from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.report.html.chart import (
     Chart,
-    Column,
     Dot,
     Lane,
     Sign,
     Table,
+    columns_of,
     height_of,
     limited,
     percent_of,
@@ -85,6 +85,10 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         ("more within a step", "c-within", size(points[peak][0] - kept[peak])),
         ("cache", "c-cached", size(max(0, points[peak][1] - points[peak][0]))),
     ]
+    rows = tuple(
+        (moment, size(max(now for now, _ in some)), size(max(held for _, held in some)))
+        for moment, some in stretches
+    )
     return Chart(
         name="plan",
         title=f"{size(plan.allocated_peak_bytes)} in tensors at the peak, in the {moment_of(plan)}",
@@ -96,14 +100,11 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         limit=limit,
         dot=Dot(at_percent=at_percent, y=y, text=size(points[peak][0]), text_y=y - 10),
         lanes=(_lane(stretches, plan),),
-        columns=_columns(stretches),
-        table=Table(
-            head=("moment", "allocated", "reserved"),
-            rows=tuple(
-                (moment, size(max(now for now, _ in some)), size(max(held for _, held in some)))
-                for moment, some in stretches
-            ),
+        columns=columns_of(
+            [round(WIDTH * at / len(stretches), 1) for at in range(len(stretches) + 1)],
+            [f"{moment}: {now} allocated, {held} reserved" for moment, now, held in rows],
         ),
+        table=Table(head=("moment", "allocated", "reserved"), rows=rows),
     )
 
 
@@ -163,17 +164,4 @@ def _lane(stretches: Sequence[Stretch], plan: MemoryPlan) -> Lane:
             )
             for number, ((moment, _), word) in enumerate(zip(stretches, words, strict=True))
         ),
-    )
-
-
-def _columns(stretches: Sequence[Stretch]) -> tuple[Column, ...]:
-    width = WIDTH / len(stretches)
-    return tuple(
-        Column(
-            begin=round(number * width, 1),
-            width=round(width, 1),
-            title=f"{moment}: {size(max(now for now, _ in some))} allocated,"
-            f" {size(max(held for _, held in some))} reserved",
-        )
-        for number, (moment, some) in enumerate(stretches)
     )

@@ -9,7 +9,7 @@ from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.calibrate import peaks_as_seen, readings_in
+from trainer_plugins.planner.calibrate import peaks_as_seen, readings_in, refuse_another_run
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -33,7 +33,7 @@ _SHOWN_FRACTION = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class Compared:
     """Holds one planned figure and the measured one. Sizes in bytes."""
 
     moment: str
@@ -67,11 +67,13 @@ def run_page(
         plan: what was predicted for it.
 
     Raises:
-        ValueError: no run has left an entry.
+        ValueError: no run has left an entry, or the plan is of another run.
     """
     if not history.runs:
         raise ValueError(f"{printable(folder)}: the timelines have no entries, nothing to draw")
     run = history.runs[-1]
+    if plan is not None:
+        refuse_another_run(plan, run.timelines, "the plan")
     records = _records_of(run, folder)
     record = records[0] if records else None
     died = ending is not None or any(failure.record for _, failure in failures_of(run))
@@ -91,7 +93,6 @@ def run_page(
         lede=_lede(record),
         when=when(run),
         strategies=_strategies(run),
-        failures=failures_of(run),
         answer=answer,
         grades=GRADES,
         rank=rank,
@@ -227,7 +228,7 @@ def _planned(plan: MemoryPlan) -> dict[str, int]:
     }
 
 
-def _beside(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> Iterator[Beside]:
+def _beside(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> Iterator[Compared]:
     for moment, peak in peaks_as_seen(plan).items():
         seen = readings_in(timelines, moment)
         if not seen:
@@ -240,7 +241,7 @@ def _beside(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> Itera
             ),
             ("reserved", peak.reserved_bytes, max(each.reserved_bytes for each in seen)),
         ):
-            yield Beside(
+            yield Compared(
                 moment=moment, counter=counter, planned_bytes=planned, measured_bytes=measured
             )
 

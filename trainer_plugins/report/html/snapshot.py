@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.snapshot.held import WORDS
+from trainer_plugins.explain.snapshot.held import WORDS, Category
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import Case, reserved_after
 from trainer_plugins.report.html.chart import (
     Band,
     Chart,
-    Column,
     Dot,
     Lane,
     Sign,
     Table,
+    columns_of,
     height_of,
     limited,
     percent_of,
@@ -28,7 +28,7 @@ from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
 _PIXELS, _COLUMNS, _MOST_LINES = 260, 240, 12
-_ORDER = (
+_ORDER: tuple[Category, ...] = (
     "parameters",
     "optimizer states",
     "gradients",
@@ -88,11 +88,6 @@ def history_chart(case: Case) -> Chart | None:
     capacity = case.capacity_bytes if case.oom is not None else None
     height = height_of(max(*reserved, *totals), capacity, _PIXELS)
     unit, ticks = byte_ticks(height)
-    held = [case.held.categories.get(name, 0) for name in _ORDER]  # type: ignore[call-overload]
-    names = [
-        (WORDS[name], colour_of(name), size(now) if now else "")  # type: ignore[index]
-        for name, now in zip(_ORDER, held, strict=True)
-    ]
     levels = [[sum(state[: at + 1]) for state in states] for at in range(len(_ORDER))]
     at_percent = percent_of(WIDTH * (case.held.position + 1) / num)
     lanes = tuple(_passes(case, num))
@@ -113,7 +108,7 @@ def history_chart(case: Case) -> Chart | None:
         ticks=ticks,
         bands=(
             *line,
-            *stacked(edges, levels, names, height),
+            *stacked(edges, levels, _named(case), height),
             Band(
                 name="reserved",
                 colour="c-reserved",
@@ -128,16 +123,23 @@ def history_chart(case: Case) -> Chart | None:
         dot=_dot(case, at_percent, height) if case.oom is None else None,
         lanes=lanes,
         lane_key=_PASSES if lanes else (),
-        columns=tuple(
-            Column(
-                begin=edges[at],
-                width=round(edges[at + 1] - edges[at], 1),
-                title=f"until event {end:,}: {size(total)} in use, {size(most)} reserved",
-            )
-            for at, (end, total, most) in enumerate(zip(ends, totals, reserved, strict=True))
+        columns=columns_of(
+            edges,
+            [
+                f"until event {end:,}: {size(total)} in use, {size(most)} reserved"
+                for end, total, most in zip(ends, totals, reserved, strict=True)
+            ],
         ),
         table=_table(ends, states, reserved),
-    )  # fmt: skip
+    )
+
+
+def _named(case: Case) -> list[tuple[str, str, str]]:
+    """Name the areas, each with its size at the moment of the case."""
+    held = case.held.categories
+    return [
+        (WORDS[name], colour_of(name), size(held[name]) if name in held else "") for name in _ORDER
+    ]
 
 
 def _dot(case: Case, at_percent: float, height: Height) -> Dot:
