@@ -142,7 +142,7 @@ def test_a_clock_that_is_set_back_and_readings_at_once_are_drawn(tmp_path: Path)
 
 
 def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
-    wild = f"</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'{HOSTILE}"
+    wild = f"<i>short</i> </title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'{HOSTILE}"
     reading = replace(READING, device=wild)
     finding = Finding(code=wild, severity=Severity.ERROR, summary=wild, evidence=wild, remedy=wild)
     write(
@@ -156,6 +156,7 @@ def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     )
     text = page_of(tmp_path)
     page = Read(text)
+    assert {tag for tag, _ in page.tags}.isdisjoint({"i", "script", "img"})
     assert "<script>alert(1)</script>" in page.words
     assert r"\x1b]0;mine\x07" in page.words
     assert [each for each in text.replace("\n", "") if not each.isprintable()] == []
