@@ -280,7 +280,7 @@ def _one_plan(
     outcome = predict_one(request, timeout_seconds)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
-        from trainer_plugins.report.plan_html import plan_page
+        from trainer_plugins.report.html.plan import plan_page
 
         html.write_text(plan_page(outcome), encoding="utf-8")
     if as_json:
