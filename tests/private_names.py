@@ -29,6 +29,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_cdata": ("torch.UntypedStorage",),
     "_comm_hooks": ("torch.nn.parallel.distributed",),
     "_compiled_call_impl": ("torch.nn.Module",),
+    "_current_frames": ("sys",),
     "_cuda_attach_out_of_memory_observer": ("torch._dynamo.trace_rules",),
     "_cuda_getAllocatorBackend": ("torch.cuda.memory",),
     "_cuda_memorySnapshot": ("torch.cuda.memory",),

@@ -21,6 +21,7 @@ _HOMES = {
     "NotPredicted": "planner",
     "OOMReporter": "callbacks",
     "PlanError": "planner",
+    "ReleaseEarlierRuns": "callbacks",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
@@ -32,6 +33,7 @@ _HOMES = {
     "plan_run": "planner",
     "protect": "plug_in.protection",
     "read_timeline": "record.timeline",
+    "released": "upkeep.released",
     "report_oom": "upkeep.post_mortem",
     "survive_oom": "survival",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "NotPredicted",
     "OOMReporter",
     "PlanError",
+    "ReleaseEarlierRuns",
     "StrategyInForce",
     "SurviveOOM",
     "attach",
@@ -58,6 +61,7 @@ __all__ = [
     "plan_run",
     "protect",
     "read_timeline",
+    "released",
     "report_oom",
     "survive_oom",
 ]
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
         KVCacheGuard,
         MemoryWatchdog,
         OOMReporter,
+        ReleaseEarlierRuns,
         StrategyInForce,
     )
     from trainer_plugins.finding import Finding
@@ -81,6 +86,7 @@ if TYPE_CHECKING:
     from trainer_plugins.survival import SurviveOOM, survive_oom
     from trainer_plugins.upkeep.generation import generation_memory
     from trainer_plugins.upkeep.post_mortem import report_oom
+    from trainer_plugins.upkeep.released import released
 
 
 def __getattr__(name: str) -> object:

@@ -12,13 +12,14 @@ GROUP = "trainer_plugins.presets"
 
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
+EARLIER_RUNS = "trainer_plugins.callbacks.ReleaseEarlierRuns"
 KV_CACHE = "trainer_plugins.callbacks.KVCacheGuard"
 WATCHDOG = "trainer_plugins.callbacks.MemoryWatchdog"
 REPORTER = "trainer_plugins.callbacks.OOMReporter"
 STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
 SURVIVE = "trainer_plugins.survival.SurviveOOM"
 
-_SAFE = (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG, REPORTER)
+_SAFE = (STRATEGY, EARLIER_RUNS, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG, REPORTER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,13 +111,15 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    strategy, cache, watchdog, reporter = homes(
-        [
-            f"{CALLBACKS}.{name}"
-            for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog", "OOMReporter")
-        ]
+    names = (
+        "StrategyInForce",
+        "ReleaseEarlierRuns",
+        "CudaCacheCallback",
+        "MemoryWatchdog",
+        "OOMReporter",
     )
-    assert ours(tmp_path) == [strategy, cache, watchdog, reporter]
+    strategy, earlier, cache, watchdog, reporter = homes([f"{CALLBACKS}.{name}" for name in names])
+    assert ours(tmp_path) == [strategy, earlier, cache, watchdog, reporter]
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
     assert moments(tmp_path) == [

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.oom_record import Alive, LiveModel
-from trainer_plugins.upkeep.holders import held_by
+from trainer_plugins.upkeep.holders import held_by, roots
 
 _MOST_MODULES = 12
 _MOST_MODELS = 6
@@ -29,7 +29,7 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
         allocated_bytes: what its allocator counts, of which Python's tensors are a part.
     """
     ledger = _Ledger(device_type)
-    models = [(type(model).__name__, ledger.add_model(model)) for model in _roots(gc.get_objects())]
+    models = [(type(model).__name__, ledger.add_model(model)) for model in roots(gc.get_objects())]
     for optimizer in _found(torch.optim.Optimizer, gc.get_objects()):
         ledger.add_optimizer(optimizer)
     others = ledger.others()
@@ -114,18 +114,6 @@ class _Ledger:
 def _found(kind: type, things: list[object]) -> Iterator[Any]:
     # By the type alone: isinstance asks objects of other people for their __class__.
     return (thing for thing in things if issubclass(type(thing), kind))
-
-
-def _roots(things: list[object]) -> list[nn.Module]:
-    """Return the modules that are no part of another one."""
-    modules: list[nn.Module] = list(_found(nn.Module, things))
-    inner = {
-        id(child)
-        for module in modules
-        for child in vars(module).get("_modules", {}).values()
-        if child is not None
-    }
-    return [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
 
 
 def _module(name: str) -> str:

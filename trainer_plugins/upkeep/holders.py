@@ -3,7 +3,9 @@
 import gc
 import os
 from collections.abc import Iterable
+from traceback import walk_tb
 from types import FrameType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ GROWTH_FRACTION = 0.01
 """The fraction of the card that an evaluation may leave allocated before a holder is searched."""
 
 _MAX_LINKS = 6
+_MOST_HELD = 5
+_NOBODY = "nothing that Python tracks (autograd's graph, or C++)"
 _HERE = os.path.dirname(__file__)
 
 
@@ -94,6 +98,32 @@ def tensors_held(
     return held_by(ranked)
 
 
+def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
+    """Return the largest of what is allocated on a device, whoever owns it, with their holders.
+
+    Whole models count as one each. What no tensor shows is in graphs: then the ends of those are
+    named.
+    """
+    if not allocated_bytes:
+        return ()
+    held = [each for each in tensors_held(device_type, None, None) if each.holder != _NOBODY]
+    models = roots(gc.get_objects())
+    for model in models:
+        sizes = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in _owned(model, None)
+            if tensor.device.type == device_type
+        }
+        if sizes:
+            holder = f"{_holder(model, models)} ({type(model).__name__})"
+            held.append(Held(num_bytes=sum(sizes.values()), shape=(), holder=holder))
+    hidden_bytes = allocated_bytes - sum(each.num_bytes for each in held)
+    if hidden_bytes > allocated_bytes // 2 and (ends := graphs_held(device_type)):
+        holders = ", ".join(dict.fromkeys(end.holder for end in ends))
+        held.append(Held(num_bytes=hidden_bytes, shape=(), holder=f"the graph behind {holders}"))
+    return tuple(sorted(held, key=lambda each: -each.num_bytes)[:_MOST_HELD])
+
+
 def held_by(tensors: list[torch.Tensor]) -> list[Held]:
     """Name what holds each of these tensors, besides this list and the frames of this folder."""
     return [
@@ -155,11 +185,14 @@ def _holder(thing: object, ours: object) -> str:
         if owner is None:
             break
         text = name + (" -> " if text and not text.startswith("[") else "") + text
-        seen.add(id(owner))
-        if isinstance(owner, ModuleType | FrameType):
+        if isinstance(owner, FrameType):
+            # The frames of an error that somebody keeps.
+            owner = _error_through(owner)
+        if owner is None or isinstance(owner, ModuleType):
             break
+        seen.add(id(owner))
         thing = owner
-    return text or "nothing that Python tracks (autograd's graph, or C++)"
+    return text or _NOBODY
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
@@ -191,6 +224,28 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
         elif (key := _key(getattr(referrer, "__dict__", {}).items(), thing)) is not None:
             return referrer, f"{type(referrer).__name__}.{key}"
     return (frame, f"a local of {frame.f_code.co_name}()") if frame is not None else (None, "")
+
+
+def _error_through(frame: FrameType) -> BaseException | None:
+    """Return an error whose traceback keeps this frame; None if there is none."""
+    errors: list[BaseException] = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), BaseException)
+    ]
+    those = (e for e in errors if any(passed is frame for passed, _ in walk_tb(e.__traceback__)))
+    return next(those, None)
+
+
+def roots(things: list[object]) -> list[nn.Module]:
+    """Return the modules that are no part of another one."""
+    # By the type alone: isinstance asks objects of other people for their __class__.
+    modules: list[Any] = [thing for thing in things if issubclass(type(thing), nn.Module)]
+    inner = {
+        id(child)
+        for module in modules
+        for child in vars(module).get("_modules", {}).values()
+        if child is not None
+    }
+    return [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
 
 
 def _key(items: Iterable[tuple[object, object]], thing: object) -> object:

@@ -1,0 +1,107 @@
+"""Compares published figures of several GPUs with what a plan's own parts say about the same runs.
+
+Each run is repeated in a process of its own: torchtitan's by `several_torchtitan`, that of
+DeepSpeed#3734 by `several_deepspeed`. The planner's world, ranks, kernels and allocator take part;
+its Trainer does not, because these figures are of other loops. Prints Markdown; all runs take some
+minutes of CPU time:
+
+    python -m benchmarks.several [WORD] ...
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.published import Row, published
+
+OF_TORCHTITAN = ("torchtitan#165", "torchtitan 2024-12")
+OF_DEEPSPEED = ("DeepSpeed#3734",)
+EARLY = "the reduced buffer as in an early FSDP2"
+COUNTERS = ("allocated", "reserved", "step_end")
+
+
+def can_be_repeated(row: Row) -> bool:
+    """Return whether a module here repeats this run."""
+    if row.source in OF_DEEPSPEED:
+        return True
+    needs_more = ("torch.compile", "Float8", "tensor parallelism", "FSDP1")
+    return row.source in OF_TORCHTITAN and not set(needs_more) & set(row.missing)
+
+
+def ways(row: Row) -> tuple[str, ...]:
+    """Return the ways to repeat a run: with the installed packages, and as FSDP2 once was."""
+    return ("", EARLY) if row.source == OF_TORCHTITAN[0] else ("",)
+
+
+def answer(key: str, way: str) -> dict[str, int]:
+    """Repeat one run, and return its counters in bytes."""
+    from trainer_plugins.allocator.model import AllocatorRules
+    from trainer_plugins.planner.pretend import fake_cuda
+    from trainer_plugins.planner.tracing.replay import replay
+
+    fake_cuda.install()
+    row = next(row for row in published() if row.key == key)
+    if row.source in OF_DEEPSPEED:
+        from benchmarks import several_deepspeed
+
+        trace = several_deepspeed.trace_of(row)
+    else:
+        from benchmarks import several_torchtitan
+
+        trace = several_torchtitan.trace_of(row, is_early=way == EARLY)
+    # run_train.sh sets expandable_segments at the commit of 2024-12, and not at that of 2024-03
+    found = replay(trace, None, AllocatorRules(expandable_segments=row.source == OF_TORCHTITAN[1]))
+    during = [event for event in trace.events if event.moment != "save" and event.number >= 0]
+    return {
+        "allocated": found.allocated_peak_bytes,
+        "reserved": found.reserved_peak_bytes,
+        "step_end": sum(event.kind * found.block_bytes[event.number] for event in during),
+    }
+
+
+def asked(row: Row, way: str) -> dict[str, int] | str:
+    """Repeat a run in a process of its own. Returns its counters, or why there are none."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.several", "--answer", row.key, way]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| source | run | counter | published | plan | error |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        for way in ways(row):
+            print(f"repeating {row.key} {way} ...", file=sys.stderr)
+            found, name = asked(row, way), f"{row.name}, {way}" if way else row.name
+            if isinstance(found, str):
+                yield f"| {row.source} | {name} | | | {found} | |"
+                continue
+            for counter in COUNTERS:
+                if counter in row.measured:
+                    measured, planned = row.measured[counter], found[counter]
+                    sizes = f"{measured / 2**30:.3f} | {planned / 2**30:.3f}"
+                    error = f"{100 * (planned / measured - 1):+.2f}"
+                    yield f"| {row.source} | {name} | {counter} | {sizes} | {error} |"
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the table of all runs, or of those whose names contain a word."""
+    if words[:1] == ["--answer"]:
+        print(json.dumps(answer(words[1], words[2])))
+        return
+    rows = [row for row in published() if can_be_repeated(row)]
+    print("In GiB; errors in percent.\n")
+    for line in lines([row for row in rows if not words or any(word in row.key for word in words)]):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

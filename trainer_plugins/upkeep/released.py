@@ -1,0 +1,170 @@
+"""Gives back what a Trainer holds on its card, and names who holds the rest."""
+
+import gc
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from weakref import ref
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from trainer_plugins.devices import open_device
+from trainer_plugins.record.oom_record import Held
+from trainer_plugins.units import size
+from trainer_plugins.upkeep.frames import code_of
+from trainer_plugins.upkeep.holders import GROWTH_FRACTION, what_is_held
+
+
+def released(trainer: Trainer) -> "Released":
+    """Give back what a Trainer holds on its card: now, and again at the end of a `with` block.
+
+        released(trainer)              # after a training, whether it ended or failed
+
+        with released(trainer):        # also if it raises
+            trainer.train()
+
+    Nothing that cannot be made again is lost. The model, and any other module that the Trainer
+    holds, moves to main memory, and back to its card when it is called next: training, evaluating
+    and saving go on as before. Gradients, the optimizer's states, the dataloaders' batches, and the
+    wrapper of DDP with its buckets are dropped; a later `train()` begins with new states, unless it
+    resumes. Tracebacks that Python and IPython keep of a failure in this Trainer lose the variables
+    of their frames, not their lines.
+
+    What other variables hold stays, and is named in the result, as one would type it.
+
+    Cost: main memory of the model's size, one copy over the bus each way, and 0.1 to 1 s to look
+    for holders, if anything is left.
+
+    Args:
+        trainer: alone or under DDP. With FSDP or DeepSpeed, whose ranks hold pieces, and with a
+            model that is spread over several devices, the model stays where it is.
+    """
+    return Released(trainer)
+
+
+class Released:
+    """Says what was given back, what is left, and who holds it. It is a context manager too."""
+
+    freed_bytes = 0
+    """Allocated bytes that came back; all times together."""
+
+    left_bytes = 0
+    """Allocated bytes that are still there."""
+
+    held: tuple[Held, ...] = ()
+    """The largest of what is left, if that is more than a hundredth of the card."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        # The result of a notebook's cell lives in `Out`: it must not keep the Trainer.
+        self._trainer = ref(trainer)
+        self._device = open_device(trainer.args.device)
+        self._release()
+
+    def __enter__(self) -> "Released":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self._release(frames)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{size(self.freed_bytes)} given back on {self._device.name},"
+            f" {size(self.left_bytes)} left"
+        ]
+        lines += [f"  {size(each.num_bytes)} held by {each.holder}" for each in self.held]
+        return "\n".join(lines)
+
+    def _release(self, frames: TracebackType | None = None) -> None:
+        before_bytes = self._device.read().allocated_bytes
+        _clear(frames)
+        if (trainer := self._trainer()) is not None:
+            _let_go(trainer)
+            del trainer
+        gc.collect()
+        self._device.release_cached()
+        after = self._device.read()
+        self.left_bytes = after.allocated_bytes
+        self.freed_bytes += max(0, before_bytes - self.left_bytes)
+        self.held = ()
+        kind = self._device.name.split(":")[0]
+        # Main memory is full of what is nobody's tensor.
+        if kind != "cpu" and self.left_bytes > GROWTH_FRACTION * after.total_bytes:
+            self.held = what_is_held(kind, self.left_bytes)
+
+
+class _ComesBack:
+    """A hook that moves a parked module back to where its tensors were, when it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.device = next(_tensors(module)).device
+        self.handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        self.handle.remove()
+        nn.Module.to(module, self.device)
+
+
+def _let_go(trainer: Trainer) -> None:
+    """Drop what a Trainer can make again, and park its modules in main memory."""
+    _forget_failure(trainer)
+    handler = trainer.callback_handler
+    handler.train_dataloader = handler.eval_dataloader = None
+    handler.model, handler.optimizer = trainer.model, trainer.optimizer
+    handler.lr_scheduler = trainer.lr_scheduler
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return
+    trainer.accelerator.free_memory()
+    trainer.model_wrapped = trainer.model
+    if trainer.model is not None:  # as after a trial of optuna's
+        # So that the next training or evaluation prepares the model again, and places it.
+        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        vars(trainer.model).pop("_is_accelerate_prepared", None)
+    if trainer.optimizer is not None:
+        trainer.optimizer.state.clear()
+    modules = {id(value): value for value in vars(trainer).values() if isinstance(value, nn.Module)}
+    for module in modules.values():
+        module.zero_grad(set_to_none=True)
+        kinds = [device.type for device in {tensor.device for tensor in _tensors(module)}]
+        if kinds == [trainer.args.device.type] != ["cpu"]:
+            _ComesBack(module)
+            nn.Module.to(module, "cpu")
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _forget_failure(trainer: Trainer) -> None:
+    """Clear the frames of the last tracebacks, if they came through this kind of Trainer.
+
+    An interpreter that prompts keeps the last error, and its frames hold the batch, the outputs and
+    what autograd saved.
+    """
+    ours = {code_of(getattr(type(trainer), name)) for name in ("train", "evaluate", "predict")}
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    while error is not None:
+        frames = error.__traceback__
+        if any(frame.f_code in ours for frame, _ in traceback.walk_tb(frames)):
+            _clear(frames)
+        error = error.__cause__ or error.__context__
+
+
+def _clear(frames: TracebackType | None) -> None:
+    """Empty the variables of the frames of a traceback, but of those that still run."""
+    for frame, _ in traceback.walk_tb(frames):
+        try:
+            frame.clear()
+        except RuntimeError:
+            continue
+        # Up to Python 3.12 a frame whose variables somebody has read, as IPython does to print
+        # them, keeps a copy; reading them again renews it.
+        frame.f_locals  # noqa: B018
