@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import trainer_plugins
+from tests import processes
+from tests.distributed import extensions
+from tests.distributed.launched import environment
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = sorted(
@@ -86,9 +89,7 @@ def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_zero3_with_offload_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    from tests import processes
-    from tests.distributed.launched import environment
-
+    extensions.build("cpu")  # or the ranks would compile, and leave a lock if they are ended
     done = processes.run([EXAMPLES / "zero3_offload.sh", tmp_path], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 ranks of DeepSpeedEngine on cpu, ZeRO-3" in " ".join(done.stdout.split())
