@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.case import Case
-from trainer_plugins.explain.ending import how_it_ended
-from trainer_plugins.explain.recorded import cause, causes_of
-from trainer_plugins.explain.remedies import less_main_memory, remedies_of, without_shm
+from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.causes import cause, causes_of
+from trainer_plugins.explain.run.ending import how_it_ended
+from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of, without_shm
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Grade, Remedy
-from trainer_plugins.explain.case import Case
-from trainer_plugins.explain.recorded import kept_logits
+from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.causes import kept_logits
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 

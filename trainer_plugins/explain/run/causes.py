@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause, Certainty
-from trainer_plugins.explain.case import Case
+from trainer_plugins.explain.run.case import Case
 from trainer_plugins.printable import printable
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import GIB, size
