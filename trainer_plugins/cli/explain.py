@@ -29,13 +29,21 @@ def explain(
         ),
     ],
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    predicts: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict",
+            help="Of a run's output_dir: let the planner say what each remedy brings. It takes "
+            "some seconds, or a minute.",
+        ),
+    ] = True,
 ) -> None:
     """Say why a run ran out of memory, what shows it, and what to do first.
 
     Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
     """
     try:
-        answer = _explained(paths[0]) if len(paths) == 1 else _grown(paths)
+        answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
     except OSError as error:
         raise typer.BadParameter(f"{error.filename}: {error.strerror or error}") from error
     except ValueError as error:
@@ -50,7 +58,7 @@ def explain(
         raise typer.Exit(_NO_OOM)
 
 
-def _explained(path: str) -> "Explanation":
+def _explained(path: str, predicts: bool) -> "Explanation":
     import sys
     from pathlib import Path
 
@@ -61,7 +69,7 @@ def _explained(path: str) -> "Explanation":
     if Path(path).is_dir():
         from trainer_plugins.explain.run import explain_run
 
-        return explain_run(Path(path))
+        return explain_run(Path(path), predicts)
     with Path(path).open("rb") as file:
         if file.peek(1)[:1] != _PICKLE:
             return explain_stream(file, path)

@@ -109,6 +109,22 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Says what a plan had predicted before; sizes in bytes, of one card."""
+
+    source: str
+    """Who had made it: `plan_run`, or a file in the output_dir."""
+
+    nvidia_smi_peak_bytes: int
+    moment: str
+    """The moment of the peak."""
+
+    capacity_bytes: int | None = None
+    fits: bool | None = None
+    """Whether the plan said that it fits; None if no card was named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OomRecord:
     """Holds all that an explanation rests on; what could not be read is missing, not guessed."""
 
@@ -139,6 +155,9 @@ class OomRecord:
     host: Host | None = None
     snapshot: str = ""
     """The file of torch's own snapshot, if one was asked for."""
+
+    plan: Planned | None = None
+    """What a plan had said; None if there was none."""
 
     run: RunFacts
 

@@ -26,6 +26,7 @@ from trainer_plugins.record.oom_record import (
     OomRecord,
     Part,
     Peer,
+    Planned,
     Process,
     Shape,
 )
@@ -50,6 +51,7 @@ class Scene:
     readings: tuple[MemoryReading, ...] = ()
     trainer_class: type | None = None
     snapshot: str = ""
+    plan: Planned | None = None
 
 
 @contextmanager
@@ -128,6 +130,7 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
         peers=tried(lambda: _peers(scene.folder, scene.run.rank), ()),
         host=tried(_host, None),
         snapshot=scene.snapshot,
+        plan=scene.plan,
         run=scene.run,
     )
 
