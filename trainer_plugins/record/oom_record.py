@@ -75,6 +75,9 @@ class Alive:
 
     largest: tuple[Held, ...]
 
+    graphs: tuple[Held, ...] = ()
+    """The ends of autograd graphs that something other than a running function holds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
@@ -84,6 +87,8 @@ class Process:
     used_bytes: int | None
     name: str | None
     is_own: bool
+    is_of_user: bool = False
+    """Whether it belongs to the user of the run, who may then end it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,9 +156,18 @@ def _processes(device: Device | None) -> tuple[Process, ...] | None:
             used_bytes=each.used_bytes,
             name=None if each.name is None else masked_text(each.name),
             is_own=each.pid == os.getpid(),
+            is_of_user=tried(
+                lambda pid=each.pid: os.stat(f"/proc/{pid}").st_uid == os.getuid(), False
+            ),
         )
         for each in listed
     )
+
+
+def _is_of_user(pid: int) -> bool:
+    with suppress(OSError, AttributeError):  # it is gone; Windows has no such numbers
+        return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
+    return False
 
 
 def _host() -> Host:
