@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.explain.planted import run, watched, with_rows
 from tests.test_report import HOSTILE, obeyed, report
 from trainer_plugins import MemoryWatchdog, OOMReporter
 from trainer_plugins.cli import app
@@ -318,14 +321,17 @@ def test_a_run_that_hydra_made_is_told_overrides(died, tmp_path) -> None:
 def test_what_no_plan_can_be_made_of_is_not_checked(
     died, tmp_path, change: dict[str, Any], why: str
 ) -> None:
-    run = died.run
+    facts = died.run
     if "family" in change:
-        run = replace(run, strategy=replace(run.strategy, **change))
+        assert facts.strategy is not None
+        facts = replace(facts, strategy=replace(facts.strategy, **change))
     else:
-        run = replace(run, **{name: its for name, its in change.items() if hasattr(run, name)})
+        facts = replace(
+            facts, **{name: its for name, its in change.items() if hasattr(facts, name)}
+        )
     of_record = {name: its for name, its in change.items() if name in ("call", "batch")}
     folder = tmp_path / "other"
-    known = explained(folder, replace(died, run=run, **of_record))
+    known = explained(folder, replace(died, run=facts, **of_record))
     said = explain_run(folder, predicts=True)
     assert said.remedies == known.remedies
     assert said.unknown[-1] == (

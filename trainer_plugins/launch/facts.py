@@ -100,8 +100,10 @@ def _arguments(args: Any) -> dict[str, object]:
 def _config(model: object) -> dict[str, object]:
     """Return the config of a model as JSON, without secrets; empty if it has none."""
     config = getattr(model, "config", None)
-    as_dict = getattr(config, "to_dict", dict)
-    return _as_mapping(as_dict())
+    as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
+    if (attention := getattr(config, "_attn_implementation", None)) is not None:
+        as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
+    return _as_mapping(as_dict)
 
 
 def _adapter(model: Any) -> dict[str, object]:

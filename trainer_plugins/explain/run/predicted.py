@@ -3,23 +3,27 @@
 It imports no torch; the planner's subprocess does, which takes seconds.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.request import request_of
 from trainer_plugins.explain.run.typed import flags_of
 from trainer_plugins.planner.compare.margin import is_safe, margin_bytes
-from trainer_plugins.planner.compare.switches import half_as_long, with_flags
+from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.run import predict_all
+from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 
 _OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _OF_EVALUATION = {"eval-batch", "eval-logits"}
 
+_OF_THE_MODEL = "model_init_kwargs="
 _LONGEST_SECONDS = 300
 _KNOWN_ERROR_OF_WEIGHTS = 0.05
 """So far the parameters of a plan and of its run may be apart; another model is further."""
@@ -47,16 +51,19 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     What makes the run fit comes first, then what no plan knows, then what is not enough alone.
     """
     code = said.causes[0].code
-    ours = [each for each in said.remedies if each.cause == code]
-    flags = {each.do: flags_of(each.do) for each in ours}
-    if code not in _OF_TRAINING | _OF_EVALUATION or not any(flags.values()):
+    if code not in _OF_TRAINING | _OF_EVALUATION:
         return said
-    tried = {do: given for do, given in flags.items() if given and not given.keys() <= _SOUGHT}
+    ours = [each for each in said.remedies if each.cause == code]
     try:
-        plan, others = _planned(said.causes[0], case, list(tried.values()))
+        asked = request_of(case)
+        changed = {each.do: _changed(asked, each.do) for each in ours}
+        tried = {do: request for do, request in changed.items() if request is not None}
+        plan, *others = _planned(code, [replace(asked, proposes=True), *tried.values()])
+        if isinstance(plan, PlanError):
+            raise plan
         _refuse_another_run(plan, case)
-    except PlanError as error:
-        why = f"what the remedies would bring: there is no plan of this run: {error}"
+    except (ValueError, OSError) as error:  # whatever is in its way, the cause is known
+        why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
     remedies = _in_order(ours, plan, outcomes, case.record.run.world_size)
@@ -74,30 +81,32 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     )
 
 
-def _planned(
-    cause: Cause, case: Case, changes: Sequence[Mapping[str, str]]
-) -> tuple[MemoryPlan, list[MemoryPlan | PlanError]]:
-    """Plan the run as it was, also with what it would fit, and with each change.
+def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
+    """Return the request of a run with a remedy; None if the planner has to look, or cannot."""
+    flags = flags_of(do)
+    if do.startswith(_OF_THE_MODEL):
+        source = source_of(asked)
+        config = {**source.config, **json.loads(do.removeprefix(_OF_THE_MODEL))}
+        return replace(asked, source=replace(source, config=config))
+    if not flags or flags.keys() <= _SOUGHT:
+        return None
+    return half_as_long(asked) if "max_length" in flags else with_flags(asked, **flags)
+
+
+def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
+    """Plan several runs, and say on stderr that it takes a while.
 
     Raises:
-        PlanError: there is no plan of the run as it was.
+        PlanError: it was interrupted, or took too long.
     """
-    asked = request_of(case)
-    requests = [
-        half_as_long(asked) if "max_length" in flags else with_flags(asked, **flags)
-        for flags in changes
-    ]
     sys.stderr.write(
-        f"trainer-plugins explain: {cause.code}; what helps is being planned, which takes some"
-        " seconds (Ctrl-C: answer without it)\n"
+        f"trainer-plugins explain: {code}; what helps is being planned, which takes some seconds"
+        " (Ctrl-C: answer without it)\n"
     )
     try:
-        first, *others = predict_all([replace(asked, proposes=True), *requests], _LONGEST_SECONDS)
+        return predict_all(requests, _LONGEST_SECONDS)
     except KeyboardInterrupt:
         raise PlanError("it was interrupted") from None
-    if isinstance(first, PlanError):
-        raise first
-    return first, others
 
 
 def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
@@ -191,7 +200,7 @@ def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
 
 def _refused(outcomes: Outcomes) -> list[str]:
     return [
-        f"what {do} would bring: {outcome}"
+        f"what {do} would bring: {printable(outcome)}"
         for do, outcome in outcomes.items()
         if isinstance(outcome, PlanError)
     ]
