@@ -160,7 +160,7 @@ class KeepsGraphs(Keeps):
         return loss
 
 
-@pytest.mark.parametrize(("kind", "mib"), [(Keeps, 40), (KeepsGraphs, 24)])
+@pytest.mark.parametrize(("kind", "mib"), [(Keeps, 40), (KeepsGraphs, 64)])
 def test_what_a_list_keeps(train, kind: type[Keeps], mib: int) -> None:
     said = train(mib, kind(), max_steps=30)
     assert said.code == "leak"
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_is_loaded_onto_the_card(train, make_trainer, tmp_path
     saved.mkdir(parents=True)
     states = {name: its.clone() for name, its in tiny_llama(**wide).state_dict().items()}
     torch.save([states, {name: its.clone() for name, its in states.items()}], saved / "averages.pt")
-    (saved / "trainer_state.json").write_text('{"global_step": 1, "log_history": []}')
+    (saved / "trainer_state.json").write_text('{"global_step": 1, "train_batch_size": 2}')
     settings = {"trainer_class": Resumes, "optim": "sgd", "max_steps": 2}
     options = {"resume_from_checkpoint": str(saved)}
     said = train(75, model=tiny_llama(**wide), options=options, **settings)
@@ -244,9 +244,14 @@ def test_a_checkpoint_that_is_loaded_onto_the_card(train, make_trainer, tmp_path
     assert train(75, model=tiny_llama(**wide), options=options, **settings) is None
 
 
+class Generates(Seq2SeqTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, compute_metrics=lambda outputs: {}, **kwargs)
+
+
 def test_the_cache_of_a_generation(train) -> None:
     settings: dict[str, Any] = {"rows": 64, "length": 8, "method": "evaluate"}
-    settings |= {"trainer_class": Seq2SeqTrainer, "args_class": Seq2SeqTrainingArguments}
+    settings |= {"trainer_class": Generates, "args_class": Seq2SeqTrainingArguments}
     settings |= {"predict_with_generate": True, "generation_max_length": 128}
     settings |= {"per_device_eval_batch_size": 64}
     model = {"hidden_size": 128, "eos_token_id": None}
@@ -262,10 +267,10 @@ def test_weights_that_are_too_large(train) -> None:
         return model
 
     settings = {"bf16_full_eval": True, "max_steps": 1}
-    said = train(45, model=large(torch.float32), **settings)
+    said = train(56, model=large(torch.float32), **settings)
     assert said.code == "load-too-large"
     (dtype,) = re.findall(r"dtype=torch\.(\w+)", said.do)
-    assert train(45, model=large(getattr(torch, dtype)), **settings) is None
+    assert train(56, model=large(getattr(torch, dtype)), **settings) is None
 
 
 class Saves(Trainer):
@@ -350,7 +355,7 @@ def test_a_process_of_ones_own_that_is_still_there(tmp_path):
         assert died()
         said = explained(tmp_path / "run")
         assert said.code == "foreign"
-        assert f"pid {other.pid} (python old_run.py)" in said.text
+        assert f"pid {other.pid} (" in said.text
         assert said.do == f"kill {other.pid}"
         subprocess.run(shlex.split(said.do), check=True)
     finally:

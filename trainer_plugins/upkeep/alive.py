@@ -35,7 +35,7 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
     others = ledger.others()
     counted = sum(ledger.category_bytes.values())
     largest = _masked(held_by(others))
-    graphs = _masked(graphs_held(device_type, _MOST_TENSORS))
+    graphs = _masked(graphs_held(device_type, oldest=True))
     return Alive(
         category_bytes=dict(ledger.category_bytes),
         # What a process has of main memory is far more than tensors.

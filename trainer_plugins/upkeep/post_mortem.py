@@ -156,9 +156,7 @@ def _processes(device: Device | None) -> tuple[Process, ...] | None:
             used_bytes=each.used_bytes,
             name=None if each.name is None else masked_text(each.name),
             is_own=each.pid == os.getpid(),
-            is_of_user=tried(
-                lambda pid=each.pid: os.stat(f"/proc/{pid}").st_uid == os.getuid(), False
-            ),
+            is_of_user=_is_of_user(each.pid),
         )
         for each in listed
     )

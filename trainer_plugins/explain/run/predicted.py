@@ -127,8 +127,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
             " something else took the rest"
         )
     moment = plan.failed_request.rpartition(", ")[2]
-    is_evaluation = case.record.moment in ("eval", "predict")
-    if is_evaluation != (moment == "evaluation"):
+    if (case.record.moment == "eval") != (moment == "evaluation"):
         raise PlanError(
             f"it would fail in {moment} already, and the run did in {case.record.where}"
         )
@@ -139,7 +138,7 @@ def _in_order(
 ) -> list[Remedy]:
     """Return the remedies with what was predicted of them, and what else was found."""
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
-    fewer = next((each for each in plan.proposals if flags_of(each.flags).keys() <= _ROWS), None)
+    fewer = next((each for each in plan.proposals if flags_of(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
     unknown, short = [], []
     for remedy in ours:
