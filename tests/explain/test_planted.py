@@ -254,10 +254,10 @@ def test_the_cache_of_a_generation(train) -> None:
     settings |= {"trainer_class": Generates, "args_class": Seq2SeqTrainingArguments}
     settings |= {"predict_with_generate": True, "generation_max_length": 128}
     settings |= {"per_device_eval_batch_size": 64}
-    model = {"hidden_size": 128, "eos_token_id": None}
-    said = train(18, model=tiny_llama(**model), **settings)
+    model = {"hidden_size": 256, "eos_token_id": None}
+    said = train(50, model=tiny_llama(**model), **settings)
     assert said.code == "generate-cache"
-    assert train(18, model=tiny_llama(**model), **settings | said.flags) is None
+    assert train(50, model=tiny_llama(**model), **settings | said.flags) is None
 
 
 def test_weights_that_are_too_large(train) -> None:
