@@ -339,6 +339,20 @@ def test_what_no_plan_can_be_made_of_is_not_checked(
     )
 
 
+@pytest.mark.slow
+def test_a_plan_that_fits_says_nothing_of_remedies(died, tmp_path) -> None:
+    facts = replace(died.run, arguments={**died.run.arguments, "per_device_train_batch_size": 1})
+    folder = tmp_path / "small"
+    known = explained(folder, replace(died, run=facts))
+    said = explain_run(folder, predicts=True)
+    assert said.remedies == known.remedies
+    assert re.match(
+        r"what the remedies would bring: there is no plan of this run: by its config and arguments"
+        r" it fits \([\d.]+ MiB of 200\.0 MiB\), so something else took the rest$",
+        said.unknown[-1],
+    )
+
+
 def test_what_a_plan_had_said_is_told(died, tmp_path) -> None:
     plan = Planned(
         source="plan.json",
