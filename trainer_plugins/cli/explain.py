@@ -27,6 +27,14 @@ def explain(
         Path | None,
         typer.Option(help="Draw a memory snapshot as a page, and write it to this file."),
     ] = None,
+    predicts: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict",
+            help="Of a run's output_dir: let the planner say what each remedy brings. It takes "
+            "some seconds, or a minute.",
+        ),
+    ] = True,
 ) -> None:
     """Say why a run ran out of memory, what shows it, and what to do first.
 
@@ -36,7 +44,7 @@ def explain(
         if html is not None:
             answer = _drawn(paths, html)
         else:
-            answer = _explained(paths[0]) if len(paths) == 1 else _grown(paths)
+            answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
     except OSError as error:
         raise typer.BadParameter(f"{error.filename}: {error.strerror or error}") from error
     except ValueError as error:
@@ -58,7 +66,7 @@ def _is_pickle(path: Path) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _explained(path: str) -> "Explanation":
+def _explained(path: str, predicts: bool) -> "Explanation":
     import sys
 
     from trainer_plugins.explain.text import explain_stream
@@ -68,7 +76,7 @@ def _explained(path: str) -> "Explanation":
     if Path(path).is_dir():
         from trainer_plugins.explain.run import explain_run
 
-        return explain_run(Path(path))
+        return explain_run(Path(path), predicts)
     if not _is_pickle(Path(path)):
         with Path(path).open("rb") as file:
             return explain_stream(file, path)

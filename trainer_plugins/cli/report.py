@@ -26,7 +26,7 @@ def report(
 
     Exit codes: 0 printed; 2 nothing to read.
     """
-    from trainer_plugins.explain.ending import how_it_ended
+    from trainer_plugins.explain.run.ending import how_it_ended
     from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show
     from trainer_plugins.report.text import history_report
