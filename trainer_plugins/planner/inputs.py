@@ -91,6 +91,9 @@ class ConfigInputs:
     prepare_kbit: bool | None = None
     """Whether a quantised base is given to `prepare_model_for_kbit_training`; None is yes."""
 
+    trainer: str | None = None
+    """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
@@ -172,6 +175,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
             has_metrics=details.has_metrics,
+            trainer=details.trainer,
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,

@@ -13,6 +13,9 @@ LONGEST_SEQUENCE = 1 << 24
 """The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
+TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo")
+"""The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
+
 OPTIMIZER_STEPS = 3
 """How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
 second step is the first that has them. Reserved memory grows until the third: only then do blocks
@@ -56,7 +59,12 @@ class ConfigSource:
     has_metrics: bool = False
     """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
 
+    trainer: str | None = None
+    """One of `TRL_TRAINERS`; None is transformers' own."""
+
     def __post_init__(self) -> None:
+        if self.trainer not in (None, *TRL_TRAINERS):
+            raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
             if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
                 raise PlanError(

@@ -11,6 +11,7 @@ from typing import Any
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.rehearse.loops import loop_of
 from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource
 from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
 from trainer_plugins.planner.trainer import Arguments
@@ -56,7 +57,8 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
             of_fields: Arguments = kind(**fields)
             return of_fields
         _check_deepspeed(_value_of("--deepspeed", source.arguments))
-        return _parsed(source.arguments)
+        loop = loop_of(source)
+        return _parsed(source.arguments, loop.config if loop is not None else None)
     except PlanError:
         raise
     except (ValueError, TypeError, ImportError) as error:
@@ -68,16 +70,17 @@ def rehearsed_arguments(args: Any, output_dir: str) -> Any:
     given = {
         field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init
     }
+    if given.get("steps_per_generation"):  # TRL takes one of the two, and has made the other
+        given.pop("generation_batch_size", None)
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 
 
-def _parsed(flags: Sequence[str]) -> Arguments:
+def _parsed(flags: Sequence[str], of_loop: type | None) -> Arguments:
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
-    parser = HfArgumentParser(
-        Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False
-    )
+    kind: Any = of_loop or Seq2SeqTrainingArguments
+    parser = HfArgumentParser(kind, prog="trainer-plugins plan", allow_abbrev=False)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -92,8 +95,8 @@ def _parsed(flags: Sequence[str]) -> Arguments:
     if unknown:
         near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
         raise PlanError(
-            f"neither plan nor TrainingArguments knows {unknown[0]}"
-            + (f": is it {near[0]}?" if near else "")
+            f"neither plan nor {of_loop.__name__ if of_loop else 'TrainingArguments'} knows "
+            f"{unknown[0]}" + (f": is it {near[0]}?" if near else "")
         )
     parsed: Arguments = args
     return parsed

@@ -4,12 +4,15 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head, quantised
-from trainer_plugins.planner.rehearse import ship
+from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
 from trainer_plugins.planner.rehearse.failures import first_line
-from trainer_plugins.planner.rehearse.model import batch_of, model_of
+from trainer_plugins.planner.rehearse.gather import longest_batch
+from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
+from trainer_plugins.planner.rehearse.model import adapter_of, batch_of, model_of
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, text_of
@@ -42,6 +45,8 @@ def _of_config(
                 f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, "
                 f"got {number:,}"
             )
+    if (loop := loop_of(source)) is not None:
+        return _of_loop(loop, source, rehearsed_arguments(args, output_dir), has_padding, args)
     model, assumptions = model_of(source, args.device)
     if has_padding is None:
         has_padding = rows > 1
@@ -72,6 +77,33 @@ def _of_config(
         resumes=not args.save_only_model,
         has_padding=has_padding,
         assumptions=assumptions,
+    )
+
+
+def _of_loop(
+    loop: Loop, source: ConfigSource, args: Any, has_padding: bool | None, given: Arguments
+) -> Rehearsed:
+    """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
+    adapter = adapter_of(source.peft) if source.peft is not None else None
+    if text_of(given.eval_strategy).lower() != "no" or given.do_eval:
+        raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    model, assumptions = model_of(source, args.device)
+    models = iter([model])  # the one that is trained is built once
+    trainer, said = make(
+        loop, source, args, lambda: next(models, None) or model_of(source, args.device)[0], adapter
+    )
+    if args.device.type == "cuda":
+        fused_head.kernels_take_nothing()
+    batch, _ = longest_batch(trainer)
+    return Rehearsed(
+        trainer=trainer,
+        make_batch=lambda: _copied(batch),
+        make_evaluation_batch=None,
+        num_evaluation_batches=0,
+        saves=text_of(given.save_strategy).lower() != "no",
+        resumes=not given.save_only_model,
+        has_padding=has_padding is not False,
+        assumptions=[*assumptions, *said],
     )
 
 
@@ -126,6 +158,8 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
         None,
         False,
     )
+    if rollout.generates(trainer):
+        rollout.revive(trainer)
     if quantised.has_stand_ins(trainer.model):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:

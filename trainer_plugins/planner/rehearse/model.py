@@ -41,6 +41,7 @@ def model_of(
         NotPredicted: the planner cannot predict such a model.
     """
     import transformers
+    from transformers import AutoModelForSequenceClassification
 
     assumptions: list[str] = []
     kind = source.config.get("model_type")
@@ -55,7 +56,11 @@ def model_of(
         fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
         config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
-        model = _class_of(config)._from_config(config, dtype=dtype)
+        if source.trainer == "reward":
+            config.num_labels, config.architectures = 1, None
+            model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        else:
+            model = _class_of(config)._from_config(config, dtype=dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
         if card is not None:
@@ -64,7 +69,7 @@ def model_of(
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
         raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
-    if source.peft is not None:
+    if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
     return model, assumptions
 
@@ -88,7 +93,7 @@ def _quantised(
     )
     if config.load_in_8bit:
         assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
-    if source.peft is None or not source.prepares_kbit:
+    if source.peft is None or not source.prepares_kbit or source.trainer is not None:
         return loaded
     assumptions.append(
         "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
@@ -117,6 +122,9 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
     import transformers
 
     given = source.dtype
+    if given is None and source.trainer is not None:  # trl/trainer/utils.py, create_model_from_path
+        given = "float32"
+        assumptions.append("weights are loaded in float32, as TRL does; see --dtype")
     if given is None:
         # transformers 4 loads in float32 unless it is told otherwise, and in float16 what
         # bitsandbytes quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
@@ -162,6 +170,22 @@ def _class_of(config: Any) -> Any:
 
 
 def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn.Module:
+    config = adapter_of(fields)
+    import peft
+
+    try:
+        adapted: torch.nn.Module = peft.get_peft_model(model, config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
+    return adapted
+
+
+def adapter_of(fields: Mapping[str, object]) -> Any:
+    """Return the config of an adapter.
+
+    Raises:
+        PlanError: peft is missing, or refuses the fields.
+    """
     try:
         import peft
     except ImportError as error:
@@ -181,10 +205,9 @@ def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn
         name: value for name, value in fields.items() if name in known and name != "inference_mode"
     }
     try:
-        adapted: torch.nn.Module = peft.get_peft_model(model, mapping[kind](**given))
+        return mapping[kind](**given)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
-    return adapted
 
 
 def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> Callable[[], Batch]:

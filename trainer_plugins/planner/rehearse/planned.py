@@ -20,6 +20,8 @@ def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> d
         "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU, {batch} a step",
     }
     if isinstance(source, ConfigSource):
+        if source.trainer is not None:
+            planned["trainer"] = f"TRL's {type(trainer).__name__}"
         planned["length"] = f"{source.sequence_length} tokens"
         if source.target_length is not None:
             planned["length"] += f", labels {source.target_length}"

@@ -9,6 +9,7 @@ import torch
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
+from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 from trainer_plugins.units import size
 
@@ -19,8 +20,13 @@ _WITHOUT_RULE = {
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
-_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer"})
-"""The Trainers of TRL that train on their dataset as it is; most others generate in each step."""
+_OF_TRL = frozenset(
+    f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "GRPO", "RLOO")
+)
+"""The Trainers of TRL that are planned; most others generate in ways of their own."""
+
+_WITH_FUSED_HEAD = frozenset({"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})
+"""Those whose loss keeps what masks pick, unless TRL has a head of its own."""
 
 
 def refuse_trainer(trainer: TrainerLike) -> None:
@@ -35,12 +41,15 @@ def refuse_trainer(trainer: TrainerLike) -> None:
         raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
     if (
         of_trl
-        and of_trl[0] == "DPOTrainer"
+        and of_trl[0] in _WITH_FUSED_HEAD
         and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
     ):
         raise NotPredicted(
-            "DPO of a TRL without its own head, as 0.24: what its loss keeps depends on masks"
+            f"{of_trl[0].removesuffix('Trainer')} of a TRL without its own head, as 0.24: what its "
+            "loss keeps depends on masks"
         )
+    if rollout.generates(trainer):
+        rollout.refuse(trainer)
     home = type(trainer.optimizer).__module__.partition(".")[0]
     if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
         raise NotPredicted(

@@ -68,26 +68,11 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         # The first rank keeps what it sends. It would send tensors without bytes.
         stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
         # All ranks have batches of the same size. Comparing sizes would need values.
-        stack.enter_context(_generation_ends_with_this_rank())
         stack.enter_context(
             patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
         )
         _prove()
         yield stack
-
-
-def _generation_ends_with_this_rank() -> contextlib.AbstractContextManager[object]:
-    """End generation with this rank: `generate` asks whether another rank goes on."""
-    from transformers import GenerationMixin
-
-    unfinished = GenerationMixin._has_unfinished_sequences
-
-    def alone(
-        model: object, this_peer_finished: bool, _: bool, device: torch.device | None
-    ) -> bool:
-        return bool(unfinished(model, this_peer_finished, False, device))
-
-    return patch.object(GenerationMixin, "_has_unfinished_sequences", alone)
 
 
 def _prove() -> None:
