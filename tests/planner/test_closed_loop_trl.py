@@ -3,6 +3,9 @@
 On CUDA their head is kernels in Triton.
 """
 
+import importlib.util
+from functools import partial
+
 import pytest
 
 from tests.planner.loop import Loop
@@ -20,7 +23,8 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
-    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -38,6 +42,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
 }
 ROWS, LONGEST = 8, 120
+HAS_EXPERIMENTAL = importlib.util.find_spec("trl.experimental.orpo") is not None
 HAS_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -101,6 +106,29 @@ def reward(path) -> RewardTrainer:
     return RewardTrainer(judge, args, train_dataset=pairs(), processing_class=tokenizer())
 
 
+def kto(path) -> KTOTrainer:
+    args = KTOConfig(str(path), per_device_train_batch_size=4, **SETTINGS)
+    judged = [
+        {"prompt": words(40), "completion": f" {words(80)}", "label": index % 2 == 0}
+        for index in range(16)
+    ]
+    return KTOTrainer(
+        llama(),
+        llama(),
+        args,
+        train_dataset=Dataset.from_list(judged),
+        processing_class=tokenizer(),
+    )
+
+
+def experimental(path, name: str):
+    """ORPO and CPO, which have no reference, and keep the logits of both answers."""
+    home = importlib.import_module(f"trl.experimental.{name.lower()}")
+    config, trainer = getattr(home, f"{name}Config"), getattr(home, f"{name}Trainer")
+    args = config(str(path), per_device_train_batch_size=4, max_length=256, **SETTINGS)
+    return trainer(llama(), args, train_dataset=pairs(), processing_class=tokenizer())
+
+
 RUNS = {
     "sft": sft,
     # four texts of 32 tokens to a row, told apart by their positions: attention makes a mask of
@@ -115,6 +143,12 @@ RUNS = {
     ),
     "dpo, lora": lambda path: dpo(path, peft_config=LORA),
     "reward": reward,
+    **({"kto": kto} if HAS_HEAD else {}),
+    **(
+        {name: partial(experimental, name=name) for name in ("ORPO", "CPO")}
+        if HAS_EXPERIMENTAL
+        else {}
+    ),
 }
 
 
@@ -152,5 +186,6 @@ def test_on_cuda_the_head_needs_one_tile_of_logits(tmp_path, monkeypatch):
 
 
 def test_what_generates_while_it_trains_is_refused_by_name():
-    with pytest.raises(NotPredicted, match="TRL's GRPOTrainer"):
-        refusals.refuse_trainer(GRPOTrainer.__new__(GRPOTrainer))
+    of_trl = type("OnlineDPOTrainer", (), {"__module__": "trl.experimental.online_dpo"})
+    with pytest.raises(NotPredicted, match="TRL's OnlineDPOTrainer"):
+        refusals.refuse_trainer(of_trl())

@@ -40,6 +40,10 @@ _TargetLength: TypeAlias = Annotated[
     int | None,
     typer.Option(help="Tokens of each label of an encoder-decoder; --seq-length if not given."),
 ]
+_NumLabels: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Train a classifier of so many labels; if not given, as the config says."),
+]
 _Dtype: TypeAlias = Annotated[
     str | None, typer.Option(help="Dtype of the loaded weights: bfloat16, float16, float32.")
 ]
@@ -148,6 +152,7 @@ def plan(
     trainer: _Trainer = None,
     seq_length: _SeqLength = 2048,
     target_length: _TargetLength = None,
+    num_labels: _NumLabels = None,
     dtype: _Dtype = None,
     lora_r: _LoraR = None,
     lora_target: _LoraTarget = "all-linear",
@@ -213,6 +218,7 @@ def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
         raise PlanError("name the model: --model config.json, or a folder that has one")
     details = ConfigInputs(
         training_args=(*_flags(arguments), *_vllm(given["trainer"], given["vllm_utilization"])),
+        num_labels=given["num_labels"],
         trainer=given["trainer"],
         seq_length=given["seq_length"],
         target_length=given["target_length"],

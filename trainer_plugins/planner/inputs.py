@@ -91,6 +91,9 @@ class ConfigInputs:
     prepare_kbit: bool | None = None
     """Whether a quantised base is given to `prepare_model_for_kbit_training`; None is yes."""
 
+    num_labels: int | None = None
+    """The classes of a classifier; None is as the config says."""
+
     trainer: str | None = None
     """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
 
@@ -175,6 +178,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
             has_metrics=details.has_metrics,
+            num_labels=details.num_labels,
             trainer=details.trainer,
         ),
         allocator=_settings(run),

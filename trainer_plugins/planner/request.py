@@ -59,6 +59,9 @@ class ConfigSource:
     has_metrics: bool = False
     """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
 
+    num_labels: int | None = None
+    """The classes of a classifier; None is as the config says."""
+
     trainer: str | None = None
     """One of `TRL_TRAINERS`; None is transformers' own."""
 
@@ -71,6 +74,12 @@ class ConfigSource:
                     f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, "
                     f"got {length:,}"
                 )
+        if self.num_labels is not None and self.trainer is not None:
+            raise PlanError("--num-labels and --trainer do not go together: TRL's make no classes")
+        if self.num_labels is not None and not 1 <= self.num_labels <= MOST_ROWS:
+            raise PlanError(
+                f"a classifier has from 1 to {MOST_ROWS:,} labels, got {self.num_labels:,}"
+            )
         if not 1 <= self.num_evaluation_batches <= MOST_EVALUATION_BATCHES:
             raise PlanError(
                 f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, "

@@ -8,10 +8,11 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head, quantised
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
+from trainer_plugins.planner.rehearse.batches import batch_of
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
-from trainer_plugins.planner.rehearse.model import adapter_of, batch_of, model_of
+from trainer_plugins.planner.rehearse.model import adapter_of, model_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
@@ -54,7 +55,8 @@ def _of_config(
             assumptions.append("batches have padding, which is the worse case; see --no-padding")
     generates = getattr(args, "predict_with_generate", False)
     trainer_class = transformers.Seq2SeqTrainer if generates else transformers.Trainer
-    make = batch_of(model, rows, source.sequence_length, source.target_length)
+    make_batch, said = batch_of(model, rows, source)
+    assumptions += said
     try:
         trainer = trainer_class(
             model=model,
@@ -65,13 +67,11 @@ def _of_config(
     except ValueError as error:
         raise PlanError(first_line(error)) from error
     evaluates = text_of(args.eval_strategy).lower() != "no" or args.do_eval
-    rows = args.per_device_eval_batch_size
+    make_evaluation_batch, _ = batch_of(model, args.per_device_eval_batch_size, source)
     return Rehearsed(
         trainer=trainer,
-        make_batch=make,
-        make_evaluation_batch=batch_of(model, rows, source.sequence_length, source.target_length)
-        if evaluates
-        else None,
+        make_batch=make_batch,
+        make_evaluation_batch=make_evaluation_batch if evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=text_of(args.save_strategy).lower() != "no",
         resumes=not args.save_only_model,

@@ -1,7 +1,7 @@
-"""Build the model of a config, and batches for it. Imports torch."""
+"""Build the model of a config. Imports torch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.planner.rehearse.failures import first_line
-from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
 
 _QUANTISED = "quantization_config"
@@ -60,7 +59,11 @@ def model_of(
             config.num_labels, config.architectures = 1, None
             model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         else:
-            model = _class_of(config)._from_config(config, dtype=dtype)
+            if source.num_labels is not None:
+                config.num_labels = source.num_labels
+                if getattr(config, "pad_token_id", None) is None:
+                    config.pad_token_id = 0  # a classifier of several rows asks for one
+            model = _class_of(config, source.num_labels)._from_config(config, dtype=dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
         if card is not None:
@@ -144,12 +147,16 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
     return dtype
 
 
-def _class_of(config: Any) -> Any:
+def _class_of(config: Any, num_labels: int | None) -> Any:
     """Return the class that `architectures` names if it can be trained, else the usual one."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+    classifiers = transformers.AutoModelForSequenceClassification._model_mapping
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    is_classifier = named is not None and named.__name__.endswith("Classification")
+    if num_labels is not None and not is_classifier and type(config) in classifiers:
+        return classifiers[type(config)]
     if named is not None and "For" in named.__name__:
         return named
     autos = (
@@ -208,65 +215,3 @@ def adapter_of(fields: Mapping[str, object]) -> Any:
         return mapping[kind](**given)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
-
-
-def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> Callable[[], Batch]:
-    """Return a function that makes the batches that a collator would make for this model.
-
-    Args:
-        model: a model that was built from a config.
-        rows: rows of each batch.
-        length: tokens of each row.
-        target_length: tokens of each label of an encoder-decoder; None is `length`.
-
-    Raises:
-        NotPredicted: the model takes other inputs than tokens.
-        PlanError: the model has no positions for so many tokens, or cannot make decoder inputs.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name, config = type(inner).__name__, inner.config
-    refusals.refuse_other_inputs(inner)
-    _check_positions(inner, length)
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        raise PlanError(
-            "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
-            "decoder's inputs of labels: add the one of the model (T5: 0)"
-        )
-
-    def tokens(columns: int = length) -> torch.Tensor:
-        return torch.ones((rows, columns), dtype=torch.long)
-
-    def one_each() -> torch.Tensor:
-        return torch.zeros(rows, dtype=torch.long)
-
-    if config.is_encoder_decoder:
-        labels: dict[str, Callable[[], torch.Tensor]] = {
-            "labels": lambda: tokens(target_length or length)
-        }
-    elif name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):
-        labels = {"labels": tokens}
-    elif name.endswith("ForSequenceClassification"):
-        labels = {"labels": one_each}
-    elif name.endswith("ForQuestionAnswering"):
-        labels = {"start_positions": one_each, "end_positions": one_each}
-    else:
-        raise NotPredicted(f"{name} from a config alone: {refusals.GIVE_A_TRAINER}")
-
-    def make() -> Batch:
-        made: Batch = {"input_ids": tokens(), "attention_mask": tokens()}
-        return {**made, **{key: label() for key, label in labels.items()}}
-
-    return make
-
-
-def _check_positions(model: torch.nn.Module, length: int) -> None:
-    """Refuse rows that are longer than a table of learned positions."""
-    names = ("position_embeddings", "embed_positions", "wpe")
-    for name, module in model.named_modules():
-        if not name.endswith(names) or not isinstance(module, torch.nn.Embedding):
-            continue
-        if "Sinus" not in type(module).__name__ and length > module.num_embeddings:
-            raise PlanError(
-                f"a row has {length:,} tokens (--seq-length), and the model has positions for "
-                f"{module.num_embeddings:,} ({name})"
-            )

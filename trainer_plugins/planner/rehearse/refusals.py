@@ -105,19 +105,6 @@ def fsdp_in_force(plugin: Any) -> str:
 GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
 
 
-def refuse_other_inputs(model: object) -> None:
-    """Check the inputs of a model that was built from a config.
-
-    Raises:
-        NotPredicted: it takes pictures or sound, whose sizes no flag gives.
-    """
-    if (takes := getattr(model, "main_input_name", "input_ids")) != "input_ids":
-        raise NotPredicted(
-            f"{type(model).__name__} from a config alone, which takes {takes} and no tokens: "
-            f"{GIVE_A_TRAINER}"
-        )
-
-
 def refuse_attention(name: object) -> None:
     """Check an attn_implementation.
 

@@ -191,17 +191,19 @@ def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -
 def _skip_like_micro_steps(trainer: TrainerLike) -> None:
     """Skip micro-steps that repeat the one before. Their batches still go to the card."""
     training_step = trainer.training_step
-    counts_steps = rollout.generates(trainer)
+    generates = rollout.generates(trainer)
     count = 0
 
     def step(*args: object, **kwargs: object) -> object:
         nonlocal count
-        position = count % trainer.args.gradient_accumulation_steps
+        num_steps, position = divmod(count, trainer.args.gradient_accumulation_steps)
         count += 1
-        is_between = _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1
-        if is_between and not (counts_steps and rollout.generates_next(trainer)):
-            if counts_steps:
-                trainer._step += 1
+        is_skipped = _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1
+        if generates and num_steps == trainer.args.max_steps - 1 and position == 0:
+            rollout.generate_anew(trainer)
+        if generates and is_skipped:
+            is_skipped = rollout.skip(trainer)
+        if is_skipped:
             return torch.zeros((), device=trainer.args.device)
         return training_step(*args, **kwargs)
 

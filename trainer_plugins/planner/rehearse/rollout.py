@@ -12,7 +12,6 @@ import torch
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.tracing.trace import Tracker
-from trainer_plugins.planner.trainer import TrainerLike
 
 COLUMNS = ("prompt", "image", "images")
 """What such a Trainer reads of a row; all else is for the rewards."""
@@ -81,9 +80,17 @@ def prepare(trainer: Any, tracker: Tracker) -> None:
         trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, tracker), -1
 
 
-def generates_next(trainer: Any) -> bool:
-    """Return whether the next micro-step begins by generating."""
-    return bool(trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0)
+def skip(trainer: Any) -> bool:
+    """Skip a micro-step, unless it begins by generating; return whether it was skipped."""
+    if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0:
+        return False
+    trainer._step += 1
+    return True
+
+
+def generate_anew(trainer: Any) -> None:
+    """Let the next micro-step generate, as a later one will, when there are optimizer states."""
+    trainer._buffered_inputs = None
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:
@@ -120,9 +127,8 @@ class Vllm:
     before (trl/generation/vllm_generation.py).
     """
 
-    def __init__(self, trainer: TrainerLike, tracker: Tracker) -> None:
-        self._trainer, self._tracker = trainer, tracker
-        self._args: Any = trainer.args
+    def __init__(self, trainer: Any, tracker: Tracker) -> None:
+        self._trainer, self._tracker, self._args = trainer, tracker, trainer.args
         self._sleeps = self._args.vllm_enable_sleep_mode
         self._held = None if self._sleeps else self._share()
 
@@ -136,7 +142,7 @@ class Vllm:
 
     def sync_weights(self) -> None:
         """Copy the weights to vLLM, those of an adapter merged into its base."""
-        model: Any = self._trainer.model
+        model = self._trainer.model
         if self._sleeps:
             torch.cuda.empty_cache()
         if hasattr(model, "merge_adapter"):
