@@ -1,7 +1,6 @@
 """Read the user's TrainingArguments, and change them for a short run that writes nothing."""
 
 import contextlib
-import dataclasses
 import io
 import pickle
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.loops import loop_of
 from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource
 from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
-from trainer_plugins.planner.trainer import Arguments
+from trainer_plugins.planner.trainer import Arguments, fields_of
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
 _REHEARSED = {
@@ -67,11 +66,7 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:
     """Copy TrainingArguments for a run of three steps that writes nothing."""
-    given = {
-        field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init
-    }
-    if given.get("steps_per_generation"):  # TRL takes one of the two, and has made the other
-        given.pop("generation_batch_size", None)
+    given = fields_of(args)
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 

@@ -19,6 +19,9 @@ from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSour
 from trainer_plugins.planner.trainer import Arguments, text_of
 
 
+_PADDED = "batches have padding, which is the worse case; see --no-padding"
+
+
 def rehearsal_of(
     source: ConfigSource | TrainerSource, has_padding: bool | None, output_dir: str
 ) -> Rehearsed:
@@ -52,7 +55,7 @@ def _of_config(
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:
-            assumptions.append("batches have padding, which is the worse case; see --no-padding")
+            assumptions.append(_PADDED)
     generates = getattr(args, "predict_with_generate", False)
     trainer_class = transformers.Seq2SeqTrainer if generates else transformers.Trainer
     make_batch, said = batch_of(model, rows, source)
@@ -84,16 +87,18 @@ def _of_loop(
     loop: Loop, source: ConfigSource, args: Any, has_padding: bool | None, given: Arguments
 ) -> Rehearsed:
     """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
-    adapter = adapter_of(source.peft) if source.peft is not None else None
     if text_of(given.eval_strategy).lower() != "no" or given.do_eval:
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    if args.device.type == "cuda":
+        fused_head.kernels_take_nothing()
+    adapter = adapter_of(source.peft) if source.peft is not None else None
     model, assumptions = model_of(source, args.device)
     models = iter([model])  # the one that is trained is built once
     trainer, said = make(
         loop, source, args, lambda: next(models, None) or model_of(source, args.device)[0], adapter
     )
-    if args.device.type == "cuda":
-        fused_head.kernels_take_nothing()
+    if has_padding is None:
+        said.append(_PADDED)
     batch, _ = longest_batch(trainer)
     return Rehearsed(
         trainer=trainer,

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import torch
 
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.request import ConfigSource
 
 _Row = dict[str, object]
@@ -113,9 +114,15 @@ def make(
 
     Raises:
         PlanError: TRL refuses the arguments, or a row has no room for its prompt.
+        NotPredicted: what it does with its rows depends on their lengths, or needs values.
     """
     from datasets import Dataset
 
+    for name in (
+        ("packing", "padding_free") if loop.name == "SFT" else ("precompute_ref_log_probs",)
+    ):
+        if getattr(args, name, False):
+            raise NotPredicted(f"{name} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     length, said = _length(source, args)
     rows = args.per_device_train_batch_size
     if rollout.generates(loop.trainer):
