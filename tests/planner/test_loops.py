@@ -34,9 +34,9 @@ REQUESTS = {
     "grpo, vllm sleeps": looped("grpo", *FOUR, *VLLM, "--vllm_enable_sleep_mode", "True"),
     "grpo, two cards": looped("grpo", *FOUR, num_gpus=2),
     "rloo": looped("rloo", *FOUR, peft=LORA),
-    "no room": looped("grpo", "--max_completion_length", "64"),
+    "no room": looped("grpo", "--max_completion_length", "64", rows=8),
     "groups": looped("grpo", "--num_generations", "3"),
-    "no such flag": looped("grpo", "--max_prompt_lenght", "3"),
+    "no such flag": looped("grpo", "--max_prompt_lenght", "3", rows=8),
     "evaluates": looped("sft", "--do_eval", "True"),
     "cut": looped("sft", "--max_length", "32"),
 }

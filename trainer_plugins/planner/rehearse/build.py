@@ -18,7 +18,6 @@ from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, text_of
 
-
 _PADDED = "batches have padding, which is the worse case; see --no-padding"
 
 

@@ -25,8 +25,8 @@ _OF_TRL = frozenset(
 )
 """The Trainers of TRL that are planned; most others generate in ways of their own."""
 
-_WITH_FUSED_HEAD = frozenset({"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})
-"""Those whose loss keeps what masks pick, unless TRL has a head of its own."""
+_OF_OLDER_TRL = frozenset({"SFTTrainer", "RewardTrainer"})
+"""Those of them whose loss does not keep what masks pick if TRL has no head of its own."""
 
 
 def refuse_trainer(trainer: TrainerLike) -> None:
@@ -41,7 +41,7 @@ def refuse_trainer(trainer: TrainerLike) -> None:
         raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
     if (
         of_trl
-        and of_trl[0] in _WITH_FUSED_HEAD
+        and of_trl[0] not in _OF_OLDER_TRL
         and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
     ):
         raise NotPredicted(

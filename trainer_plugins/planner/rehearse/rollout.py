@@ -4,6 +4,7 @@ Its own code runs: it generates, scores with the old weights and the reference, 
 rewards are made up, because a function of the user's would get texts that nobody has written.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,10 +61,10 @@ def check_card(args: Any, card: Card | None) -> None:
 
 def revive(trainer: Any) -> None:
     """Make anew what such a Trainer has of its own process."""
-    from trl.distributed import DistributedBackend
-
-    trainer._dist = DistributedBackend(trainer.accelerator)
     trainer.log_completions = False
+    distributed: Any = sys.modules.get("trl.distributed")
+    if distributed is not None:  # an older TRL is refused later
+        trainer._dist = distributed.DistributedBackend(trainer.accelerator)
 
 
 def prepare(trainer: Any, tracker: Tracker) -> None:
