@@ -3,9 +3,6 @@
 On CUDA their head is kernels in Triton.
 """
 
-import importlib.util
-from functools import partial
-
 import pytest
 
 from tests.planner.loop import Loop
@@ -42,7 +39,6 @@ SETTINGS = {
     "gradient_checkpointing": False,
 }
 ROWS, LONGEST = 8, 120
-HAS_EXPERIMENTAL = importlib.util.find_spec("trl.experimental.orpo") is not None
 HAS_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -121,14 +117,6 @@ def kto(path) -> KTOTrainer:
     )
 
 
-def experimental(path, name: str):
-    """ORPO and CPO, which have no reference, and keep the logits of both answers."""
-    home = importlib.import_module(f"trl.experimental.{name.lower()}")
-    config, trainer = getattr(home, f"{name}Config"), getattr(home, f"{name}Trainer")
-    args = config(str(path), per_device_train_batch_size=4, max_length=256, **SETTINGS)
-    return trainer(llama(), args, train_dataset=pairs(), processing_class=tokenizer())
-
-
 RUNS = {
     "sft": sft,
     # four texts of 32 tokens to a row, told apart by their positions: attention makes a mask of
@@ -144,11 +132,6 @@ RUNS = {
     "dpo, lora": lambda path: dpo(path, peft_config=LORA),
     "reward": reward,
     **({"kto": kto} if HAS_HEAD else {}),
-    **(
-        {name: partial(experimental, name=name) for name in ("ORPO", "CPO")}
-        if HAS_EXPERIMENTAL
-        else {}
-    ),
 }
 
 

@@ -28,7 +28,6 @@ REQUESTS = {
     "dpo": looped("dpo"),
     "kto": looped("kto"),
     "reward": looped("reward"),
-    "orpo": looped("orpo"),
     "grpo": looped("grpo", *FOUR),
     "grpo, vllm": looped("grpo", *FOUR, *VLLM, gpu="8GiB"),
     "grpo, vllm sleeps": looped("grpo", *FOUR, *VLLM, "--vllm_enable_sleep_mode", "True"),
@@ -54,7 +53,7 @@ def plan_of(outcomes, name: str) -> MemoryPlan:
 
 
 def test_each_loop_trains_and_says_what_it_took_for_granted(outcomes):
-    for name in ("sft", "dpo", "kto", "reward", "orpo", "grpo", "rloo"):
+    for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo"):
         plan = plan_of(outcomes, name)
         assert plan.planned["trainer"].casefold() == f"trl's {name}trainer"
         assert plan.planned["dtype"] == "float32, autocast to bf16", "TRL's own defaults"
@@ -113,7 +112,7 @@ def test_rows_are_cut_where_the_run_cuts_them(outcomes):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--trainer", "ppo"), "--trainer is one of sft, dpo, kto, reward, orpo, cpo, grpo, rloo"),
+        (("--trainer", "orpo"), "--trainer is one of sft, dpo, kto, reward, grpo, rloo"),
         (("--vllm-utilization", "0.3"), "--vllm-utilization is for --trainer grpo or rloo"),
         (("--trainer", "grpo", "--vllm-utilization", "3"), "a part of the card below 1, got 3"),
     ],

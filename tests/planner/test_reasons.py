@@ -60,7 +60,8 @@ REQUESTS = {
             **HEARS,
             **HEADS,
             **TOKENS,
-        }
+        },
+        dtype="float32",
     ),
     "wav2vec2": request({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **SMALL}),
     "labels": request(tiny(), num_labels=7, sequence_length=32),
@@ -101,6 +102,7 @@ def test_inputs_that_are_no_tokens_have_the_size_that_the_config_says(outcomes, 
     plan = outcomes[name]
     assert isinstance(plan, MemoryPlan), plan
     assert line in plan.assumptions
+    assert "length" not in plan.planned
 
 
 def test_what_takes_sound_of_any_length_needs_a_trainer(outcomes):

@@ -27,8 +27,8 @@ _Trainer: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="A Trainer of TRL's: sft, dpo, kto, reward, orpo, cpo, grpo, rloo. Then all flags of "
-        "its config may follow.",
+        help="A Trainer of TRL's: sft, dpo, kto, reward, grpo, rloo. Then all flags of its config "
+        "may follow.",
     ),
 ]
 _VllmUtilization: TypeAlias = Annotated[

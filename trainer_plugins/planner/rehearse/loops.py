@@ -45,9 +45,6 @@ def _compared(length: int, _: int) -> _Row:
 class Loop:
     """Describes one of TRL's Trainers."""
 
-    home: str
-    """The module that has it and its config."""
-
     name: str
     """What the names of the Trainer and of its config begin with."""
 
@@ -57,23 +54,21 @@ class Loop:
     @property
     def trainer(self) -> Any:
         """Return the class of the Trainer."""
-        return getattr(importlib.import_module(self.home), f"{self.name}Trainer")
+        return getattr(importlib.import_module("trl"), f"{self.name}Trainer")
 
     @property
     def config(self) -> Any:
         """Return the class of its arguments."""
-        return getattr(importlib.import_module(self.home), f"{self.name}Config")
+        return getattr(importlib.import_module("trl"), f"{self.name}Config")
 
 
 _LOOPS = {
-    "sft": Loop("trl", "SFT", lambda length, _: {"input_ids": [_WORDS["w"]] * length}),
-    "dpo": Loop("trl", "DPO", _pair),
-    "kto": Loop("trl", "KTO", _judged),
-    "reward": Loop("trl", "Reward", _compared),
-    "orpo": Loop("trl.experimental.orpo", "ORPO", _pair),
-    "cpo": Loop("trl.experimental.cpo", "CPO", _pair),
-    "grpo": Loop("trl", "GRPO", lambda length, _: {"prompt": _text(length)}),
-    "rloo": Loop("trl", "RLOO", lambda length, _: {"prompt": _text(length)}),
+    "sft": Loop("SFT", lambda length, _: {"input_ids": [_WORDS["w"]] * length}),
+    "dpo": Loop("DPO", _pair),
+    "kto": Loop("KTO", _judged),
+    "reward": Loop("Reward", _compared),
+    "grpo": Loop("GRPO", lambda length, _: {"prompt": _text(length)}),
+    "rloo": Loop("RLOO", lambda length, _: {"prompt": _text(length)}),
 }
 _WORDS = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "w": 3}
 

@@ -22,9 +22,10 @@ def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> d
     if isinstance(source, ConfigSource):
         if source.trainer is not None:
             planned["trainer"] = f"TRL's {type(trainer).__name__}"
-        planned["length"] = f"{source.sequence_length} tokens"
-        if source.target_length is not None:
-            planned["length"] += f", labels {source.target_length}"
+        if getattr(base, "main_input_name", "input_ids") == "input_ids":
+            planned["length"] = f"{source.sequence_length} tokens"
+            if source.target_length is not None:
+                planned["length"] += f", labels {source.target_length}"
     planned |= {
         "dtype": f"{_dtype(base)}{_autocast(args)}",
         "optimizer": optimizer_name(args),
