@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of it
 
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 FOUR = ("--num_generations", "4", "--max_completion_length", "40", "--beta", "0.04")
+MORE_TOKENS = 1024
 VLLM = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.25")
 
 
@@ -29,6 +30,12 @@ REQUESTS = {
     "kto": looped("kto"),
     "reward": looped("reward"),
     "grpo": looped("grpo", *FOUR),
+    "grpo, longer": looped(
+        "grpo",
+        *FOUR,
+        *("--max_completion_length", str(40 + MORE_TOKENS)),
+        sequence_length=64 + MORE_TOKENS,
+    ),
     "grpo, vllm": looped("grpo", *FOUR, *VLLM, gpu="8GiB"),
     "grpo, vllm sleeps": looped("grpo", *FOUR, *VLLM, "--vllm_enable_sleep_mode", "True"),
     "grpo, two cards": looped("grpo", *FOUR, num_gpus=2),
@@ -75,6 +82,17 @@ def test_what_generates_says_how_a_row_is_made_up(outcomes):
     assert any("prompts have 24 tokens" in line for line in said)
     assert "generation" in plan_of(outcomes, "rloo").moments
     assert "generation" not in plan_of(outcomes, "dpo").moments
+
+
+def test_the_kv_cache_grows_with_each_token_though_few_are_computed(outcomes):
+    """Keys and values of 2 to 4 bytes a number, and one of the two in two copies while it grows."""
+    short, long = (
+        plan_of(outcomes, name).moments["generation"].allocated_bytes
+        for name in ("grpo", "grpo, longer")
+    )
+    rows, hidden = 4, 64
+    least = 2 * rows * MORE_TOKENS * hidden * 2
+    assert least <= long - short <= 3 * least
 
 
 def test_on_two_cards_each_generates_its_own_rows(outcomes):

@@ -21,8 +21,8 @@ _WITHOUT_RULE = {
 }
 
 _OF_TRL = frozenset(f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
-"""The Trainers of TRL that are planned. Most others generate in ways of their own. Plans of ORPO and
-of CPO were 4.4 % below what the simulated card then held."""
+"""The Trainers of TRL that are planned. Most others generate in ways of their own. Plans of ORPO
+and CPO were 4.4 % below what the simulated card then held."""
 
 _OF_OLDER_TRL = frozenset({"SFTTrainer", "RewardTrainer"})
 """Those of them whose loss does not keep what masks pick if TRL has no head of its own."""
