@@ -85,14 +85,14 @@ def test_what_generates_says_how_a_row_is_made_up(outcomes):
 
 
 def test_the_kv_cache_grows_with_each_token_though_few_are_computed(outcomes):
-    """Keys and values of 2 to 4 bytes a number, and one of the two in two copies while it grows."""
+    """Keys and values of 2 to 4 bytes a number, and copies of them while they grow and are read."""
     short, long = (
         plan_of(outcomes, name).moments["generation"].allocated_bytes
         for name in ("grpo", "grpo, longer")
     )
     rows, hidden = 4, 64
     least = 2 * rows * MORE_TOKENS * hidden * 2
-    assert least <= long - short <= 3 * least
+    assert least <= long - short <= 6 * least
 
 
 def test_on_two_cards_each_generates_its_own_rows(outcomes):

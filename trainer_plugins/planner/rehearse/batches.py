@@ -56,16 +56,16 @@ def _inputs(model: Any, length: int) -> tuple[_Sizes, _Sizes, list[str]]:
         return {}, {"input_ids": (length,), "attention_mask": (length,)}, []
     side = getattr(config, "image_size", None)
     if takes == "pixel_values" and isinstance(side, int):
-        shape = (getattr(config, "num_channels", 3), side, side)
-        words = " x ".join(map(str, shape))
-        return {takes: shape}, {}, [f"a picture has {words} numbers (image_size of the config)"]
+        picture = (getattr(config, "num_channels", 3), side, side)
+        words = " x ".join(map(str, picture))
+        return {takes: picture}, {}, [f"a picture has {words} numbers (image_size of the config)"]
     bins, frames = (
         getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions")
     )
     if takes == "input_features" and isinstance(bins, int) and isinstance(frames, int):
-        shape = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves them
+        sound = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves them
         words = f"a sound has {bins} x {2 * frames} numbers (max_source_positions of the config)"
-        return {takes: shape}, {}, [words]
+        return {takes: sound}, {}, [words]
     raise NotPredicted(
         f"{type(model).__name__} from a config alone, which takes {takes} of a size that its "
         f"config does not say: {GIVE_A_TRAINER}"

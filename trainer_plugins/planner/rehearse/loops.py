@@ -20,6 +20,7 @@ from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.request import ConfigSource
 
 _Row = dict[str, object]
+_WORDS = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "w": 3}
 
 
 def _text(num_tokens: int) -> str:
@@ -70,7 +71,6 @@ _LOOPS = {
     "grpo": Loop("GRPO", lambda length, _: {"prompt": _text(length)}),
     "rloo": Loop("RLOO", lambda length, _: {"prompt": _text(length)}),
 }
-_WORDS = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "w": 3}
 
 
 def loop_of(source: ConfigSource) -> Loop | None:
