@@ -49,14 +49,6 @@ RUNS = {
         path, peft_config=LORA, num_iterations=2, **REFERENCE
     ),
     "rloo": lambda path: online(path, RLOOTrainer, RLOOConfig, **REFERENCE),
-    # 16 rows of 340 tokens are generated at once, and trained on one by one
-    "grpo, long completions": lambda path: online(
-        path,
-        max_completion_length=300,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=16,
-        gradient_checkpointing=True,
-    ),
 }
 
 
