@@ -21,6 +21,8 @@ _HOMES = {
     "NotPredicted": "planner",
     "OOMReporter": "callbacks",
     "PlanError": "planner",
+    "Preflight": "callbacks",
+    "PreflightError": "callbacks",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
@@ -47,6 +49,8 @@ __all__ = [
     "NotPredicted",
     "OOMReporter",
     "PlanError",
+    "Preflight",
+    "PreflightError",
     "StrategyInForce",
     "SurviveOOM",
     "attach",
@@ -69,6 +73,8 @@ if TYPE_CHECKING:
         KVCacheGuard,
         MemoryWatchdog,
         OOMReporter,
+        Preflight,
+        PreflightError,
         StrategyInForce,
     )
     from trainer_plugins.finding import Finding

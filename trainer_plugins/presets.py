@@ -15,10 +15,11 @@ EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
 KV_CACHE = "trainer_plugins.callbacks.KVCacheGuard"
 WATCHDOG = "trainer_plugins.callbacks.MemoryWatchdog"
 REPORTER = "trainer_plugins.callbacks.OOMReporter"
+PREFLIGHT = "trainer_plugins.callbacks.Preflight"
 STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
 SURVIVE = "trainer_plugins.survival.SurviveOOM"
 
-_SAFE = (STRATEGY, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG, REPORTER)
+_SAFE = (STRATEGY, PREFLIGHT, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG, REPORTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,9 @@ class Preset:
 PRESETS = (
     Preset(
         "observe",
-        "strategy in force, watchdog, timeline and the record of an OOM; changes nothing",
-        (STRATEGY, WATCHDOG, REPORTER),
+        "checks before step 1, strategy in force, watchdog, timeline and the record of an OOM;"
+        " changes nothing",
+        (STRATEGY, PREFLIGHT, WATCHDOG, REPORTER),
     ),
     Preset("memory_safe", "observe, and all guards", _SAFE),
     Preset(

@@ -176,7 +176,7 @@ def plan(
             _show_beside(*compare, as_json)
             return
         _check_places(html, run_dir)
-        request = _request(context.params, context.args)
+        request = plan_request(context.params, context.args)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
@@ -190,7 +190,7 @@ def plan(
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
 
 
-def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
+def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
     """Make the request of a command line: its options by name, and what follows them."""
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError

@@ -29,7 +29,7 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
         allocated_bytes: what its allocator counts, of which Python's tensors are a part.
     """
     ledger = _Ledger(device_type)
-    models = [(type(model).__name__, ledger.add_model(model)) for model in _roots(gc.get_objects())]
+    models = [(type(model).__name__, ledger.add_model(model)) for model in root_modules()]
     for optimizer in _found(torch.optim.Optimizer, gc.get_objects()):
         ledger.add_optimizer(optimizer)
     others = ledger.others()
@@ -116,9 +116,9 @@ def _found(kind: type, things: list[object]) -> Iterator[Any]:
     return (thing for thing in things if issubclass(type(thing), kind))
 
 
-def _roots(things: list[object]) -> list[nn.Module]:
-    """Return the modules that are no part of another one."""
-    modules: list[nn.Module] = list(_found(nn.Module, things))
+def root_modules() -> list[nn.Module]:
+    """Return the modules that are alive and no part of another one."""
+    modules: list[nn.Module] = list(_found(nn.Module, gc.get_objects()))
     inner = {
         id(child)
         for module in modules

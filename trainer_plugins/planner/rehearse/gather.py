@@ -71,7 +71,7 @@ def request_of(
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
     rows = args.per_device_train_batch_size
-    with _undisturbed(trainer):
+    with undisturbed(trainer):
         batch, is_padded = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
         evaluation, num_batches = _evaluation_of(trainer)
         try:
@@ -156,7 +156,7 @@ def _card_here(device: torch.device) -> Card | None:
 
 
 @contextlib.contextmanager
-def _undisturbed(trainer: Any) -> Iterator[None]:
+def undisturbed(trainer: Any) -> Iterator[None]:
     """Restore the random states and the Trainer's columns afterwards.
 
     Datasets and collators may draw random numbers; the run must draw the same ones later. And the
