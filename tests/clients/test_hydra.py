@@ -111,13 +111,10 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    strategy, cache, watchdog, reporter = homes(
-        [
-            f"{CALLBACKS}.{name}"
-            for name in ("StrategyInForce", "CudaCacheCallback", "MemoryWatchdog", "OOMReporter")
-        ]
-    )
-    assert ours(tmp_path) == [strategy, cache, watchdog, reporter]
+    names = ("StrategyInForce", "Preflight", "CudaCacheCallback", "MemoryWatchdog", "OOMReporter")
+    given = homes([f"{CALLBACKS}.{name}" for name in names])
+    assert ours(tmp_path) == given
+    _, _, cache, watchdog, _ = given
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
     assert moments(tmp_path) == [
@@ -174,7 +171,7 @@ def test_help_names_the_group(tmp_path: Path) -> None:
     assert "trainer_plugins/attach: method_args, process\n" in shown
     callbacks = (
         "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, oom_reporter,"
-        " strategy_in_force, survive_oom"
+        " preflight, strategy_in_force, survive_oom"
     )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown
 

@@ -40,7 +40,7 @@ def launch_file(facts: Facts) -> Line | None:
 
 def builds(facts: Facts) -> Line | None:
     """Judge whether a cut-off build of an extension will make the launch wait for ever."""
-    if facts.environment is None:
+    if facts.environment is None or facts.own_pids:  # StrategyInForce tells it in a Trainer
         return None
     found = tuple(lock_findings(facts.environment.locks))
     return Line("extensions", "no build is cut off", found)

@@ -4,6 +4,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,7 @@ from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlErro
 from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
 from trainer_plugins.devices.nvml_errors import NvmlErrorKind
 from trainer_plugins.devices.patience import Patience
-from trainer_plugins.launch.extensions import read_locks
+from trainer_plugins.launch.extensions import ExtensionLock, read_locks
 from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.lint import Document
 from trainer_plugins.launch.masked import masked_command
@@ -59,12 +60,17 @@ def gather_here(environ: Mapping[str, str], document: Document | None = None) ->
     notes = Notes()
     nothing: tuple[tuple[CardFacts, ...], str, str] = ((), "", "")
     found, no_cards, trouble = notes.tried("the cards", _cards, nothing)
+    around = notes.tried("the environment", partial(environment, environ), None)
+    if around is not None:
+        unread: tuple[ExtensionLock, ...] = ()
+        locks = notes.tried("extensions", partial(read_locks, environ), unread)
+        around = replace(around, locks=locks, document=document)
     return Facts(
         cards=found,
         no_cards=no_cards,
         driver_trouble=trouble,
         main=notes.tried("main memory", main_memory, None),
-        environment=notes.tried("the environment", partial(environment, environ, document), None),
+        environment=around,
         failed=tuple(notes.failed),
     )
 
@@ -82,8 +88,8 @@ def main_memory() -> MainMemory:
     )
 
 
-def environment(environ: Mapping[str, str], document: Document | None = None) -> Environment:
-    """Look at variables, versions and builds."""
+def environment(environ: Mapping[str, str]) -> Environment:
+    """Look at variables and versions."""
     return Environment(
         variables=Variables.of(environ),
         machine=gather_machine(environ),
@@ -91,8 +97,6 @@ def environment(environ: Mapping[str, str], document: Document | None = None) ->
         card_order=environ.get("CUDA_DEVICE_ORDER", ""),
         switches={name: environ[name] for name in SWITCHES if name in environ},
         versions=installed_versions(),
-        locks=read_locks(environ),
-        document=document,
     )
 
 
@@ -100,9 +104,11 @@ def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:
     """Look at a process that holds memory on a card."""
     try:
         known = psutil.Process(process.pid)
+        if known.status() == psutil.STATUS_ZOMBIE:
+            return Owner(process=process, command="(ended)", is_orphan=True, is_peer=is_peer)
         command = " ".join(masked_command(known.cmdline()))[:_LONGEST_COMMAND]
         return Owner(process=process, command=command, is_orphan=_is_orphan(known), is_peer=is_peer)
-    except (psutil.Error, OSError):  # it has ended, or is outside the container
+    except (psutil.Error, OSError):  # it has ended, is outside the container, or is another user's
         return Owner(process=process, is_peer=is_peer)
 
 
@@ -158,16 +164,11 @@ def _card(card: InstalledCard) -> CardFacts:
 
 
 def _is_orphan(process: psutil.Process) -> bool:
-    """Return whether a rank of ours has outlived its launcher."""
-    if process.status() == psutil.STATUS_ZOMBIE:
-        return True
+    """Return whether a rank of this user has outlived its launcher."""
     parent = process.parent()
     is_alone = parent is None or parent.name() in _FIRST_PROCESSES
-    return is_alone and process.username() == psutil.Process().username() and _is_rank(process)
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    return "LOCAL_RANK" in process.environ()
+    is_mine = process.username() == psutil.Process().username()
+    return is_alone and is_mine and "LOCAL_RANK" in process.environ()
 
 
 def _memlock_bytes() -> int | None:

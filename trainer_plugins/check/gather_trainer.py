@@ -87,12 +87,11 @@ def _card(device: Device, reading: MemoryReading) -> tuple[CardFacts, ...]:
     kind = torch.device(device.name)
     properties = torch.get_device_module(kind.type).get_device_properties(kind.index)
     me = psutil.Process()
-    family = {me.pid, *(child.pid for child in me.children(recursive=True))}
-    peers, processes = own_pids() - family, device.processes()
+    peers = own_pids() - {me.pid, *(child.pid for child in me.children(recursive=True))}
+    processes = device.processes()
     owners = None
     if processes is not None:
-        others = (each for each in processes if each.pid not in family)
-        owners = tuple(owner_of(each, is_peer=each.pid in peers) for each in others)
+        owners = tuple(owner_of(each, is_peer=each.pid in peers) for each in processes)
     return (
         CardFacts(
             uuid=device.uuid or device.name,
@@ -157,10 +156,19 @@ def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> 
         uses_cache=getattr(config, "use_cache", False) is True
         and not is_live
         and "KVCacheGuard" not in guards,
-        optimizer=type(states).__name__ if states is not None else "",
+        optimizer=_optimizer_name(states),
         optimizer_state_bytes=sum(each.nbytes for each in _state_tensors(states)),
         stray_bytes=_stray_bytes(trainer, model, states),
     )
+
+
+def _optimizer_name(optimizer: object) -> str:
+    """Return the class of an optimizer; with its package if that is not torch's own.
+
+    Classes of bitsandbytes are named like torch's, and keep smaller states.
+    """
+    package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
+    return name if package == "torch" else f"{package}.{name}"
 
 
 def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:

@@ -40,7 +40,9 @@ def earlier_runs(facts: Facts) -> Line | None:
     used = cards_in_use(facts)
     if not any(card.owners for card in used):
         return None
-    findings = [found for card in used for owner in card.owners or () for found in _left(owner)]
+    owners = [owner for card in used for owner in card.owners or ()]
+    others = [owner for owner in owners if owner.process.pid not in facts.own_pids]
+    findings = [found for owner in others for found in _left(owner)]
     return Line("processes", "none of an earlier run", (*findings, *_strays(facts)))
 
 
@@ -149,16 +151,15 @@ def _silent(what: str, trouble: str, remedy: str) -> Finding:
 
 def _foreign(card: CardFacts, own_pids: frozenset[int]) -> Finding | None:
     assert card.reading is not None
-    peers = {owner.process.pid for owner in card.owners or () if owner.is_peer}
     processes = None if card.owners is None else tuple(owner.process for owner in card.owners)
     allowance = context_allowance_bytes(card.reading.total_bytes) if own_pids else 0
-    return foreign_memory(card.reading, allowance, processes, own_pids | peers)
+    return foreign_memory(card.reading, allowance, processes, own_pids)
 
 
 def _left(owner: Owner) -> Iterator[Finding]:
     process = owner.process
     held = "memory" if process.used_bytes is None else size(process.used_bytes)
-    if "ipykernel" in owner.command and not owner.is_peer:
+    if "ipykernel" in owner.command:
         yield Finding(
             code="notebook-holds-card",
             severity=Severity.WARNING,

@@ -13,7 +13,7 @@ _MUCH = 0.1
 _LITTLE = 0.01
 """A part of the device below which nothing is said."""
 
-_STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0, "Lion": 1.0}
+_STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
 """Copies of the trainable weights that an optimizer keeps, at least; of others nothing is known."""
 
 
@@ -270,7 +270,7 @@ def _scattered(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
 
 
 def _strayed(model: ModelFacts) -> Iterator[Finding]:
-    if model.stray_bytes:
+    if model.stray_bytes > _LITTLE * sum(model.trainable_bytes.values()):
         yield Finding(
             code="optimizer-of-other-tensors",
             severity=Severity.WARNING,
