@@ -146,7 +146,7 @@ CHANGED = [
     (
         replace(HEALTHY, run=run(**VLLM, vllm_gpu_memory_utilization=0.9)),
         "vllm-share",
-        Severity.ERROR,
+        Severity.WARNING,
     ),
     (Facts(environment=environment(locks=(LOCK,))), "extension-lock", Severity.WARNING),
     (

@@ -53,8 +53,7 @@ CHECKS: tuple[Callable[[Facts], Line | None], ...] = (lengths, collator)
 def wasted(lengths: Sequence[int], rows: int) -> float:
     """Return the fraction of padding, if batches are drawn at random and padded to their longest.
 
-    The longest of `rows` rows is, on average, the value below which a row lies with chance
-    `k/(rows+1)`; here it is summed over all ranks of the sorted lengths.
+    With chance `(k/n)**rows` all rows of a batch are among the k shortest of n.
     """
     ordered, num = sorted(lengths), len(lengths)
     expected, below = 0.0, 0.0

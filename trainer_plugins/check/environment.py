@@ -13,9 +13,8 @@ from trainer_plugins.launch.lint import judge
 _DEBUG = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
     "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
-    "TORCH_USE_CUDA_DSA": "kernels carry assertions",
 }
-"""Variables for debugging, and what each costs: docs.pytorch.org, "CUDA environment variables"."""
+"""Variables for debugging, and what each costs: "CUDA Environment Variables" of torch's docs."""
 
 SWITCHES = tuple(_DEBUG)
 

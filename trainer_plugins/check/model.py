@@ -129,7 +129,7 @@ def logits(facts: Facts) -> Line | None:
     finding = Finding(
         code="logits-fp32",
         severity=Severity.ERROR if part > 1 else Severity.WARNING,
-        summary=f"the logits of one micro-batch take {size(need)}, {percent(part)} of the device",
+        summary=f"the logits of one micro-batch take at least {size(need)}, {percent(part)} of the device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         " (2 + 4 + 4) bytes: float32 is made for the loss, and its gradient",
         remedy=f"{liger(None).do}, or fewer rows with more accumulation",

@@ -16,10 +16,8 @@ def card(facts: Facts) -> Line | None:
     plan = facts.plan
     if plan is None:
         return _unplanned(facts)
-    found = _judged(plan) or _crowded(plan, facts)
-    there = "" if plan.capacity_bytes is None else f" of {size(plan.capacity_bytes)}"
-    seen = f"{size(plan.nvidia_smi_peak_bytes)}{there}, in {plan.moment}"
-    return Line("the card", seen, tuple(filter(None, (found, _adapters(plan)))))
+    found = _too_large(plan) or _crowded(plan, facts) or _tight(plan)
+    return Line("the card", _numbers(plan), tuple(filter(None, (found, _adapters(plan)))))
 
 
 def main_memory(facts: Facts) -> Line | None:
@@ -60,30 +58,37 @@ def _unplanned(facts: Facts) -> Line | None:
     return Line("the card", "", (finding,))
 
 
-def _judged(plan: MemoryPlan) -> Finding | None:
+def _too_large(plan: MemoryPlan) -> Finding | None:
     """Judge a plan against the whole card."""
-    if plan.capacity_bytes is None or plan.margin_bytes is None:
+    if plan.fits_card is not False:
         return None
-    numbers = f"{size(plan.nvidia_smi_peak_bytes)} of {size(plan.capacity_bytes)} in {plan.moment}"
-    if plan.fits_card is False:
-        return Finding(
-            code="plan-does-not-fit",
-            severity=Severity.ERROR,
-            summary=f"the run does not fit on the card: it needs {numbers}",
-            evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
-            remedy="`trainer-plugins plan` with the same flags says with what it would fit",
-            amount=float(plan.nvidia_smi_peak_bytes),
-        )
-    if plan.margin_bytes < _NARROW * plan.capacity_bytes:
-        return Finding(
-            code="plan-is-tight",
-            severity=Severity.WARNING,
-            summary=f"the run fits with {size(plan.margin_bytes)} to spare: {numbers}",
-            evidence=plan.known_error or "a prediction",
-            remedy="Fewer rows with more accumulation, or trainer_plugins.survive_oom",
-            amount=float(plan.nvidia_smi_peak_bytes),
-        )
-    return None
+    return Finding(
+        code="plan-does-not-fit",
+        severity=Severity.ERROR,
+        summary=f"the run does not fit on the card: it needs {_numbers(plan)}",
+        evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
+        remedy="`trainer-plugins plan` with the same flags says with what it would fit",
+        amount=float(plan.nvidia_smi_peak_bytes),
+    )
+
+
+def _tight(plan: MemoryPlan) -> Finding | None:
+    """Judge what a plan leaves of the card."""
+    if plan.margin_bytes is None or plan.margin_bytes >= _NARROW * (plan.capacity_bytes or 0):
+        return None
+    return Finding(
+        code="plan-is-tight",
+        severity=Severity.WARNING,
+        summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
+        evidence=plan.known_error or "a prediction",
+        remedy="Fewer rows with more accumulation, or trainer_plugins.survive_oom",
+        amount=float(plan.nvidia_smi_peak_bytes),
+    )
+
+
+def _numbers(plan: MemoryPlan) -> str:
+    there = "" if plan.capacity_bytes is None else f" of {size(plan.capacity_bytes)}"
+    return f"{size(plan.nvidia_smi_peak_bytes)}{there} in {plan.moment}"
 
 
 def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:

@@ -9,6 +9,7 @@ from rich.text import Text
 from trainer_plugins.check import Checklist
 from trainer_plugins.check.facts import Line
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.printable import printable
 
 _MARKS = {
     Severity.INFO: ("note", "cyan"),
@@ -29,14 +30,15 @@ def check_report(checklist: Checklist) -> RenderableType:
 
 
 def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
-    """Yield a row if nothing was found, else one for each finding, with its remedy below."""
+    """Yield what was seen, or a row for each finding: what is so, what shows it, what to do."""
     if not line.findings:
         yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
     name = line.name
     for finding in line.findings:
         word, style = _MARKS[finding.severity]
-        text = Text(f"{finding.summary} [{finding.code}]\n")
-        text.append(f"-> {finding.remedy}", style="cyan")
+        text = Text(printable(f"{finding.summary} [{finding.code}]"))
+        text.append(f"\n{printable(finding.evidence)}", style="dim")
+        text.append(f"\n-> {printable(finding.remedy)}", style="cyan")
         yield Text(word, style=style), Text(name), text
         name = ""
 
