@@ -30,8 +30,8 @@ class Preflight(RunCallback):
     """Checks, when training begins, what usually ends a run hours later.
 
     It looks at the card and who else is on it, main memory, the model, the data, the arguments and
-    the environment, and logs what it finds. Findings go into the timeline of every rank; the first
-    rank logs its own, the others only errors. docs/check.md lists the checks.
+    the environment; docs/check.md lists the checks. What it finds goes into the timeline of each
+    rank. The first rank logs all of it, the others only errors.
 
     Cost: up to a second, once. It computes nothing, and leaves everything as it was.
     """

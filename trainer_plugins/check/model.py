@@ -129,7 +129,8 @@ def logits(facts: Facts) -> Line | None:
     finding = Finding(
         code="logits-fp32",
         severity=Severity.ERROR if part > 1 else Severity.WARNING,
-        summary=f"the logits of one micro-batch take at least {size(need)}, {percent(part)} of the device",
+        summary=f"the logits of one micro-batch take at least {size(need)}, {percent(part)} of the"
+        " device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         " (2 + 4 + 4) bytes: float32 is made for the loss, and its gradient",
         remedy=f"{liger(None).do}, or fewer rows with more accumulation",
@@ -275,7 +276,7 @@ def _strayed(model: ModelFacts) -> Iterator[Finding]:
             code="optimizer-of-other-tensors",
             severity=Severity.WARNING,
             summary=f"the optimizer updates {size(model.stray_bytes)} that is no part of the model",
-            evidence="by storage; as if it was made before the model was copied or moved",
+            evidence="none of that is a parameter of the model: it was copied or replaced since",
             remedy="Make it after the model is complete, or leave it to the Trainer",
             amount=float(model.stray_bytes),
         )
