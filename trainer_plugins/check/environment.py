@@ -114,7 +114,8 @@ def _has_fsdp_checkpointing(facts: Facts) -> bool:
 
 def _is_reentrant(facts: Facts) -> bool:
     values = {} if facts.run is None else facts.run.values
-    options = [values.get(f"{name}_checkpointing_kwargs") for name in ("gradient", "activation")]
+    names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    options = [values.get(name) for name in names]
     asked = any(isinstance(each, dict) and each.get("use_reentrant") is True for each in options)
     return _is_fsdp2(facts) and asked
 

@@ -42,7 +42,7 @@ def check(
 
     parent: Any = context.parent
     command = parent.command.get_command(parent, "plan")
-    asked = command.make_context("plan", list(context.args), parent=parent)
+    asked = command.make_context(context.info_name, list(context.args), parent=parent)
     try:
         for name in _ONLY_PLAN:
             if asked.params[name]:
