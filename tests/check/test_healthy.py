@@ -1,6 +1,7 @@
 """Healthy runs pass the check with nothing above INFO, and no check fails; ZeRO-3, FSDP2 and DDP do in tests/distributed."""
 
 import logging
+from dataclasses import fields
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
+    TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -93,7 +95,9 @@ def a_stream(make):
 
 
 def grouped_by_length(make):
-    trainer = make(per_device_train_batch_size=4, train_sampling_strategy="group_by_length")
+    old = "group_by_length" in {field.name for field in fields(TrainingArguments)}
+    how = {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
+    trainer = make(per_device_train_batch_size=4, **how)
     rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in [4] * 150 + [30] * 50]
     trainer.train_dataset = datasets.Dataset.from_list(rows)
     trainer.data_collator = DataCollatorForSeq2Seq(ByT5Tokenizer(extra_ids=0))
