@@ -185,8 +185,7 @@ def plan(
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
-    Exit codes: 0 it fits, or nothing was named to fit in; 3 it does not; 2 the input is wrong, or
-    cannot be predicted.
+    Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
     from trainer_plugins.planner.plan import PlanError
 
@@ -195,7 +194,7 @@ def plan(
             _show_beside(*compare, as_json)
             return
         _check_places(html, run_dir)
-        request = _request(context.params, context.args)
+        request = plan_request(context.params, context.args)
         if search or search_lengths is not None or explain_change:
             if html is not None or run_dir is not None:
                 raise PlanError("--html and --calibrate are for one plan, not for a table of many")
@@ -209,7 +208,7 @@ def plan(
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
 
 
-def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
+def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
     """Make the request of a command line: its options by name, and what follows them."""
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
