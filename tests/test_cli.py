@@ -4,8 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
+from trainer_plugins.cli import app
+from trainer_plugins.cli.plan_help import PANELS
 from trainer_plugins.record.timeline import Timeline
 
 
@@ -47,3 +52,44 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
 
 def test_the_version() -> None:
     assert command("--version").stdout == f"trainer-plugins {__version__}\n"
+
+
+def shown(*arguments: str) -> str:
+    """What a command prints, with its panels' frames."""
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "100"}).output
+
+
+def test_the_commands_stand_in_the_order_of_a_run() -> None:
+    text = shown("-h")
+    places = [text.index(f"─ {panel} ─") for panel in ("Before the run", "During the run")]
+    places += [text.index("│ exec "), text.index("─ After the run ─"), text.index("│ explain ")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plan",
+        "env",
+        "exec",
+        "top",
+        "report",
+        "explain",
+        "configs-list",
+        "configs-show",
+        "configs-path",
+        "configs-copy",
+        "configs-check",
+    ],
+)
+def test_each_help_has_an_example_that_the_command_line_takes(name: str) -> None:
+    words = name.split("-")
+    text = " ".join(shown(*words, "-h").split())
+    assert f"Usage: {'trainer-plugins' if name == 'exec' else 'root'} {' '.join(words)}" in text
+    assert f"trainer-plugins {' '.join(words)}" in text.split("Usage: ")[1].split("╭")[0][30:]
+
+
+def test_each_option_of_plan_stands_in_a_panel() -> None:
+    text = shown("plan", "-h")
+    assert all(f"─ {panel} ─" in text for panel in PANELS)
+    assert "─ Options ─" not in text

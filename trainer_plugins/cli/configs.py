@@ -24,7 +24,10 @@ PinnedMemory = Annotated[
 
 @configs.command("list")
 def list_configs() -> None:
-    """List the shipped launch files, with a line on each."""
+    """List the shipped launch files, with a line on each.
+
+    Example: trainer-plugins configs list
+    """
     from trainer_plugins.launch.configs import headline, names
 
     width = max(map(len, names()))
@@ -34,7 +37,10 @@ def list_configs() -> None:
 
 @configs.command()
 def show(name: Name) -> None:
-    """Print a shipped launch file."""
+    """Print a shipped launch file.
+
+    Example: trainer-plugins configs show zero3
+    """
     from trainer_plugins.launch.configs import read
     from trainer_plugins.launch.lint import ConfigError
 
@@ -71,7 +77,10 @@ def copy_to(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a launch file, with changed values if asked."""
+    """Copy a launch file, with changed values if asked.
+
+    Example: trainer-plugins configs copy zero3 --set num_processes=4
+    """
     from trainer_plugins.launch.configs import copy
     from trainer_plugins.launch.lint import ConfigError
 
@@ -110,6 +119,8 @@ def check(
     pinned_memory: PinnedMemory = None,
 ) -> None:
     """Check a launch file before the launch, and look for extension builds it would wait for.
+
+    Example: trainer-plugins configs check zero3.yaml --params 7e9 --num-gpus 4
 
     Exit codes: 0 fine; 1 an ERROR; 2 bad input, including duplicate keys and values of the wrong
     type.

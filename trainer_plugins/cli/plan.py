@@ -166,6 +166,9 @@ def plan(
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
+    Example: trainer-plugins plan --model config.json --gpu 24GiB --bf16
+    --per_device_train_batch_size 4
+
     Exit codes: 0 it fits, or nothing was named to fit in; 3 it does not; 2 the input is wrong, or
     cannot be predicted.
     """
