@@ -6,7 +6,6 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
+from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.masked import masked, masked_command, masked_text
 from trainer_plugins.launch.place import place
 from trainer_plugins.record.run_facts import RunFacts
@@ -22,11 +22,6 @@ from trainer_plugins.record.timeline import PROCESS
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_PACKAGES = (
-    "trainer-plugins", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed",
-    "bitsandbytes", "liger-kernel", "flash-attn", "unsloth", "vllm", "datasets", "triton",
-)  # fmt: skip
 
 
 def tried(read: Callable[[], T], default: T) -> T:
@@ -102,9 +97,7 @@ def _driver() -> str:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": platform.platform()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
+    found |= installed_versions()
     found["torch build"] = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
     return found
 
