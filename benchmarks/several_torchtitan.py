@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -129,7 +129,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of all tokens."""
-        hidden, turns = self.tok_embeddings(tokens), self.turns[: tokens.shape[1]]
+        hidden, turns = self.tok_embeddings(tokens), self.get_buffer("turns")[: tokens.shape[1]]
         hidden = hidden.view(-1, hidden.shape[-1])
         for layer in self.layers:
             hidden = layer(hidden, turns)
@@ -174,7 +174,7 @@ def _train(row: Row, tracker: Tracker) -> None:
         if not is_old:
             del logits
         tracker.moment = "backward"
-        loss.backward()
+        torch.autograd.backward(loss)
         tracker.moment = "optimizer step"
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
@@ -211,12 +211,13 @@ def _selective() -> Any:
         keeps = operation in _KEPT and not is_second
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _reduced_from_its_stream() -> Iterator[None]:
-    reduce: Callable[..., Any] = _fsdp_param_group.foreach_reduce
+    module: Any = param_group
+    reduce: Callable[..., Any] = module.foreach_reduce
 
     def as_once(
         parameters: object, gradients: object, group: object, stream: Any, *rest: Any
@@ -225,5 +226,5 @@ def _reduced_from_its_stream() -> Iterator[None]:
             kept = reduce(parameters, gradients, group, stream, *rest)
         return (None, *kept[1:])  # it was free at the end of this function
 
-    with patch.object(_fsdp_param_group, "foreach_reduce", as_once):
+    with patch.object(module, "foreach_reduce", as_once):
         yield

@@ -79,7 +79,7 @@ def test_every_command_and_flag_of_the_pages_exists() -> None:
         if page.name == "CHANGELOG.md":
             continue  # it tells of the past
         text = page.read_text().replace("\\\n", " ")
-        for said in re.findall(r"trainer-plugins ([a-z][^\n`#|)]*)", text):
+        for said in re.findall(r"trainer-plugins ([a-z][^\n`#|)\]]*)", text):
             words = re.sub(r"'[^']*'", "QUOTED", said).split()
             name = next((name for name in (" ".join(words[:2]), words[0]) if name in known), "?")
             flags = {word.partition("=")[0] for word in words if word.startswith("--")}

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import trainer_plugins
+from tests import processes
+from tests.distributed import extensions
+from tests.distributed.launched import environment
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = sorted(
@@ -64,11 +67,8 @@ def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> 
 
 def test_a_hydra_app(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
-    command = [
-        sys.executable,
-        EXAMPLES / "hydra_app" / "hydra_app.py",
-        "+trainer_plugins=memory_safe",
-    ]
+    app = str(EXAMPLES / "hydra_app" / "hydra_app.py")
+    command = [sys.executable, app, "+trainer_plugins=memory_safe"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs" / "hydra_app" / "memory" / "rank-0.jsonl").exists()
@@ -77,7 +77,7 @@ def test_a_hydra_app(tmp_path: Path) -> None:
 def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
-    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names: dict = {}
     for cell in cells:
         exec(compile(cell, "<cell>", "exec"), names)
@@ -89,9 +89,7 @@ def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_zero3_with_offload_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    from tests import processes
-    from tests.distributed.launched import environment
-
+    extensions.build("cpu")  # or the ranks would compile, and leave a lock if they are ended
     done = processes.run([EXAMPLES / "zero3_offload.sh", tmp_path], environ=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 ranks of DeepSpeedEngine on cpu, ZeRO-3" in " ".join(done.stdout.split())

@@ -93,7 +93,24 @@ def test_a_run_under_a_preset_is_explained_by_what_it_recorded(place: Path) -> N
 
     why = typed(place, ours, "explain", "runs/recorded", "--json")
     assert why.returncode == 0, why.stderr
-    do = json.loads(why.stdout)["remedies"][0]["do"].split()
+    said = json.loads(why.stdout)
+    remedy = said["remedies"][0]
+    assert remedy["grade"] == "predicted", said
+    assert re.search(
+        r"of 600\.0 MiB at its peak, [\d.]+ MiB less: it fits, with [\d.]+ MiB to spare; the effective"
+        r" batch stays 64 rows",
+        remedy["effect"],
+    )
+    assert remedy["price"] == "the same training in smaller steps"
+    assert any(fact.startswith("planned as it was, it needs ") for fact in said["facts"])
+    assert "Ctrl-C: answer without it" in why.stderr
+    graded = {each["do"].split()[0]: each["grade"] for each in said["remedies"]}
+    assert graded["trainer-plugins"] == "predicted"  # it cuts at the same rows
+    assert any(
+        line.startswith("what --use_liger_kernel True would bring: not predicted: ")
+        for line in said["unknown"]
+    )
+    do = remedy["do"].split()
     assert do[0] == "--per_device_train_batch_size"
     lives = typed(place, sys.executable, *flags, *do)  # of a flag given twice the last one counts
     assert lives.returncode == 0, lives.stderr[-3000:]

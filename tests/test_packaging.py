@@ -43,7 +43,8 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
         "trainer_plugins/testing/nvml/nvml.c",
         "trainer_plugins/testing/simgpu/backend.cpp",
         "trainer_plugins/planner/pretend/fake_cuda.cpp",
-        "trainer_plugins/report/plan.html.jinja",
+        "trainer_plugins/report/html/parts.html.jinja",
+        "trainer_plugins/report/html/style.css",
     ],
 )
 def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: str) -> None:

@@ -13,7 +13,7 @@ GITHUB = ROOT / ".github"
 # Those of compose-spec.json (github.com/compose-spec/compose-spec) that a service here may have.
 SERVICE = {
     *("image", "working_dir", "volumes", "ipc", "ulimits", "environment", "entrypoint"),
-    *("command", "deploy", "profiles"),
+    *("command", "deploy"),
 }
 
 

@@ -29,6 +29,7 @@ _HOMES = {
     "callbacks_from_args": "plug_in.options",
     "classify": "oom",
     "detach": "plug_in.attachment",
+    "draw": "report.html.draw",
     "generation_memory": "upkeep.generation",
     "plan_run": "planner",
     "protect": "plug_in.protection",
@@ -57,6 +58,7 @@ __all__ = [
     "callbacks_from_args",
     "classify",
     "detach",
+    "draw",
     "generation_memory",
     "plan_run",
     "protect",
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
     from trainer_plugins.plug_in.protection import protect
     from trainer_plugins.record.timeline import read_timeline
+    from trainer_plugins.report.html.draw import draw
     from trainer_plugins.survival import SurviveOOM, survive_oom
     from trainer_plugins.upkeep.generation import generation_memory
     from trainer_plugins.upkeep.post_mortem import report_oom

@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 import signal
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from transformers import TrainerCallback
 
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import MemoryWatchdog, OOMReporter, protect, report_oom
-from trainer_plugins.record.oom_record import OomRecord, read_oom_records
+from trainer_plugins.planner.before import remember
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Failure, read_timeline
 from trainer_plugins.units import MIB
@@ -288,6 +291,31 @@ def test_every_preset_records(make_trainer, small, tmp_path, preset: str) -> Non
 def test_a_training_that_finishes_leaves_only_what_it_is(make_trainer, tmp_path) -> None:
     make_trainer(OOMReporter(), max_steps=1).train()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_what_was_planned_is_in_the_record(make_trainer, small, tmp_path) -> None:
+    plan = MemoryPlan(
+        allocated_peak_bytes=MIB,
+        reserved_peak_bytes=2 * MIB,
+        nvidia_smi_peak_bytes=2 * MIB,
+        host_ram_bytes_per_node=0,
+        moment="backward",
+        breakdown={},
+        top_tensors=(),
+        moments={},
+        fits=True,
+    )
+    of_file = json.loads(plan.to_json())
+    (tmp_path / "run").mkdir()
+    for content in (of_file, of_file | {"nvidia_smi_peak_bytes": "much"}, ["no plan"]):
+        (tmp_path / "run" / "plan.json").write_text(json.dumps(content))
+        died(long_rows(make_trainer(OOMReporter(), **TOO_MANY)))
+    trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
+    remember(trainer, plan)
+    died(trainer)
+    known = Planned(source="plan.json", nvidia_smi_peak_bytes=2 * MIB, moment="backward", fits=True)
+    by_plan_run = replace(known, source="plan_run")
+    assert [each.plan for each in records(tmp_path)] == [known, None, None, by_plan_run]
 
 
 def test_code_without_a_trainer_is_recorded(small, tmp_path) -> None:

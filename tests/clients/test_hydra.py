@@ -120,6 +120,7 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     )
     strategy, earlier, cache, watchdog, reporter = homes([f"{CALLBACKS}.{name}" for name in names])
     assert ours(tmp_path) == [strategy, earlier, cache, watchdog, reporter]
+    assert json.loads((tmp_path / "run.json").read_text())["override"] == "++trainer.args."
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
     assert moments(tmp_path) == [

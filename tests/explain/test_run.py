@@ -1,6 +1,5 @@
 """What a run has written down explains it: the planted cause comes first, and what is printed first helps."""
 
-import gc
 import json
 import os
 import re
@@ -12,179 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from tests.models import tiny_llama, token_rows
+from tests.explain.planted import run, watched, with_rows
 from tests.test_report import HOSTILE, obeyed, report
-from trainer_plugins import MemoryWatchdog, OOMReporter, protect
+from trainer_plugins import MemoryWatchdog, OOMReporter
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.launch.place import place
 from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import write_new
-from trainer_plugins.record.oom_record import Frame, OomRecord, Process, read_oom_records
+from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
 from trainer_plugins.units import GIB, MIB
-
-
-@pytest.fixture
-def train(make_trainer, simgpu, tmp_path):
-    """Trains on a card of so many MiB, and returns what explains the error; None if there is none."""
-
-    def train(
-        mib: int,
-        *callbacks,
-        rows: int = 32,
-        length: int = 32,
-        method: str = "train",
-        hook=None,
-        **settings,
-    ) -> Explanation | None:
-        gc.collect()
-        torch.accelerator.empty_cache()
-        simgpu.set_capacity(mib * MIB)
-        trainer = make_trainer(*callbacks, MemoryWatchdog(), OOMReporter(), **settings)
-        trainer.train_dataset = trainer.eval_dataset = token_rows(rows, length)
-        if hook is not None:
-            hook(trainer)
-        try:
-            getattr(trainer, method)()
-        except torch.OutOfMemoryError:
-            return explain_run(tmp_path / "run")
-        return None
-
-    return train
-
-
-def flags(explanation: Explanation) -> dict[str, Any]:
-    """The first remedy as TrainingArguments get it."""
-    found = re.findall(r"--(\w+) (\S+)", explanation.remedies[0].do)
-    assert found, explanation.remedies[0]
-    return {name: int(value) if value.isdigit() else value for name, value in found}
 
 
 def first(explanation: Explanation | None) -> str:
     assert explanation is not None
     assert explanation.remedies[0].cause == explanation.causes[0].code
     return explanation.causes[0].code
-
-
-def test_too_many_rows_and_as_many_as_fit(train) -> None:
-    settings = {"rows": 256, "length": 128, "per_device_train_batch_size": 256, "max_steps": 2}
-    said = train(100, **settings)
-    assert first(said) == "capacity"
-    helps = flags(said)
-    assert helps["per_device_train_batch_size"] * helps["gradient_accumulation_steps"] == 256
-    assert said.remedies[0].grade == "arithmetic"
-    assert any("256 x 128 tokens" in line for line in said.causes[0].evidence)
-    assert train(100, **settings | helps) is None
-
-
-def test_outputs_that_an_evaluation_keeps(train) -> None:
-    class KeepsAll(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, compute_metrics=lambda outputs: {}, **kwargs)
-
-    settings = {"rows": 64, "length": 128, "method": "evaluate", "trainer_class": KeepsAll,
-                "model": tiny_llama(vocab_size=1024), "per_device_eval_batch_size": 4}  # fmt: skip
-    said = train(30, **settings)
-    assert first(said) == "eval-logits"
-    assert said.remedies[0].do == "--eval_accumulation_steps 1"
-    assert train(30, **settings | flags(said)) is None
-
-
-def test_a_batch_of_an_evaluation(train) -> None:
-    settings: dict[str, Any] = {
-        "rows": 512,
-        "length": 128,
-        "per_device_eval_batch_size": 512,
-        "max_steps": 2,
-    }
-    settings |= {"eval_strategy": "steps", "eval_steps": 1}
-    said = train(90, **settings)
-    assert first(said) == "eval-batch"
-    assert train(90, **settings | flags(said)) is None
-
-
-def test_the_first_optimizer_step(train) -> None:
-    wide = {"hidden_size": 256, "intermediate_size": 2048}
-    settings = {"per_device_train_batch_size": 1, "max_steps": 2}
-    said = train(50, model=tiny_llama(**wide), **settings)
-    assert first(said) == "optimizer-state"
-    assert (
-        "it was the first step of the run, in which the states are made" in said.causes[0].evidence
-    )
-    assert train(50, model=tiny_llama(**wide), **settings | flags(said)) is None
-
-
-class Keeps(TrainerCallback):
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.kept.append(torch.zeros(2 * MIB, dtype=torch.uint8, device=args.device))
-
-
-def test_a_leak_is_no_long_sample_and_its_holder_is_named(train) -> None:
-    said = train(40, Keeps(), max_steps=30)
-    assert first(said) == "leak"
-    assert "since step 3" in said.causes[0].summary
-    assert any("Keeps.kept" in line for line in said.causes[0].evidence)
-    assert "Keeps.kept" in said.remedies[0].do
-
-
-def test_a_long_sample_and_the_preset_that_finishes_it(train, make_trainer, tmp_path) -> None:
-    def ends_long(trainer) -> None:
-        trainer.train_dataset = [*token_rows(48), *token_rows(8, 256)]
-        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(
-            trainer.train_dataset
-        )
-
-    def survives(trainer) -> None:
-        ends_long(trainer)
-        protect(trainer, "survive")
-
-    settings = {"per_device_train_batch_size": 8, "max_steps": 7}
-    said = train(10, hook=ends_long, **settings)
-    assert first(said) == "long-sample"
-    assert any("8 x 256 tokens" in line for line in said.causes[0].evidence)
-    assert said.remedies[0].do.startswith("trainer-plugins exec --preset survive -- python ")
-    assert train(10, hook=survives, **settings) is None
-
-
-def test_logits(train) -> None:
-    settings = {"rows": 16, "length": 64, "per_device_train_batch_size": 16, "max_steps": 1}
-    model = {"vocab_size": 8192, "hidden_size": 16}
-    said = train(60, model=tiny_llama(**model), **settings)
-    assert first(said) == "logits-loss"
-    assert said.causes[0].grade == "certain"
-    assert train(60, model=tiny_llama(**model), **settings | flags(said)) is None
-
-
-def test_a_neighbour_on_the_card(train, simgpu) -> None:
-    def crowd(trainer) -> None:
-        simgpu.card().hold(4242, 60 * MIB, "python infer.py")
-
-    settings = {"rows": 64, "length": 128, "per_device_train_batch_size": 32, "max_steps": 1}
-    said = train(80, hook=crowd, **settings)
-    assert first(said) == "foreign"
-    assert "nvidia-smi" in said.remedies[0].do
-    simgpu.card().release(4242)
-    assert train(80, **settings) is None
-
-
-def test_a_model_that_an_earlier_cell_left(train) -> None:
-    wide = {"hidden_size": 256, "intermediate_size": 4096}
-    earlier = tiny_llama(**wide).to("simgpu")
-    settings = {"per_device_train_batch_size": 1, "max_steps": 1}
-    said = train(130, model=tiny_llama(**wide), **settings)
-    assert first(said) == "leftover"
-    del earlier
-    assert train(130, model=tiny_llama(**wide), **settings) is None
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +43,10 @@ def kept(tmp_path_factory) -> Path:
 @pytest.fixture
 def died(request, kept, tmp_path) -> OomRecord:
     if not kept.exists():
-        train = request.getfixturevalue("train")
-        train(200, rows=256, length=128, per_device_train_batch_size=256)
+        request.getfixturevalue("simgpu").set_capacity(200 * MIB)
+        make_trainer = request.getfixturevalue("make_trainer")
+        settings = {"per_device_train_batch_size": 256}
+        run(with_rows(make_trainer(*watched(), **settings), 256, 128))
         shutil.copytree(tmp_path / "run", kept)
     shutil.copytree(kept, tmp_path / "run", dirs_exist_ok=True)
     (record,) = read_oom_records(tmp_path / "run")
@@ -285,8 +134,8 @@ def test_the_rank_that_died_first_leads_and_those_that_waited_are_named(died, tm
     assert "rank 2 only waited, after step 7: RuntimeError: peer" in said.facts
 
 
-def test_a_later_run_that_went_well_is_told(died, train, tmp_path) -> None:
-    assert train(256, max_steps=1) is None
+def test_a_later_run_that_went_well_is_told(died, make_trainer, tmp_path) -> None:
+    make_trainer(*watched(), max_steps=1).train()
     said = explain_run(tmp_path / "run")
     assert said.causes[0].code == "capacity"
     assert "1 later run(s) into this folder left no such record" in said.facts
@@ -443,3 +292,76 @@ def test_it_is_explained_without_torch(died, tmp_path) -> None:
 
 def test_the_report_of_a_folder_that_is_none_says_so(tmp_path) -> None:
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 2
+
+
+def test_a_run_that_hydra_made_is_told_overrides(died, tmp_path) -> None:
+    under_hydra = replace(died, run=replace(died.run, override="++trainer.args."))
+    as_flags = explained(tmp_path / "plain", died).remedies
+    as_overrides = explained(tmp_path / "hydra", under_hydra).remedies
+    rows, steps = re.findall(r"--(\w+ \d+)", as_flags[0].do)
+    assert as_overrides[0].do == " ".join(
+        f"++trainer.args.{each.replace(' ', '=')}" for each in (rows, steps)
+    )
+    assert "+trainer_plugins=survive" in [each.do for each in as_overrides]
+    assert "++trainer.args.gradient_checkpointing=True" in [each.do for each in as_overrides]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"built_class": "__main__.Mine"}, "transformers has no class __main__.Mine"),
+        ({"model": "PeftModelForCausalLM"}, "its adapter is not recorded"),
+        ({"family": "FSDP"}, "its launch file is not recorded, from which it ran as FSDP"),
+        ({"family": "DataParallel"}, "it ran as DataParallel"),
+        ({"device": "xpu:0"}, "it ran on xpu:0"),
+        ({"call": "evaluate"}, "it failed in evaluate(), and a plan is of train()"),
+        ({"batch": {}}, "the batch is not known, or has no input_ids"),
+    ],
+)
+def test_what_no_plan_can_be_made_of_is_not_checked(
+    died, tmp_path, change: dict[str, Any], why: str
+) -> None:
+    facts = died.run
+    if "family" in change:
+        assert facts.strategy is not None
+        facts = replace(facts, strategy=replace(facts.strategy, **change))
+    else:
+        facts = replace(
+            facts, **{name: its for name, its in change.items() if hasattr(facts, name)}
+        )
+    of_record = {name: its for name, its in change.items() if name in ("call", "batch")}
+    folder = tmp_path / "other"
+    known = explained(folder, replace(died, run=facts, **of_record))
+    said = explain_run(folder, predicts=True)
+    assert said.remedies == known.remedies
+    assert said.unknown[-1] == (
+        f"what the remedies would bring: there is no plan of this run: {why}"
+    )
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_says_nothing_of_remedies(died, tmp_path) -> None:
+    facts = replace(died.run, arguments={**died.run.arguments, "per_device_train_batch_size": 1})
+    folder = tmp_path / "small"
+    known = explained(folder, replace(died, run=facts))
+    said = explain_run(folder, predicts=True)
+    assert said.remedies == known.remedies
+    assert re.match(
+        r"what the remedies would bring: there is no plan of this run: by its config and arguments"
+        r" it fits \([\d.]+ MiB of 200\.0 MiB\), so something else took the rest$",
+        said.unknown[-1],
+    )
+
+
+def test_what_a_plan_had_said_is_told(died, tmp_path) -> None:
+    plan = Planned(
+        source="plan.json",
+        nvidia_smi_peak_bytes=3 * GIB,
+        capacity_bytes=8 * GIB,
+        fits=True,
+        moment="backward",
+    )
+    said = explained(tmp_path / "planned", replace(died, plan=plan))
+    assert (
+        "plan.json had said: 3.00 GiB of 8.00 GiB at its peak, in backward: it fits" in said.facts
+    )

@@ -15,6 +15,7 @@ from tests.planner.test_closed_loop import EVALUATES, llama, rows
 from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.planner import Calibration, PlanError, calibrate
+from trainer_plugins.planner.before import plan_before
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.contexts import context_file, remember, with_measured_context
 from trainer_plugins.record.timeline import Sample, read_timeline
@@ -85,6 +86,9 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     trainer = make()
     remember("simgpu", 7 * MIB, Path("/another/run"))
     plan = plan_run(trainer, calibration=False)
+    before = plan_before(trainer, Path("/nowhere"))
+    assert before is not None
+    assert before.nvidia_smi_peak_bytes == plan.nvidia_smi_peak_bytes
     assert plan.context_bytes == 0
     simgpu.card().hold(os.getpid(), CONTEXT, "the context")
     trainer.train()

@@ -20,7 +20,8 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
-    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -101,6 +102,21 @@ def reward(path) -> RewardTrainer:
     return RewardTrainer(judge, args, train_dataset=pairs(), processing_class=tokenizer())
 
 
+def kto(path) -> KTOTrainer:
+    args = KTOConfig(str(path), per_device_train_batch_size=4, **SETTINGS)
+    judged = [
+        {"prompt": words(40), "completion": f" {words(80)}", "label": index % 2 == 0}
+        for index in range(16)
+    ]
+    return KTOTrainer(
+        llama(),
+        llama(),
+        args,
+        train_dataset=Dataset.from_list(judged),
+        processing_class=tokenizer(),
+    )
+
+
 RUNS = {
     "sft": sft,
     # four texts of 32 tokens to a row, told apart by their positions: attention makes a mask of
@@ -115,6 +131,7 @@ RUNS = {
     ),
     "dpo, lora": lambda path: dpo(path, peft_config=LORA),
     "reward": reward,
+    **({"kto": kto} if HAS_HEAD else {}),
 }
 
 
@@ -152,5 +169,6 @@ def test_on_cuda_the_head_needs_one_tile_of_logits(tmp_path, monkeypatch):
 
 
 def test_what_generates_while_it_trains_is_refused_by_name():
-    with pytest.raises(NotPredicted, match="TRL's GRPOTrainer"):
-        refusals.refuse_trainer(GRPOTrainer.__new__(GRPOTrainer))
+    of_trl = type("OnlineDPOTrainer", (), {"__module__": "trl.experimental.online_dpo"})
+    with pytest.raises(NotPredicted, match="TRL's OnlineDPOTrainer"):
+        refusals.refuse_trainer(of_trl())

@@ -60,8 +60,11 @@ REQUESTS = {
             **HEARS,
             **HEADS,
             **TOKENS,
-        }
+        },
+        dtype="float32",
     ),
+    "wav2vec2": request({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **SMALL}),
+    "labels": request(tiny(), num_labels=7, sequence_length=32),
     "fsdp": request(
         tiny(), "--fsdp", "full_shard", "--save_strategy", "no", num_gpus=2, sequence_length=32
     ),
@@ -89,22 +92,30 @@ def test_values_drawn_until_all_are_in_bounds_come_to_an_end(outcomes):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "line"),
     [
-        (
-            "vit",
-            "ViTForImageClassification from a config alone, which takes pixel_values and no tokens",
-        ),
-        (
-            "whisper",
-            "WhisperForConditionalGeneration from a config alone, which takes input_features and no tokens",
-        ),
+        ("vit", "a picture has 3 x 224 x 224 numbers (image_size of the config)"),
+        ("whisper", "a sound has 80 x 3000 numbers (max_source_positions of the config)"),
     ],
 )
-def test_what_takes_no_tokens_needs_a_trainer(outcomes, name, what):
-    assert isinstance(outcomes[name], NotPredicted), outcomes[name]
-    assert what in str(outcomes[name])
-    assert "give plan_run a Trainer" in str(outcomes[name])
+def test_inputs_that_are_no_tokens_have_the_size_that_the_config_says(outcomes, name, line):
+    plan = outcomes[name]
+    assert isinstance(plan, MemoryPlan), plan
+    assert line in plan.assumptions
+    assert "length" not in plan.planned
+
+
+def test_what_takes_sound_of_any_length_needs_a_trainer(outcomes):
+    line = "Wav2Vec2ForCTC from a config alone, which takes input_values of a size that its config"
+    assert isinstance(outcomes["wav2vec2"], NotPredicted), outcomes["wav2vec2"]
+    assert line in str(outcomes["wav2vec2"])
+    assert "give plan_run a Trainer" in str(outcomes["wav2vec2"])
+
+
+def test_the_number_of_labels_makes_a_classifier(outcomes):
+    plan = outcomes["labels"]
+    assert isinstance(plan, MemoryPlan), plan
+    assert plan.planned["model"] == "LlamaForSequenceClassification"
 
 
 def test_which_fsdp_it_is_depends_on_transformers_and_is_said(outcomes):

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import time
 from typing import Any
@@ -13,9 +13,10 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.devices import Device, HostDevice, open_device
-from trainer_plugins.launch.facts import arguments_of, config_of, facts_of_process, tried
+from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.oom import classify
+from trainer_plugins.planner.before import plan_before
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.run_facts import RunFacts
@@ -117,6 +118,7 @@ class OOMReporter(RunCallback):
                     readings=_of_this_run(timeline),
                     trainer_class=Trainer,
                     snapshot=keep_snapshot() if self.snapshot else "",
+                    plan=tried(lambda: plan_before(trainer, Path(args.output_dir)), None),
                 )
                 record = record_oom(error, found, scene)
             timeline.add(
@@ -142,14 +144,7 @@ class OOMReporter(RunCallback):
             self._began_seconds,
             trainer.state.global_step,
         )
-        return replace(
-            facts,
-            trainer=type(trainer).__name__,
-            model=type(trainer.model).__name__,
-            model_config=tried(lambda: config_of(trainer.model), {}),
-            arguments=tried(lambda: arguments_of(args), {}),
-            strategy=tried(lambda: _strategy(trainer), None),
-        )
+        return facts_of_trainer(facts, trainer, tried(lambda: _strategy(trainer), None))
 
 
 def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:

@@ -1,5 +1,6 @@
 """`trainer-plugins explain`: says why a run ran out of memory, and what would have helped."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,13 +11,6 @@ if TYPE_CHECKING:
 _NO_OOM = 1
 _PICKLE = b"\x80"
 """The first byte of a pickle (protocol 2 and later), which no log begins with."""
-
-_GRADES = {
-    "predicted": "predicted",
-    "replayed": "replayed",
-    "arithmetic": "by arithmetic",
-    "known": "not checked",
-}
 
 
 def explain(
@@ -29,6 +23,18 @@ def explain(
         ),
     ],
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Draw a memory snapshot as a page, and write it to this file."),
+    ] = None,
+    predicts: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict",
+            help="Of a run's output_dir: let the planner say what each remedy brings. It takes "
+            "some seconds, or a minute.",
+        ),
+    ] = True,
 ) -> None:
     """Say why a run ran out of memory, what shows it, and what to do first.
 
@@ -37,7 +43,10 @@ def explain(
     Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
     """
     try:
-        answer = _explained(paths[0]) if len(paths) == 1 else _grown(paths)
+        if html is not None:
+            answer = _drawn(paths, html)
+        else:
+            answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
     except OSError as error:
         raise typer.BadParameter(f"{error.filename}: {error.strerror or error}") from error
     except ValueError as error:
@@ -52,9 +61,15 @@ def explain(
         raise typer.Exit(_NO_OOM)
 
 
-def _explained(path: str) -> "Explanation":
+def _is_pickle(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == _PICKLE
+
+
+def _explained(path: str, predicts: bool) -> "Explanation":
     import sys
-    from pathlib import Path
 
     from trainer_plugins.explain.text import explain_stream
 
@@ -63,19 +78,32 @@ def _explained(path: str) -> "Explanation":
     if Path(path).is_dir():
         from trainer_plugins.explain.run import explain_run
 
-        return explain_run(Path(path))
-    with Path(path).open("rb") as file:
-        if file.peek(1)[:1] != _PICKLE:
+        return explain_run(Path(path), predicts)
+    if not _is_pickle(Path(path)):
+        with Path(path).open("rb") as file:
             return explain_stream(file, path)
     from trainer_plugins.explain.snapshot import explain_snapshot
 
     return explain_snapshot(Path(path))
 
 
+def _drawn(paths: list[str], html: Path) -> "Explanation":
+    """Write the page of a snapshot, and return what is said of it."""
+    from trainer_plugins.explain.snapshot.explained import explained_case
+    from trainer_plugins.report.html.snapshot import snapshot_page
+
+    if len(paths) > 1 or not _is_pickle(Path(paths[0])):
+        raise ValueError(
+            "--html draws one memory snapshot; for the folder of a run there is"
+            " trainer-plugins report RUN_DIR --html FILE"
+        )
+    case, answer = explained_case(Path(paths[0]))
+    html.write_text(snapshot_page(case, answer), encoding="utf-8")
+    return answer
+
+
 def _grown(paths: list[str]) -> "Explanation":
     """Compare two snapshots."""
-    from pathlib import Path
-
     from trainer_plugins.explain.snapshot import compare_snapshots
 
     if len(paths) > 2:
@@ -109,6 +137,7 @@ def _print(answer: "Explanation") -> None:
 
     from trainer_plugins.printable import printable
     from trainer_plugins.report.page import show
+    from trainer_plugins.report.words import GRADES
 
     parts: list[Text | Table] = []
     for number, cause in enumerate(answer.causes):
@@ -131,7 +160,7 @@ def _print(answer: "Explanation") -> None:
         if remedy.cause != answer.causes[0].code:
             first = f"If it is {remedy.cause}: "
         price = f"; it costs: {remedy.price}" * bool(remedy.price)
-        said = f"{first}{remedy.effect}{price} ({_GRADES[remedy.grade]})"
+        said = f"{first}{remedy.effect}{price} ({GRADES[remedy.grade]})"
         parts.append(Text(f"       {printable(said)}"))
     parts += [Text(f"Unknown: {printable(line)}", "dim") for line in answer.unknown]
     show(Group(*parts))

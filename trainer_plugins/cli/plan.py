@@ -23,10 +23,26 @@ _LARGEST_RANK = 1 << 20
 _Model: TypeAlias = Annotated[
     str | None, typer.Option(help="A config.json of a model, or a folder that has one.")
 ]
+_Trainer: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A Trainer of TRL's: sft, dpo, kto, reward, grpo, rloo. Then all flags of its config "
+        "may follow.",
+    ),
+]
+_VllmUtilization: TypeAlias = Annotated[
+    float | None,
+    typer.Option(help="With --trainer grpo or rloo: the part of the card that vLLM takes on it."),
+]
 _SeqLength: TypeAlias = Annotated[int, typer.Option(help="Tokens of each row.")]
 _TargetLength: TypeAlias = Annotated[
     int | None,
     typer.Option(help="Tokens of each label of an encoder-decoder; --seq-length if not given."),
+]
+_NumLabels: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Train a classifier of so many labels; if not given, as the config says."),
 ]
 _Dtype: TypeAlias = Annotated[
     str | None, typer.Option(help="Dtype of the loaded weights: bfloat16, float16, float32.")
@@ -133,8 +149,10 @@ _Html: TypeAlias = Annotated[
 def plan(
     context: typer.Context,
     model: _Model = None,
+    trainer: _Trainer = None,
     seq_length: _SeqLength = 2048,
     target_length: _TargetLength = None,
+    num_labels: _NumLabels = None,
     dtype: _Dtype = None,
     lora_r: _LoraR = None,
     lora_target: _LoraTarget = "all-linear",
@@ -147,6 +165,7 @@ def plan(
     bnb_4bit_quant_storage: _QuantStorage = None,
     prepare_kbit: _PrepareKbit = None,
     gpu: _Gpu = None,
+    vllm_utilization: _VllmUtilization = None,
     num_gpus: _NumGpus = None,
     accelerate_config: _AccelerateConfig = None,
     host_memory: _HostMemory = None,
@@ -201,7 +220,9 @@ def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
     if given["model"] is None:
         raise PlanError("name the model: --model config.json, or a folder that has one")
     details = ConfigInputs(
-        training_args=_flags(arguments),
+        training_args=(*_flags(arguments), *_vllm(given["trainer"], given["vllm_utilization"])),
+        num_labels=given["num_labels"],
+        trainer=given["trainer"],
         seq_length=given["seq_length"],
         target_length=given["target_length"],
         dtype=given["dtype"],
@@ -283,7 +304,7 @@ def _one_plan(
     outcome = predict_one(request, timeout_seconds)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
-        from trainer_plugins.report.plan_html import plan_page
+        from trainer_plugins.report.html.plan import plan_page
 
         html.write_text(plan_page(outcome), encoding="utf-8")
     if as_json:
@@ -324,6 +345,20 @@ def _flags(arguments: list[str]) -> tuple[str, ...]:
         argument.split("=")[0] in ("--output_dir", "--output-dir") for argument in arguments
     )
     return (*arguments, *(() if given else ("--output_dir", "runs")))
+
+
+def _vllm(trainer: str | None, utilization: float | None) -> tuple[str, ...]:
+    """Return the flags of TRL's config for vLLM on the same card."""
+    from trainer_plugins.planner.plan import PlanError
+
+    if utilization is None:
+        return ()
+    if trainer not in ("grpo", "rloo"):
+        raise PlanError("--vllm-utilization is for --trainer grpo or rloo, which may generate so")
+    if not 0 < utilization < 1:
+        raise PlanError(f"--vllm-utilization is a part of the card below 1, got {utilization}")
+    share = str(utilization)
+    return ("--use_vllm", "True", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", share)
 
 
 def _adapter(rank: int | None, target: str, file: Path | None) -> dict[str, object] | None:

@@ -5,7 +5,14 @@ from typing import Any
 from typer.core import TyperCommand
 
 PANELS = {
-    "The model": ("model", "dtype", "seq_length", "target_length"),
+    "The model and its Trainer": (
+        "model",
+        "dtype",
+        "trainer",
+        "num_labels",
+        "seq_length",
+        "target_length",
+    ),
     "Adapters and quantised weights": (
         "lora_r",
         "lora_target",
@@ -20,6 +27,7 @@ PANELS = {
     ),
     "The machine": (
         "gpu",
+        "vllm_utilization",
         "num_gpus",
         "accelerate_config",
         "host_memory",

@@ -1,13 +1,24 @@
 """`trainer-plugins report`: prints what happened to memory in a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from trainer_plugins.finding import Finding
+    from trainer_plugins.record.history import History
 
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Draw the last run as a page, and write it to this file.")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="With --html: the plan of this run, as plan --json prints it."),
+    ] = None,
 ) -> None:
     """Print how a run ended, the peak of each moment, releases and findings, for every rank.
 
@@ -17,7 +28,7 @@ def report(
 
     Exit codes: 0 printed; 2 nothing to read.
     """
-    from trainer_plugins.explain.ending import how_it_ended
+    from trainer_plugins.explain.run.ending import how_it_ended
     from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show
     from trainer_plugins.report.text import history_report
@@ -28,4 +39,32 @@ def report(
         raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    show(history_report(history, how_it_ended(history, run_dir)))
+    ending = how_it_ended(history, run_dir)
+    if html is not None:
+        _write(history, run_dir, ending, html, plan)
+    elif plan is not None:
+        raise typer.BadParameter("--plan is drawn on a page: give --html too")
+    show(history_report(history, ending))
+
+
+def _write(
+    history: "History", run_dir: Path, ending: "Finding | None", html: Path, plan: Path | None
+) -> None:
+    """Write the page."""
+    from trainer_plugins.planner.plan import MemoryPlan
+    from trainer_plugins.report.html.run import run_page
+
+    try:
+        planned = None if plan is None else MemoryPlan.from_json(plan.read_text("utf-8"))
+    except OSError as error:
+        raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(
+            f"--plan: {plan} is not a plan printed with --json: {error}"
+        ) from error
+    try:
+        html.write_text(run_page(history, run_dir, ending, planned), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename or html}: {error.strerror}") from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

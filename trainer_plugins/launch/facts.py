@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,11 +14,13 @@ import torch
 
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
+from trainer_plugins.launch.hydra_job import override_of
 from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.masked import masked, masked_command, masked_text
 from trainer_plugins.launch.place import place
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
+from trainer_plugins.strategy import Strategy
 
 T = TypeVar("T")
 
@@ -54,7 +57,8 @@ def facts_of_process(
         world_size=world_size,
         command=masked_command(sys.argv),
         device=name,
-        card=tried(lambda: _card(name), ""),
+        card=tried(lambda: str(getattr(_properties(name), "name", "")), ""),
+        capability=tried(lambda: _capability(name), None),
         device_bytes=0 if device is None else tried(lambda: device.read().total_bytes, 0),
         driver=_driver(),
         versions=_versions(),
@@ -63,16 +67,53 @@ def facts_of_process(
     )
 
 
-def arguments_of(args: Any) -> dict[str, object]:
+def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -> RunFacts:
+    """Add what a Trainer trains, and how."""
+    model, args = trainer.model, trainer.args
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return replace(
+        facts,
+        trainer=type(trainer).__name__,
+        model=type(model).__name__,
+        built_class=f"{type(base).__module__}.{type(base).__qualname__}",
+        model_config=tried(lambda: _config(model), {}),
+        adapter=tried(lambda: _adapter(model), {}),
+        dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
+        arguments=tried(lambda: _arguments(args), {}),
+        override=tried(lambda: override_of(vars(args)), ""),
+        num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
+        has_metrics=trainer.compute_metrics is not None,
+        strategy=strategy,
+    )
+
+
+def _arguments(args: Any) -> dict[str, object]:
     """Return TrainingArguments as JSON, without secrets."""
     return _as_mapping(args.to_dict() if hasattr(args, "to_dict") else vars(args))
 
 
-def config_of(model: object) -> dict[str, object]:
+def _config(model: object) -> dict[str, object]:
     """Return the config of a model as JSON, without secrets; empty if it has none."""
     config = getattr(model, "config", None)
-    as_dict = getattr(config, "to_dict", dict)
-    return _as_mapping(as_dict())
+    as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
+    if (attention := getattr(config, "_attn_implementation", None)) is not None:
+        as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
+    return _as_mapping(as_dict)
+
+
+def _adapter(model: Any) -> dict[str, object]:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or len(configs) != 1:
+        return {}
+    (config,) = configs.values()
+    return {name: its for name, its in _as_mapping(config.to_dict()).items() if its is not None}
+
+
+def _num_evaluation_batches(trainer: Any) -> int:
+    dataset, rows = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+    parts = dataset.values() if isinstance(dataset, dict) else (dataset,)
+    ranks = max(1, trainer.args.world_size)
+    return max((-(-len(part) // (rows * ranks)) for part in parts if part is not None), default=0)
 
 
 def _as_mapping(value: object) -> dict[str, object]:
@@ -80,12 +121,16 @@ def _as_mapping(value: object) -> dict[str, object]:
     return shown if isinstance(shown, dict) else {}
 
 
-def _card(name: str) -> str:
+def _properties(name: str) -> object:
     if not name or name == "cpu":
-        return ""
+        return None
     device = torch.device(name)
-    properties = torch.get_device_module(device.type).get_device_properties(device.index)
-    return str(getattr(properties, "name", ""))
+    return torch.get_device_module(device.type).get_device_properties(device.index)
+
+
+def _capability(name: str) -> tuple[int, int] | None:
+    properties: Any = _properties(name)
+    return (int(properties.major), int(properties.minor)) if properties is not None else None
 
 
 def _driver() -> str:

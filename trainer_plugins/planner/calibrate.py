@@ -84,7 +84,7 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     """
     run_dir = Path(run_dir)
     ranks = timelines_of(run_dir)
-    _refuse_another_run(plan, ranks)
+    refuse_another_run(plan, ranks)
     differences = _differences(plan, ranks)
     context_bytes = max(
         each.reading.non_torch_bytes for each in _all(ranks) if isinstance(each, Sample)
@@ -185,35 +185,41 @@ def readings_in(
     return found
 
 
-def _refuse_another_run(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> None:
+def refuse_another_run(
+    plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]], flag: str = "--calibrate"
+) -> None:
+    """Refuse the timelines of a run that cannot be the planned one.
+
+    Raises:
+        PlanError: they are of another model, world size or card.
+    """
     for rank, entries in ranks.items():
         for entry in entries:
             if isinstance(entry, Beginning):
                 ran = entry.strategy
                 if ran.num_params != plan.num_parameters:
                     raise PlanError(
-                        f"--calibrate: the run of rank {rank} trained a model of "
+                        f"{flag}: the run of rank {rank} trained a model of "
                         f"{ran.num_params:,} parameters, the plan is for one of "
                         f"{plan.num_parameters:,}"
                     )
                 if ran.world_size != plan.num_gpus:
                     raise PlanError(
-                        f"--calibrate: the run had {ran.world_size} ranks, the plan has "
+                        f"{flag}: the run had {ran.world_size} ranks, the plan has "
                         f"{plan.num_gpus} GPUs"
                     )
             if isinstance(entry, Sample) and entry.reading.device == "cpu":
-                raise PlanError("--calibrate: the run was on the CPU, the plan is for a card")
+                raise PlanError(f"{flag}: the run was on the CPU, the plan is for a card")
             if isinstance(entry, Sample) and plan.capacity_bytes is not None:
                 total = entry.reading.total_bytes
                 if abs(total - plan.capacity_bytes) > _SAME_CARD * plan.capacity_bytes:
                     raise PlanError(
-                        f"--calibrate: the run was on {entry.reading.device} of {size(total)}, "
+                        f"{flag}: the run was on {entry.reading.device} of {size(total)}, "
                         f"the plan is for {plan.gpu} of {size(plan.capacity_bytes)}"
                     )
     if len(ranks) > plan.num_gpus:
         raise PlanError(
-            f"--calibrate: there are timelines of {len(ranks)} ranks, the plan has "
-            f"{plan.num_gpus} GPUs"
+            f"{flag}: there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs"
         )
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -22,9 +22,11 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
     DEFAULT_SEQUENCE_LENGTH,
+    TRL_TRAINERS,
     ConfigSource,
     PlanRequest,
 )
+from trainer_plugins.planner.trainer import fields_of
 
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _OF_A_TRAINER = {
@@ -90,6 +92,12 @@ class ConfigInputs:
 
     prepare_kbit: bool | None = None
     """Whether a quantised base is given to `prepare_model_for_kbit_training`; None is yes."""
+
+    num_labels: int | None = None
+    """The classes of a classifier; None is as the config says."""
+
+    trainer: str | None = None
+    """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +180,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
             has_metrics=details.has_metrics,
+            num_labels=details.num_labels,
+            trainer=_trainer_of(details),
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,
@@ -283,9 +293,14 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
         return pickle.dumps((Seq2SeqTrainingArguments, dict(given)))
     if isinstance(given, Sequence):
         return tuple(given)
-    return pickle.dumps(
-        (type(given), {each.name: getattr(given, each.name) for each in fields(given) if each.init})
-    )
+    return pickle.dumps((type(given), fields_of(given)))
+
+
+def _trainer_of(details: ConfigInputs) -> str | None:
+    """Return the Trainer of TRL's that is named, or whose config the arguments are."""
+    name = type(details.training_args).__name__
+    of_config = name.removesuffix("Config").lower() if name.endswith("Config") else ""
+    return details.trainer or (of_config if of_config in TRL_TRAINERS else None)
 
 
 def _fields(given: Any) -> dict[str, object] | None:

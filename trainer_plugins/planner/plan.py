@@ -27,6 +27,7 @@ Category = Literal[
     "logits and loss",
     "KV cache",
     "sharding buffers",
+    "vLLM",
     "workspaces",
 ]
 """What memory is used for, in the breakdown at the peak."""

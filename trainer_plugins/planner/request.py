@@ -13,6 +13,9 @@ LONGEST_SEQUENCE = 1 << 24
 """The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
+TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+"""The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
+
 OPTIMIZER_STEPS = 3
 """How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
 second step is the first that has them. Reserved memory grows until the third: only then do blocks
@@ -56,13 +59,27 @@ class ConfigSource:
     has_metrics: bool = False
     """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
 
+    num_labels: int | None = None
+    """The classes of a classifier; None is as the config says."""
+
+    trainer: str | None = None
+    """One of `TRL_TRAINERS`; None is transformers' own."""
+
     def __post_init__(self) -> None:
+        if self.trainer not in (None, *TRL_TRAINERS):
+            raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
             if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
                 raise PlanError(
                     f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, "
                     f"got {length:,}"
                 )
+        if self.num_labels is not None and self.trainer is not None:
+            raise PlanError("--num-labels and --trainer do not go together: TRL's make no classes")
+        if self.num_labels is not None and not 1 <= self.num_labels <= MOST_ROWS:
+            raise PlanError(
+                f"a classifier has from 1 to {MOST_ROWS:,} labels, got {self.num_labels:,}"
+            )
         if not 1 <= self.num_evaluation_batches <= MOST_EVALUATION_BATCHES:
             raise PlanError(
                 f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, "

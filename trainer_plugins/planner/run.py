@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins.planner.before import remember
 from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
@@ -88,7 +89,10 @@ def plan_run(
         prepare_kbit=prepare_kbit,
     )
     run = RunInputs(gpu, calibration, allocator, num_gpus, has_padding, host_memory, pinned_memory)
-    return predict_one(request_of(trainer_or_config, details, run), timeout_seconds)
+    plan = predict_one(request_of(trainer_or_config, details, run), timeout_seconds)
+    if hasattr(trainer_or_config, "training_step"):
+        remember(trainer_or_config, plan)
+    return plan
 
 
 def predict_one(

@@ -8,7 +8,8 @@ is read with `getattr`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,14 @@ class TrainerLike(Protocol):
 
     def evaluate(self) -> object:
         """Evaluate once."""
+
+
+def fields_of(args: Any) -> dict[str, Any]:
+    """Return the fields from which a dataclass of arguments can be made again."""
+    given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+    if given.get("steps_per_generation"):  # TRL takes one of the two, and has made the other
+        given.pop("generation_batch_size", None)
+    return given
 
 
 def text_of(setting: object) -> str:

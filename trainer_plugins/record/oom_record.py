@@ -75,6 +75,9 @@ class Alive:
 
     largest: tuple[Held, ...]
 
+    graphs: tuple[Held, ...] = ()
+    """The ends of autograd graphs that something other than a running function holds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
@@ -84,6 +87,8 @@ class Process:
     used_bytes: int | None
     name: str | None
     is_own: bool
+    is_of_user: bool = False
+    """Whether it belongs to the user of the run, who may then end it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,22 @@ class Host:
     num_oom_kills: int
     shm_total_bytes: int
     shm_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Says what a plan had predicted before; sizes in bytes, of one card."""
+
+    source: str
+    """Who had made it: `plan_run`, or a file in the output_dir."""
+
+    nvidia_smi_peak_bytes: int
+    moment: str
+    """The moment of the peak."""
+
+    capacity_bytes: int | None = None
+    fits: bool | None = None
+    """Whether the plan said that it fits; None if no card was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +160,9 @@ class OomRecord:
     host: Host | None = None
     snapshot: str = ""
     """The file of torch's own snapshot, if one was asked for."""
+
+    plan: Planned | None = None
+    """What a plan had said; None if there was none."""
 
     run: RunFacts
 

@@ -56,9 +56,30 @@ class RunFacts:
     model: str = ""
     """The class of the model."""
 
+    built_class: str = ""
+    """The class that the model's config stands for, with its module; under an adapter the base's.
+
+    `transformers.models.llama.modeling_llama.LlamaForCausalLM`
+    """
+
     model_config: Mapping[str, object] = field(default_factory=dict)
+    adapter: Mapping[str, object] = field(default_factory=dict)
+    """The fields of the PeftConfig; empty if the weights themselves are trained."""
+
+    dtype: str = ""
+    """Of the weights when training began: `bfloat16`."""
+
     arguments: Mapping[str, object] = field(default_factory=dict)
     """The TrainingArguments, without tokens and keys."""
+
+    override: str = ""
+    """How an override of one begins in a Hydra app: `++trainer.args.`; empty without Hydra."""
+
+    num_evaluation_batches: int = 0
+    """Batches of an evaluation; 0 if there is none, or nobody can count them."""
+
+    has_metrics: bool = False
+    """Whether the Trainer has a `compute_metrics`, for which an evaluation keeps all outputs."""
 
     strategy: Strategy | None = None
     """What really runs; None if the run ended before that was known."""
@@ -68,6 +89,9 @@ class RunFacts:
 
     card: str = ""
     """What the maker calls it."""
+
+    capability: tuple[int, int] | None = None
+    """The compute capability of the card; None if it has none."""
 
     device_bytes: int = 0
     driver: str = ""

@@ -37,17 +37,17 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 def verdict(plan: MemoryPlan) -> str:
     """Say in one short line whether the run fits."""
     if plan.capacity_bytes is None or plan.margin_bytes is None:
-        return f"Needs {size(plan.nvidia_smi_peak_bytes)}, in the {_moment(plan)}"
+        return f"Needs {size(plan.nvidia_smi_peak_bytes)}, in the {moment_of(plan)}"
     if plan.fits_card:
         card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
-        return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {_moment(plan)}"
+        return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {moment_of(plan)}"
     live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
     if 0 < 2 * live_short < -plan.margin_bytes:  # a full card gives cached blocks back
-        return f"Does not fit: at least {size(live_short)} short, in the {_moment(plan)}"
+        return f"Does not fit: at least {size(live_short)} short, in the {moment_of(plan)}"
     if plan.margin_bytes < 0:
-        return f"Does not fit: {size(-plan.margin_bytes)} short, in the {_moment(plan)}"
+        return f"Does not fit: {size(-plan.margin_bytes)} short, in the {moment_of(plan)}"
     missing = size(plan.failed_request_bytes or 0)
-    return f"Does not fit: no {missing} in one piece, in the {_moment(plan)}"
+    return f"Does not fit: no {missing} in one piece, in the {moment_of(plan)}"
 
 
 def details(plan: MemoryPlan) -> list[str]:
@@ -66,7 +66,8 @@ def details(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def _moment(plan: MemoryPlan) -> str:
+def moment_of(plan: MemoryPlan) -> str:
+    """Name the moment of the peak, as part of a sentence."""
     return f"{plan.moment} pass" if plan.moment in ("forward", "backward") else plan.moment
 
 

@@ -31,7 +31,7 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
         parts.append(Text(f"{num_runs} runs wrote into this folder; the last one comes first"))
     for number, run in reversed([*enumerate(history.runs, start=1)]):
         if num_runs > 1:
-            parts.append(Text(f"\nRun {number} of {num_runs}: {_when(run)}", style="bold"))
+            parts.append(Text(f"\nRun {number} of {num_runs}: {when(run)}", style="bold"))
         if ending is not None and number == num_runs:
             parts.append(Text(str(ending), style=_STYLES[ending.severity]))
         parts += [*_failures(run, history), memory_report(run.timelines)]
@@ -76,7 +76,8 @@ def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
     return Group(*_strategies(timelines), table, *lines)
 
 
-def _when(run: Run) -> str:
+def when(run: Run) -> str:
+    """Say which steps a run had, and when."""
     (first_step, last_step), (began, ended) = run.steps, run.seconds
     steps = (
         f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"

@@ -1,4 +1,4 @@
-"""Says what a tensor at the peak is, in people's words before aten's."""
+"""Says in people's words what a tensor at the peak is, and how well an effect is known."""
 
 from trainer_plugins.planner.plan import TensorsAtPeak
 
@@ -28,6 +28,15 @@ _PARTS = {
     "input_layernorm": "the norms before attention",
     "post_attention_layernorm": "the norms before the MLPs",
 }
+
+
+GRADES = {
+    "predicted": "predicted",
+    "replayed": "replayed",
+    "arithmetic": "by arithmetic",
+    "known": "not checked",
+}
+"""How well the effect of a remedy is known, by its grade (`explain.answer.Remedy`)."""
 
 
 def words_of(group: TensorsAtPeak) -> str:

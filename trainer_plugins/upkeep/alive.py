@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trainer_plugins.launch.masked import masked_text
-from trainer_plugins.record.oom_record import Alive, LiveModel
-from trainer_plugins.upkeep.holders import held_by, roots
+from trainer_plugins.record.oom_record import Alive, Held, LiveModel
+from trainer_plugins.upkeep.holders import graphs_held, held_by, roots
 
 _MOST_MODULES = 12
 _MOST_MODELS = 6
@@ -34,7 +34,8 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
         ledger.add_optimizer(optimizer)
     others = ledger.others()
     counted = sum(ledger.category_bytes.values())
-    largest = tuple(replace(each, holder=masked_text(each.holder)) for each in held_by(others))
+    largest = _masked(held_by(others))
+    graphs = _masked(graphs_held(device_type, oldest=True))
     return Alive(
         category_bytes=dict(ledger.category_bytes),
         # What a process has of main memory is far more than tensors.
@@ -46,7 +47,12 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
             if num_bytes
         ),
         largest=largest,
+        graphs=tuple(each for each in graphs if not each.holder.startswith("a local of")),
     )
+
+
+def _masked(held: list[Held]) -> tuple[Held, ...]:
+    return tuple(replace(each, holder=masked_text(each.holder)) for each in held)
 
 
 class _Ledger:

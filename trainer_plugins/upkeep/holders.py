@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any
@@ -136,11 +136,17 @@ def held_by(tensors: list[torch.Tensor]) -> list[Held]:
     ]
 
 
-def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
+def graphs_held(device_type: str, most: int = 3, oldest: bool = False) -> list[Held]:
     """Return the tensors at the ends of live autograd graphs on a device, with their holders.
 
     A graph keeps every activation behind it alive, invisibly to Python: whatever holds its end
     holds them all. It takes as long as `tensors_held`.
+
+    Args:
+        device_type: the kind of device: `cuda`.
+        most: how many to return.
+        oldest: whether those come first that were made first, and not the largest. In a step,
+            which makes a graph of its own, these are the ones that somebody keeps.
     """
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     ends = [
@@ -156,13 +162,19 @@ def graphs_held(device_type: str, largest: int = 3) -> list[Held]:
         if node is not None and node not in inner:
             inner.add(node)
             behind += [further for further, _ in node.next_functions]
-    ends = sorted(
-        (tensor for tensor in ends if tensor.grad_fn not in inner), key=torch.numel, reverse=True
-    )[:largest]
+    ends = [tensor for tensor in ends if tensor.grad_fn not in inner]
+    ends.sort(key=_made if oldest else lambda end: -end.numel())
+    del ends[most:]
     return [
         Held(num_bytes=end.nbytes, shape=tuple(end.shape), holder=_holder(end, ends))
         for end in ends
     ]
+
+
+def _made(end: torch.Tensor) -> int:
+    """Return when a graph was made: autograd numbers the nodes of each thread."""
+    sequence: Callable[[], int] | None = getattr(end.grad_fn, "_sequence_nr", None)
+    return sequence() if sequence is not None else 0
 
 
 def _owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:

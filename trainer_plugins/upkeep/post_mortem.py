@@ -26,6 +26,7 @@ from trainer_plugins.record.oom_record import (
     OomRecord,
     Part,
     Peer,
+    Planned,
     Process,
     Shape,
 )
@@ -50,6 +51,7 @@ class Scene:
     readings: tuple[MemoryReading, ...] = ()
     trainer_class: type | None = None
     snapshot: str = ""
+    plan: Planned | None = None
 
 
 @contextmanager
@@ -128,6 +130,7 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
         peers=tried(lambda: _peers(scene.folder, scene.run.rank), ()),
         host=tried(_host, None),
         snapshot=scene.snapshot,
+        plan=scene.plan,
         run=scene.run,
     )
 
@@ -153,9 +156,16 @@ def _processes(device: Device | None) -> tuple[Process, ...] | None:
             used_bytes=each.used_bytes,
             name=None if each.name is None else masked_text(each.name),
             is_own=each.pid == os.getpid(),
+            is_of_user=_is_of_user(each.pid),
         )
         for each in listed
     )
+
+
+def _is_of_user(pid: int) -> bool:
+    with suppress(OSError, AttributeError):  # it is gone; Windows has no such numbers
+        return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
+    return False
 
 
 def _host() -> Host:

@@ -26,18 +26,31 @@ def explain_snapshot(path: Path) -> Explanation:
     Raises:
         NotReadableError: the file is not a snapshot, is damaged, or would run code.
     """
+    return explained_case(path)[1]
+
+
+def explained_case(path: Path) -> tuple[Case, Explanation]:
+    """Return what `explain_snapshot` says, with the case that it is about.
+
+    Raises:
+        NotReadableError: the file is not a snapshot, is damaged, or would run code.
+    """
     with no_collection():
         case = case_of(path)
-        tries = Tries(case)
-        tries.run()
-        causes = causes_of(case, tries) if case.oom is not None else ()
-        return Explanation(
-            subject=printable(path),
-            causes=causes,
-            remedies=tuple(_ordered(tries.remedies, causes)),
-            facts=tuple(_facts(case)),
-            unknown=tuple(_unknown(case, tries)),
-        )
+        return case, _explanation(case, path)
+
+
+def _explanation(case: Case, path: Path) -> Explanation:
+    tries = Tries(case)
+    tries.run()
+    causes = causes_of(case, tries) if case.oom is not None else ()
+    return Explanation(
+        subject=printable(path),
+        causes=causes,
+        remedies=tuple(_ordered(tries.remedies, causes)),
+        facts=tuple(_facts(case)),
+        unknown=tuple(_unknown(case, tries)),
+    )
 
 
 def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:

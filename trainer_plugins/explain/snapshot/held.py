@@ -163,6 +163,11 @@ class Sorter:
             return "activations"
         return "other"
 
+    @property
+    def passes(self) -> Sequence[tuple[int, int, str]]:
+        """Return first and last event of each pass: `forward`, `backward` or `optimizer`."""
+        return self._runs
+
     # Passes: the forward pass with the loss, the backward pass, and the step of the optimizer.
 
     def _pass_of(self, work: Work) -> str:

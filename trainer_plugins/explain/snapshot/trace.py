@@ -257,6 +257,10 @@ class _Ranges:
             if max(high, start) < end:
                 self.add(max(high, start), end)
 
+    def apart(self) -> list[tuple[int, int]]:
+        """Return the ranges in order."""
+        return [(low, self._highs[low]) for low in self._lows]
+
     def joined(self) -> list[tuple[int, int]]:
         """Return the ranges in order; what touches is one."""
         joined: list[tuple[int, int]] = []
@@ -267,6 +271,19 @@ class _Ranges:
             else:
                 joined.append((low, high))
         return joined
+
+
+def ranges_after(card: Card, position: int) -> list[tuple[int, int]]:
+    """Return where memory was reserved after an event: first and last address of each segment."""
+    ranges = _Ranges()
+    for segment in card.segments:
+        ranges.add(segment.address, segment.address + segment.num_bytes)
+    for event in reversed(card.events[position + 1 :]):
+        if event.action == "segment_alloc":
+            ranges.remove(event.address, event.address + event.num_bytes)
+        elif event.action == "segment_free":
+            ranges.add(event.address, event.address + event.num_bytes)
+    return ranges.joined() if card.has_mapped else ranges.apart()
 
 
 def _within(addresses: list[int], low: int, high: int) -> list[int]:

@@ -88,6 +88,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         _resized_storages_are_seen(patches, tracker)
         _shapes_of_dtensor_are_not(patches, tracker)
         _kv_cache_is_known(patches, tracker)
+        _lists_have_one_value(patches)
         _predictions_become_arrays(patches)
         if on_cuda:
             _cuda_answers(patches, tracker, world)
@@ -202,7 +203,7 @@ def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
 
     def fast_all(original: Callable[..., object], tensor: torch.Tensor) -> bool:
         original(tensor)
-        return not world.has_padding
+        return not tracker.has_padding
 
     def find_packed(original: Callable[..., object], positions: torch.Tensor) -> object:
         tracker.checks_hold = not world.is_packed
@@ -258,6 +259,18 @@ def _kv_cache_is_known(patches: _Patches, tracker: Tracker) -> None:
         return kept
 
     patches.wrap(cache_utils.Cache, "update", update)
+
+
+def _lists_have_one_value(patches: _Patches) -> None:
+    """Let `tolist` ask for one value, and not for each of thousands of tokens."""
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        listed: Any = tensor.flatten()[0].item() if tensor.numel() else None
+        for length in reversed(tensor.shape):
+            listed = [listed] * length
+        return listed
+
+    patches.set(FakeTensor, "tolist", tolist)
 
 
 def _predictions_become_arrays(patches: _Patches) -> None:

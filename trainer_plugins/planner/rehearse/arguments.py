@@ -1,7 +1,6 @@
 """Read the user's TrainingArguments, and change them for a short run that writes nothing."""
 
 import contextlib
-import dataclasses
 import io
 import pickle
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from typing import Any
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.rehearse.loops import loop_of
 from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource
 from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
-from trainer_plugins.planner.trainer import Arguments
+from trainer_plugins.planner.trainer import Arguments, fields_of
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
 _REHEARSED = {
@@ -71,7 +71,8 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
             of_fields: Arguments = kind(**fields)
             return of_fields
         _check_deepspeed(_value_of("--deepspeed", source.arguments))
-        return _parsed(source.arguments)
+        loop = loop_of(source)
+        return _parsed(source.arguments, loop.config if loop is not None else None)
     except PlanError:
         raise
     except (ValueError, TypeError, ImportError) as error:
@@ -80,19 +81,16 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:
     """Copy TrainingArguments for a run of three steps that writes nothing."""
-    given = {
-        field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init
-    }
+    given = fields_of(args)
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 
 
-def _parsed(flags: Sequence[str]) -> Arguments:
+def _parsed(flags: Sequence[str], of_loop: type | None) -> Arguments:
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
-    parser = HfArgumentParser(
-        Seq2SeqTrainingArguments, prog="trainer-plugins plan", allow_abbrev=False
-    )
+    kind: Any = of_loop or Seq2SeqTrainingArguments
+    parser = HfArgumentParser(kind, prog="trainer-plugins plan", allow_abbrev=False)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -109,8 +107,8 @@ def _parsed(flags: Sequence[str]) -> Arguments:
         meant = _CALLED_ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
         near = [meant] if meant else get_close_matches(flag, parser._option_string_actions, n=1)
         raise PlanError(
-            f"neither plan nor TrainingArguments knows {unknown[0]}"
-            + (f": is it {near[0]}?" if near else "")
+            f"neither plan nor {of_loop.__name__ if of_loop else 'TrainingArguments'} knows "
+            f"{unknown[0]}" + (f": is it {near[0]}?" if near else "")
         )
     parsed: Arguments = args
     return parsed

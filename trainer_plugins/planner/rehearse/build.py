@@ -4,15 +4,21 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head, quantised
-from trainer_plugins.planner.rehearse import ship
+from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
+from trainer_plugins.planner.rehearse.batches import batch_of
 from trainer_plugins.planner.rehearse.failures import first_line
-from trainer_plugins.planner.rehearse.model import batch_of, model_of
+from trainer_plugins.planner.rehearse.gather import longest_batch
+from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
+from trainer_plugins.planner.rehearse.model import adapter_of, model_of
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, text_of
+
+_PADDED = "batches have padding, which is the worse case; see --no-padding"
 
 
 def rehearsal_of(
@@ -42,14 +48,17 @@ def _of_config(
                 f"per_device_{name}_batch_size is a number of rows from 1 to {MOST_ROWS:,}, "
                 f"got {number:,}"
             )
+    if (loop := loop_of(source)) is not None:
+        return _of_loop(loop, source, rehearsed_arguments(args, output_dir), has_padding, args)
     model, assumptions = model_of(source, args.device)
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:
-            assumptions.append("batches have padding, which is the worse case; see --no-padding")
+            assumptions.append(_PADDED)
     generates = getattr(args, "predict_with_generate", False)
     trainer_class = transformers.Seq2SeqTrainer if generates else transformers.Trainer
-    make = batch_of(model, rows, source.sequence_length, source.target_length)
+    make_batch, said = batch_of(model, rows, source)
+    assumptions += said
     try:
         trainer = trainer_class(
             model=model,
@@ -60,18 +69,45 @@ def _of_config(
     except ValueError as error:
         raise PlanError(first_line(error)) from error
     evaluates = text_of(args.eval_strategy).lower() != "no" or args.do_eval
-    rows = args.per_device_eval_batch_size
+    make_evaluation_batch, _ = batch_of(model, args.per_device_eval_batch_size, source)
     return Rehearsed(
         trainer=trainer,
-        make_batch=make,
-        make_evaluation_batch=batch_of(model, rows, source.sequence_length, source.target_length)
-        if evaluates
-        else None,
+        make_batch=make_batch,
+        make_evaluation_batch=make_evaluation_batch if evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=text_of(args.save_strategy).lower() != "no",
         resumes=not args.save_only_model,
         has_padding=has_padding,
         assumptions=assumptions,
+    )
+
+
+def _of_loop(
+    loop: Loop, source: ConfigSource, args: Any, has_padding: bool | None, given: Arguments
+) -> Rehearsed:
+    """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
+    if text_of(given.eval_strategy).lower() != "no" or given.do_eval:
+        raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    if args.device.type == "cuda":
+        fused_head.kernels_take_nothing()
+    adapter = adapter_of(source.peft) if source.peft is not None else None
+    model, assumptions = model_of(source, args.device)
+    models = iter([model])  # the one that is trained is built once
+    trainer, said = make(
+        loop, source, args, lambda: next(models, None) or model_of(source, args.device)[0], adapter
+    )
+    if has_padding is None:
+        said.append(_PADDED)
+    batch, _ = longest_batch(trainer)
+    return Rehearsed(
+        trainer=trainer,
+        make_batch=lambda: _copied(batch),
+        make_evaluation_batch=None,
+        num_evaluation_batches=0,
+        saves=text_of(given.save_strategy).lower() != "no",
+        resumes=not given.save_only_model,
+        has_padding=has_padding is not False,
+        assumptions=[*assumptions, *said],
     )
 
 
@@ -126,6 +162,8 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
         None,
         False,
     )
+    if rollout.generates(trainer):
+        rollout.revive(trainer)
     if quantised.has_stand_ins(trainer.model):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:

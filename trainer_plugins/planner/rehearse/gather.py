@@ -18,7 +18,7 @@ from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse import ship
+from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
 
@@ -32,7 +32,13 @@ _COUNTED = (
     "attention_mask",
 )
 _PROMPTS = ("prompt_ids", "prompt_input_ids")
-_ANSWERS = ("chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids")
+_ANSWERS = (
+    "completion_ids",
+    "chosen_ids",
+    "rejected_ids",
+    "chosen_input_ids",
+    "rejected_input_ids",
+)
 _SIMGPU = "simgpu"
 
 
@@ -70,9 +76,8 @@ def request_of(
         raise PlanError("the Trainer has no model yet: give it one in place of model_init")
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
-    rows = args.per_device_train_batch_size
     with _undisturbed(trainer):
-        batch, is_padded = _longest_batch(trainer, trainer.train_dataset, rows, "train_dataset")
+        batch, is_padded = longest_batch(trainer)
         evaluation, num_batches = _evaluation_of(trainer)
         try:
             sent, left_out = ship.dumps_trainer(trainer)
@@ -113,7 +118,10 @@ def _evaluation_of(trainer: Any) -> tuple[object, int]:
     if isinstance(dataset, dict):
         dataset = max(dataset.values(), key=_length)
     rows = args.per_device_eval_batch_size
-    batch, _ = _longest_batch(trainer, dataset, rows, "eval_dataset")
+    if rollout.generates(trainer):
+        batch: object = _longest_prompts(dataset, rows, trainer.num_generations_eval)
+    else:
+        batch, _ = _longest_batch(trainer, dataset, rows, "eval_dataset")
     return batch, max(1, -(-_length(dataset) // rows))
 
 
@@ -176,6 +184,15 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+def longest_batch(trainer: Any) -> tuple[object, bool]:
+    """Return the worst batch of a training that a sampler can draw, and if batches have padding."""
+    dataset, args = trainer.train_dataset, trainer.args
+    if rollout.generates(trainer):  # completions end where they end
+        rows = rollout.rows_of_a_batch(args)
+        return _longest_prompts(dataset, rows, trainer.num_generations), True
+    return _longest_batch(trainer, dataset, args.per_device_train_batch_size, "train_dataset")
+
+
 def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, bool]:
     """Collate the longest rows of a dataset: the worst batch that a sampler can draw.
 
@@ -207,6 +224,17 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[ob
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
     batch = collator(chosen)
     return batch, _is_padded(batch) or (rows > 1 and _is_padded(collator([*chosen[1:], shortest])))
+
+
+def _longest_prompts(dataset: Any, rows: int, num_answers: int) -> list[dict[str, object]]:
+    """Return the longest prompts, each as often as it is answered: what is generated at once."""
+    read = itertools.islice(iter(dataset), _MOST_ROWS_READ)
+    found = [{name: row[name] for name in rollout.COLUMNS if name in row} for row in read]
+    found.sort(key=lambda row: len(str(row.get("prompt"))), reverse=True)
+    if not found:
+        raise PlanError("the data set has no prompts")
+    prompts = itertools.islice(itertools.cycle(found), -(-rows // num_answers))
+    return [row for row in prompts for _ in range(num_answers)][:rows]
 
 
 def _size(row: object) -> int:

@@ -1,7 +1,7 @@
-"""Build the model of a config, and batches for it. Imports torch."""
+"""Build the model of a config. Imports torch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.planner.rehearse.failures import first_line
-from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
 
 _QUANTISED = "quantization_config"
@@ -41,6 +40,7 @@ def model_of(
         NotPredicted: the planner cannot predict such a model.
     """
     import transformers
+    from transformers import AutoModelForSequenceClassification
 
     assumptions: list[str] = []
     kind = source.config.get("model_type")
@@ -55,7 +55,15 @@ def model_of(
         fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
         config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
-        model = _class_of(config)._from_config(config, dtype=dtype)
+        if source.trainer == "reward":
+            config.num_labels, config.architectures = 1, None
+            model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        else:
+            if source.num_labels is not None:
+                config.num_labels = source.num_labels
+                if getattr(config, "pad_token_id", None) is None:
+                    config.pad_token_id = 0  # a classifier of several rows asks for one
+            model = _class_of(config, source.num_labels)._from_config(config, dtype=dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
         if card is not None:
@@ -64,7 +72,7 @@ def model_of(
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
         raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
-    if source.peft is not None:
+    if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
     return model, assumptions
 
@@ -88,7 +96,7 @@ def _quantised(
     )
     if config.load_in_8bit:
         assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
-    if source.peft is None or not source.prepares_kbit:
+    if source.peft is None or not source.prepares_kbit or source.trainer is not None:
         return loaded
     assumptions.append(
         "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
@@ -117,6 +125,9 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
     import transformers
 
     given = source.dtype
+    if given is None and source.trainer is not None:  # trl/trainer/utils.py, create_model_from_path
+        given = "float32"
+        assumptions.append("weights are loaded in float32, as TRL does; see --dtype")
     if given is None:
         # transformers 4 loads in float32 unless it is told otherwise, and in float16 what
         # bitsandbytes quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
@@ -136,12 +147,16 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
     return dtype
 
 
-def _class_of(config: Any) -> Any:
+def _class_of(config: Any, num_labels: int | None) -> Any:
     """Return the class that `architectures` names if it can be trained, else the usual one."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+    classifiers = transformers.AutoModelForSequenceClassification._model_mapping
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    is_classifier = named is not None and named.__name__.endswith("Classification")
+    if num_labels is not None and not is_classifier and type(config) in classifiers:
+        return classifiers[type(config)]
     if named is not None and "For" in named.__name__:
         return named
     autos = (
@@ -162,6 +177,22 @@ def _class_of(config: Any) -> Any:
 
 
 def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn.Module:
+    config = adapter_of(fields)
+    import peft
+
+    try:
+        adapted: torch.nn.Module = peft.get_peft_model(model, config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
+    return adapted
+
+
+def adapter_of(fields: Mapping[str, object]) -> Any:
+    """Return the config of an adapter.
+
+    Raises:
+        PlanError: peft is missing, or refuses the fields.
+    """
     try:
         import peft
     except ImportError as error:
@@ -181,69 +212,6 @@ def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn
         name: value for name, value in fields.items() if name in known and name != "inference_mode"
     }
     try:
-        adapted: torch.nn.Module = peft.get_peft_model(model, mapping[kind](**given))
+        return mapping[kind](**given)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
-    return adapted
-
-
-def batch_of(model: Any, rows: int, length: int, target_length: int | None) -> Callable[[], Batch]:
-    """Return a function that makes the batches that a collator would make for this model.
-
-    Args:
-        model: a model that was built from a config.
-        rows: rows of each batch.
-        length: tokens of each row.
-        target_length: tokens of each label of an encoder-decoder; None is `length`.
-
-    Raises:
-        NotPredicted: the model takes other inputs than tokens.
-        PlanError: the model has no positions for so many tokens, or cannot make decoder inputs.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name, config = type(inner).__name__, inner.config
-    refusals.refuse_other_inputs(inner)
-    _check_positions(inner, length)
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        raise PlanError(
-            "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
-            "decoder's inputs of labels: add the one of the model (T5: 0)"
-        )
-
-    def tokens(columns: int = length) -> torch.Tensor:
-        return torch.ones((rows, columns), dtype=torch.long)
-
-    def one_each() -> torch.Tensor:
-        return torch.zeros(rows, dtype=torch.long)
-
-    if config.is_encoder_decoder:
-        labels: dict[str, Callable[[], torch.Tensor]] = {
-            "labels": lambda: tokens(target_length or length)
-        }
-    elif name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):
-        labels = {"labels": tokens}
-    elif name.endswith("ForSequenceClassification"):
-        labels = {"labels": one_each}
-    elif name.endswith("ForQuestionAnswering"):
-        labels = {"start_positions": one_each, "end_positions": one_each}
-    else:
-        raise NotPredicted(f"{name} from a config alone: {refusals.GIVE_A_TRAINER}")
-
-    def make() -> Batch:
-        made: Batch = {"input_ids": tokens(), "attention_mask": tokens()}
-        return {**made, **{key: label() for key, label in labels.items()}}
-
-    return make
-
-
-def _check_positions(model: torch.nn.Module, length: int) -> None:
-    """Refuse rows that are longer than a table of learned positions."""
-    names = ("position_embeddings", "embed_positions", "wpe")
-    for name, module in model.named_modules():
-        if not name.endswith(names) or not isinstance(module, torch.nn.Embedding):
-            continue
-        if "Sinus" not in type(module).__name__ and length > module.num_embeddings:
-            raise PlanError(
-                f"a row has {length:,} tokens (--seq-length), and the model has positions for "
-                f"{module.num_embeddings:,} ({name})"
-            )

@@ -20,9 +20,12 @@ def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> d
         "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU, {batch} a step",
     }
     if isinstance(source, ConfigSource):
-        planned["length"] = f"{source.sequence_length} tokens"
-        if source.target_length is not None:
-            planned["length"] += f", labels {source.target_length}"
+        if source.trainer is not None:
+            planned["trainer"] = f"TRL's {type(trainer).__name__}"
+        if getattr(base, "main_input_name", "input_ids") == "input_ids":
+            planned["length"] = f"{source.sequence_length} tokens"
+            if source.target_length is not None:
+                planned["length"] += f", labels {source.target_length}"
     planned |= {
         "dtype": f"{_dtype(base)}{_autocast(args)}",
         "optimizer": optimizer_name(args),

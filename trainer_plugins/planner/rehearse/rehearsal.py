@@ -9,7 +9,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainer_plugins.planner.pretend import quantised
+from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.evaluation import evaluate
+from trainer_plugins.planner.rehearse.generation import Generation
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
@@ -50,6 +52,9 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
     _name_parameters(trainer.model, tracker)
     for model in other_models(trainer):
         tracker.tag((*model.parameters(), *model.buffers()), "frozen weights")
+    if rollout.generates(trainer):
+        rollout.prepare(trainer, tracker)
+        run.assumptions.append(rollout.ASSUMPTION)
     tracker.moment = "forward"
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer)
@@ -70,9 +75,8 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
 def other_models(trainer: TrainerLike) -> list[torch.nn.Module]:
     """Return the models of a Trainer that it does not train: a reference, a teacher, a reward."""
     trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
-    others = {
-        id(value): value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)
-    }
+    held = (*vars(trainer).values(), *rollout.models_of(trainer))
+    others = {id(value): value for value in held if isinstance(value, torch.nn.Module)}
     return [value for key, value in others.items() if key not in trained]
 
 
@@ -133,8 +137,9 @@ def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
 
     def generate_in_its_moment(*args: object, **kwargs: object) -> object:
         assert generate is not None
-        with tracker.during("generation"):
-            return generate(*args, **kwargs)
+        generation = Generation(tracker)
+        with generation.around():
+            return generation.whole(generate(*args, **kwargs))
 
     trainer.training_step = step
     torch.autograd.backward = run_backward
@@ -186,13 +191,19 @@ def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -
 def _skip_like_micro_steps(trainer: TrainerLike) -> None:
     """Skip micro-steps that repeat the one before. Their batches still go to the card."""
     training_step = trainer.training_step
+    generates = rollout.generates(trainer)
     count = 0
 
     def step(*args: object, **kwargs: object) -> object:
         nonlocal count
-        position = count % trainer.args.gradient_accumulation_steps
+        num_steps, position = divmod(count, trainer.args.gradient_accumulation_steps)
         count += 1
-        if _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1:
+        is_skipped = _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1
+        if generates and num_steps == trainer.args.max_steps - 1 and position == 0:
+            rollout.generate_anew(trainer)
+        if generates and is_skipped:
+            is_skipped = rollout.skip(trainer)
+        if is_skipped:
             return torch.zeros((), device=trainer.args.device)
         return training_step(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.by_value import ByValue
 from trainer_plugins.planner.trainer import bare_optimizer
 
@@ -33,6 +34,7 @@ _LEFT_HERE = frozenset(
             "data_collator",
             "compute_metrics",
         ),
+        *("_dist", "vllm_generation", "vllm_client", "async_loop", "async_loop_thread"),
         *("lr_scheduler", "_created_lr_scheduler", "get_train_dataloader", "get_eval_dataloader"),
     }
 )
@@ -56,6 +58,8 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         for name, value in vars(trainer).items()
         if name not in _LEFT_HERE | set(essential)
     }
+    if "reward_funcs" in others:  # functions of the user's, which are not called
+        others["reward_funcs"] = rollout.models_of(trainer)
     left_out = tuple(
         name for name, value in others.items() if not _can_be_sent(value, ByValue(_can_be_sent))
     )

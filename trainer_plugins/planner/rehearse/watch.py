@@ -13,7 +13,7 @@ from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.pretend import eight_bit, fake_cuda
 from trainer_plugins.planner.pretend.environment import World, in_world
-from trainer_plugins.planner.rehearse import refusals
+from trainer_plugins.planner.rehearse import refusals, rollout
 from trainer_plugins.planner.rehearse.arguments import arguments_of
 from trainer_plugins.planner.rehearse.build import rehearsal_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
@@ -80,6 +80,7 @@ def watch(request: PlanRequest) -> Watched:
     with tempfile.TemporaryDirectory() as folder, in_world(_world_of(request)) as tracker:
         args = arguments_of(request.source)
         refusals.refuse_arguments(args)
+        rollout.check_card(args, request.card)
         strategy = strategy_of(request, args)
         with strategy.around(tracker):
             rehearsed, notes = _rehearsed(request, strategy, tracker, folder)
@@ -123,6 +124,7 @@ def _rehearsed(
     progress.step("building the model")
     rehearsed = told_in_one_line(lambda: rehearsal_of(request.source, request.has_padding, folder))
     trainer = rehearsed.trainer
+    tracker.has_padding = rehearsed.has_padding
     trainer.args.max_steps = request.num_steps
     refusals.refuse_trainer(trainer)
     refusals.refuse_model(trainer.model)

@@ -67,8 +67,8 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
         # The first rank keeps what it sends. It would send tensors without bytes.
         stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
+        stack.enter_context(patch.object(dist, "all_gather_object", _all_have_the_same))
         # All ranks have batches of the same size. Comparing sizes would need values.
-        stack.enter_context(_generation_ends_with_this_rank())
         stack.enter_context(
             patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
         )
@@ -76,18 +76,8 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         yield stack
 
 
-def _generation_ends_with_this_rank() -> contextlib.AbstractContextManager[object]:
-    """End generation with this rank: `generate` asks whether another rank goes on."""
-    from transformers import GenerationMixin
-
-    unfinished = GenerationMixin._has_unfinished_sequences
-
-    def alone(
-        model: object, this_peer_finished: bool, _: bool, device: torch.device | None
-    ) -> bool:
-        return bool(unfinished(model, this_peer_finished, False, device))
-
-    return patch.object(GenerationMixin, "_has_unfinished_sequences", alone)
+def _all_have_the_same(gathered: list[object], own: object, *_: object, **__: object) -> None:
+    gathered[:] = [own] * len(gathered)
 
 
 def _prove() -> None:

@@ -63,6 +63,8 @@ def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
     """Return whether the size of the result is the number of ones in a mask, as in `x[mask]`."""
     if func is aten.masked_select.default:
         return True
+    if func is aten.nonzero.default:  # of a mask of rows
+        return bool(args[0].dtype == torch.bool and args[0].ndim == 1)
     return func is aten.index.Tensor and any(
         each is not None and each.dtype == torch.bool for each in args[1]
     )
@@ -74,6 +76,8 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
     A mask has no values here. It selects everything, which is the worst case.
     """
     if picks_by_mask(func, args):
+        if func is aten.nonzero.default:
+            return args[0].new_empty((args[0].numel(), 1), dtype=torch.long)
         if func is aten.masked_select.default:
             return args[0].new_empty(aten.broadcast_tensors([args[0], args[1]])[0].numel())
         return func(args[0], [index for each in args[1] for index in _all_of(each)], **kwargs)

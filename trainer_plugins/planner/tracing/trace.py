@@ -110,6 +110,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_answered: dict[str, int] = {}
         """How often the result of each operation was asked for its value."""
 
+        self.has_padding = has_padding
+        """Whether the masks of batches contain a 0."""
+
         self.checks_hold = True
         """The answer to `all`, except for a batch's mask."""
 
@@ -121,7 +124,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.allocated_bytes = 0
         self._card = card
-        self._has_padding = has_padding
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._known: dict[int, tuple[_StorageRef, list[int]]] = {}
@@ -369,9 +371,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
-            return not self._has_padding
+            return not self.has_padding
         if operation == "aten::all":
             return self.checks_hold
+        if operation == "aten::eq" and self.moment == "generation":
+            return False  # no row has met its end
         if tensor.dtype == torch.bool:
             return operation not in (
                 "aten::isnan",

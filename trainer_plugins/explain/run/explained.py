@@ -6,15 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.case import Case
-from trainer_plugins.explain.ending import how_it_ended
-from trainer_plugins.explain.recorded import cause, causes_of
-from trainer_plugins.explain.remedies import less_main_memory, remedies_of, without_shm
+from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.causes import cause, causes_of
+from trainer_plugins.explain.run.ending import how_it_ended
+from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of, without_shm
+from trainer_plugins.explain.run.typed import as_typed
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, read_history
-from trainer_plugins.record.oom_record import OomRecord, read_oom_records
+from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
 from trainer_plugins.units import size
@@ -29,13 +30,15 @@ _TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-siz
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
 
-def explain_run(folder: Path) -> Explanation:
+def explain_run(folder: Path, predicts: bool = False) -> Explanation:
     """Explain the last run of a folder, from its records, `run.json` and timelines.
 
     It imports no torch, unless the run ended without a word: then it looks whether it still runs.
 
     Args:
         folder: the output_dir of a run that had `OOMReporter` or `MemoryWatchdog`.
+        predicts: whether the planner says in a subprocess what each remedy brings, if it can. That
+            takes some seconds, or a minute.
 
     Raises:
         ValueError: no run wrote into this folder.
@@ -59,7 +62,7 @@ def explain_run(folder: Path) -> Explanation:
                 remedies=(),
                 facts=("no run of this folder has noted that it ran out of memory",),
             )
-    return _explained(folder, _of_last_run(records), history, begun_later)
+    return _explained(folder, _of_last_run(records), history, begun_later, predicts)
 
 
 def _history(folder: Path) -> History | None:
@@ -81,6 +84,7 @@ def _explained(
     records: Sequence[OomRecord],
     history: History | None,
     begun_later: Sequence[RunFacts],
+    predicts: bool,
 ) -> Explanation:
     first = records[0]
     entries = _entries(history, first)
@@ -90,13 +94,18 @@ def _explained(
     if causes[0].code == "capacity":
         causes, told = _by_text(first, causes)
     remedies = tuple({each.do: each for each in (*told, *remedies_of(causes, case))}.values())
-    return Explanation(
+    said = Explanation(
         subject=printable(folder),
         causes=causes,
         remedies=remedies,
         facts=(*_facts(case), *_ranks(records, history), *_later(begun_later)),
         unknown=_unknown(case),
     )
+    if predicts:
+        from trainer_plugins.explain.run.predicted import predicted
+
+        said = predicted(said, case)
+    return replace(said, remedies=tuple(as_typed(each, first.run) for each in said.remedies))
 
 
 def _by_text(
@@ -154,9 +163,21 @@ def _facts(case: Case) -> tuple[str, ...]:
         found.append(f"batch: {shapes}")
     if run.strategy is not None:
         found.append(f"runs as {run.strategy}")
+    if record.plan is not None:
+        found.append(_of_plan(record.plan))
     notes = [each for each in case.entries if isinstance(each, Remark)]
     found += [f"noted in step {each.step}: {each.finding}" for each in notes[-3:]]
     return tuple(printable(each) for each in found)
+
+
+def _of_plan(plan: Planned) -> str:
+    """Say what a plan had predicted before."""
+    verdict = {True: "it fits", False: "it does not fit", None: "no card was named"}[plan.fits]
+    of_card = f" of {size(plan.capacity_bytes)}" if plan.capacity_bytes is not None else ""
+    return (
+        f"{plan.source} had said: {size(plan.nvidia_smi_peak_bytes)}{of_card} at its peak, in"
+        f" {plan.moment}: {verdict}"
+    )
 
 
 def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Grade, Remedy
-from trainer_plugins.explain.case import Case
-from trainer_plugins.explain.recorded import kept_logits
+from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.causes import kept_in, kept_logits
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 
@@ -29,7 +29,10 @@ def _remedy(do: str, effect: str, grade: Grade = "known", price: str = "") -> Re
 
 def _fewer(case: Case) -> Remedies:
     """Fewer rows at once with the same effective batch, pieces, checkpointing."""
-    return [*_fewer_rows(case), _survive(case), *_checkpointing(case)]
+    rows = _fewer_rows(case)
+    if not rows:
+        return [*_checkpointing(case), _survive(case)]
+    return [*rows, _survive(case), *_checkpointing(case)]
 
 
 def _fewer_rows(case: Case) -> Remedies:
@@ -182,8 +185,11 @@ def _optimizer(case: Case) -> Remedies:
 
 
 def _save(case: Case) -> Remedies:
-    strategy = case.record.run.strategy
+    strategy, last = case.record.run.strategy, case.record.frames[-1:]
     found = []
+    if last and ".clone()" in last[0].code:
+        do = f".cpu() in place of .clone() at {last[0].file}:{last[0].line}"
+        found.append(_remedy(do, "the copy is made in main memory"))
     if strategy is not None and strategy.family == "FSDP":
         found.append(switches.SHARDED_SAVE)
     if strategy is not None and strategy.zero_stage == 3:
@@ -199,7 +205,7 @@ def _save(case: Case) -> Remedies:
 def _weights(case: Case) -> Remedies:
     return [
         _remedy(
-            'model_init_kwargs={"dtype": "bfloat16"}',
+            "from_pretrained(..., dtype=torch.bfloat16)",
             "the weights take half of what they take in fp32",
             price="they are rounded; train an adapter, or keep a copy in fp32 elsewhere",
         ),
@@ -216,13 +222,18 @@ def _zero3(case: Case) -> Remedies:
 
 
 def _resume(case: Case) -> Remedies:
-    return [
-        _remedy(
-            "rm CHECKPOINT/optimizer.pt",
-            "the states are not loaded beside those that are there",
-            price="the optimizer starts anew",
-        )
-    ]
+    loads = [each for each in case.record.frames if "torch.load(" in each.code]
+    found = []
+    if loads and not loads[-1].file.startswith(("transformers/", "torch/")):
+        where = f"{loads[-1].file}:{loads[-1].line}"
+        do = f'torch.load(..., map_location="cpu") at {where}'
+        found.append(_remedy(do, "no second copy is made on the card"))
+    without = _remedy(
+        "rm CHECKPOINT/optimizer.pt",
+        "the states are not loaded beside those that are there",
+        price="the optimizer starts anew",
+    )
+    return [*found, without]
 
 
 def _generate(case: Case) -> Remedies:
@@ -241,8 +252,8 @@ def _generate(case: Case) -> Remedies:
 
 
 def _leak(case: Case) -> Remedies:
-    tensors = case.record.alive.largest if case.record.alive else ()
-    where = f" at {tensors[0].holder}" if tensors else ""
+    kept = kept_in(case)
+    where = f" at {kept[0][1]}" if kept else ""
     return [
         _remedy(
             f"loss.item(), or .detach().cpu(){where}",
@@ -265,6 +276,19 @@ def _leftover(case: Case) -> Remedies:
 
 
 def _foreign(case: Case) -> Remedies:
+    others = [each for each in case.record.processes or () if not each.is_own]
+    if len(others) == 1 and others[0].is_of_user:
+        end = _remedy(
+            f"kill {others[0].pid}",
+            f"frees {size(case.foreign)}; it is yours: {others[0].name or 'its name is unknown'}",
+            "arithmetic",
+            "whatever it was doing",
+        )
+        return [end, *_look(case)]
+    return _look(case)
+
+
+def _look(case: Case) -> Remedies:
     return [
         _remedy(
             "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
@@ -357,5 +381,6 @@ _BY_CODE: dict[str, Callable[[Case], Remedies]] = {
     "shm": _shm,
     "pinned": _pinned,
     "host-alloc": _host,
+    "host-kill": _host,
 }
 """Causes that are not here are answered by fewer rows at once."""

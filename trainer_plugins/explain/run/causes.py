@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause, Certainty
-from trainer_plugins.explain.case import Case
+from trainer_plugins.explain.run.case import Case
 from trainer_plugins.printable import printable
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import GIB, size
@@ -20,6 +20,8 @@ _KEPT_LOGITS = {
 _LOSS = {"cross_entropy", "log_softmax", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy"}
 _ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module"}
 _ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
+
+_KILLED = "is killed by signal: Killed"
 
 _BY_SOURCE = {
     "nccl": ("nccl", "a buffer of a collective found no room on the card"),
@@ -65,15 +67,18 @@ def _other_memory(case: Case) -> Cause | None:
         return None
     host = case.record.host
     said, _, _ = case.record.error.text.partition("\n")
+    if _KILLED in said:
+        known = ("host-kill", "a dataloader worker was killed, as when main memory is full")
     return cause(
         known[0],
-        "certain",
+        "likely" if known[0] == "host-kill" else "certain",
         known[1],
         f"the error says: {said[:200]}",
         f"main memory had {size(host.free_bytes)} free of {size(host.total_bytes)}, /dev/shm"
         f" {size(host.shm_free_bytes)} of {size(host.shm_total_bytes)}"
         if host
         else "",
+        doubt="dmesg tells whether the kernel did it" if known[0] == "host-kill" else "",
     )
 
 
@@ -212,11 +217,21 @@ def _leak(case: Case) -> Cause | None:
         f"live memory has risen from step to step since step {steps[0][0]}: something is kept",
         f"{size(a_step)} more after each step, {size(risen)} from step {steps[0][0]} to"
         f" {steps[-1][0]}",
-        *(
-            f"{size(each.num_bytes)} {list(each.shape)} held by {each.holder}"
-            for each in (case.record.alive.largest[:2] if case.record.alive else ())
-        ),
+        *(f"{what} held by {holder}" for what, holder in kept_in(case)[:2]),
     )
+
+
+def kept_in(case: Case) -> list[tuple[str, str]]:
+    """Return what is kept that belongs to no model, and what holds it; the larger kind first."""
+    alive = case.record.alive
+    if alive is None:
+        return []
+    tensors = [
+        (f"{size(each.num_bytes)} {list(each.shape)}", each.holder) for each in alive.largest
+    ]
+    graphs = [(f"a graph that ends in {list(each.shape)}", each.holder) for each in alive.graphs]
+    of_graphs = alive.hidden_bytes + case.category("activation")
+    return graphs + tensors if of_graphs > case.category("other") else tensors + graphs
 
 
 def _optimizer(case: Case) -> Cause | None:

@@ -1,0 +1,84 @@
+"""A run that dies of a planted cause, what is printed of it, and the first remedy as one reads it."""
+
+import gc
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from typer.testing import CliRunner
+
+from tests.models import token_rows
+from trainer_plugins import MemoryWatchdog, OOMReporter
+from trainer_plugins.cli import app
+from trainer_plugins.testing import simgpu
+from trainer_plugins.units import MIB
+
+
+@dataclass(frozen=True)
+class Told:
+    """What `trainer-plugins explain` prints."""
+
+    code: str
+    """Of the first cause."""
+
+    do: str
+    """The line that is marked to be done first."""
+
+    text: str
+    """All of it, in one line."""
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The first remedy as TrainingArguments get it."""
+        found = re.findall(r"--(\w+) (\S+)", self.do)
+        assert found, self.do
+        return {name: _value(text) for name, text in found}
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def explained(folder: Path) -> Told:
+    """Type the command, and read what it prints."""
+    command = ["explain", str(folder), "--no-predict"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    value = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    remedy = value["remedies"][0]
+    assert remedy["cause"] == value["causes"][0]["code"]
+    text = " ".join(shown.stdout.split())  # a terminal folds it anywhere
+    assert f"Do {remedy['do']} Do this first: {remedy['effect']}" in text
+    return Told(value["causes"][0]["code"], remedy["do"], text)
+
+
+def empty_card(mib: int) -> None:
+    """Take back what the run before it left, and make the card so large."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    simgpu.set_capacity(mib * MIB)
+
+
+def run(trainer: Trainer, method: str = "train", **options: object) -> Told | None:
+    """Let a Trainer run; None if it ends."""
+    try:
+        getattr(trainer, method)(**options)
+    except RuntimeError:  # that of torch for a full card, and that for a dead worker
+        return explained(Path(trainer.args.output_dir))
+    return None
+
+
+def watched(*callbacks: TrainerCallback) -> list[TrainerCallback]:
+    return [*callbacks, MemoryWatchdog(), OOMReporter()]
+
+
+def with_rows(trainer: Trainer, num_rows: int, length: int) -> Trainer:
+    trainer.train_dataset = trainer.eval_dataset = token_rows(num_rows, length)
+    return trainer

@@ -1,0 +1,142 @@
+"""TRL's Trainers from a config and flags: `--trainer`, whose rows are as long as it is told."""
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.planner.test_closed_loop_trl import HAS_HEAD
+from tests.planner.test_plans import request, tiny
+from tests.processes import ENDS_A_HANG
+from trainer_plugins.cli import app
+from trainer_plugins.planner import MemoryPlan, PlanError
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.run import predict_all
+
+pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
+
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+FOUR = ("--num_generations", "4", "--max_completion_length", "40", "--beta", "0.04")
+MORE_TOKENS = 1024
+VLLM = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.25")
+
+
+def looped(trainer, *flags, **fields):
+    fields = {"sequence_length": 64, "dtype": None, "rows": 4, "padded": None, **fields}
+    return request(tiny(), *flags, trainer=trainer, **fields)
+
+
+REQUESTS = {
+    "sft": looped("sft", peft=LORA),
+    "dpo": looped("dpo"),
+    "kto": looped("kto"),
+    "reward": looped("reward"),
+    "grpo": looped("grpo", *FOUR),
+    "grpo, longer": looped(
+        "grpo",
+        *FOUR,
+        *("--max_completion_length", str(40 + MORE_TOKENS)),
+        sequence_length=64 + MORE_TOKENS,
+    ),
+    "grpo, vllm": looped("grpo", *FOUR, *VLLM, gpu="8GiB"),
+    "grpo, vllm sleeps": looped("grpo", *FOUR, *VLLM, "--vllm_enable_sleep_mode", "True"),
+    "grpo, two cards": looped("grpo", *FOUR, num_gpus=2),
+    "rloo": looped("rloo", *FOUR, peft=LORA),
+    "no room": looped("grpo", "--max_completion_length", "64", rows=8),
+    "groups": looped("grpo", "--num_generations", "3"),
+    "no such flag": looped("grpo", "--max_prompt_lenght", "3", rows=8),
+    "evaluates": looped("sft", "--do_eval", "True"),
+    "cut": looped("sft", "--max_length", "32"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, MemoryPlan | PlanError]:
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()], ENDS_A_HANG), strict=True))
+
+
+def plan_of(outcomes, name: str) -> MemoryPlan:
+    plan = outcomes[name]
+    assert isinstance(plan, MemoryPlan), plan
+    return plan
+
+
+def test_each_loop_trains_and_says_what_it_took_for_granted(outcomes):
+    for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo"):
+        plan = plan_of(outcomes, name)
+        assert plan.planned["trainer"].casefold() == f"trl's {name}trainer"
+        assert plan.planned["dtype"] == "float32, autocast to bf16", "TRL's own defaults"
+        assert plan.planned["checkpointing"] == "on"
+        assert any("see --dtype" in line for line in plan.assumptions)
+    assert (
+        plan_of(outcomes, "sft").num_trainable_parameters < plan_of(outcomes, "dpo").num_parameters
+    )
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo"])
+def test_a_reference_is_a_second_model(outcomes, name):
+    plan = plan_of(outcomes, name)
+    assert plan.moments["load"].allocated_bytes > 1.9 * 4 * plan.num_parameters
+
+
+def test_what_generates_says_how_a_row_is_made_up(outcomes):
+    said = plan_of(outcomes, "grpo").assumptions
+    assert any("prompts have 24 tokens" in line for line in said)
+    assert "generation" in plan_of(outcomes, "rloo").moments
+    assert "generation" not in plan_of(outcomes, "dpo").moments
+
+
+def test_the_kv_cache_grows_with_each_token_though_few_are_computed(outcomes):
+    """Keys and values of 2 to 4 bytes a number, and copies of them while they grow and are read."""
+    short, long = (
+        plan_of(outcomes, name).moments["generation"].allocated_bytes
+        for name in ("grpo", "grpo, longer")
+    )
+    rows, hidden = 4, 64
+    least = 2 * rows * MORE_TOKENS * hidden * 2
+    assert least <= long - short <= 6 * least
+
+
+def test_on_two_cards_each_generates_its_own_rows(outcomes):
+    assert plan_of(outcomes, "grpo, two cards").num_gpus == 2
+
+
+def test_vllm_takes_its_part_of_the_card(outcomes):
+    card = card_of("8GiB")
+    plan = plan_of(outcomes, "grpo, vllm")
+    assert plan.breakdown["vLLM"] == card.capacity_bytes // 4
+    asleep = plan_of(outcomes, "grpo, vllm sleeps")
+    assert asleep.moments["generation"].allocated_bytes > card_of("h100-80gb").capacity_bytes // 4
+    assert asleep.moments["backward"].allocated_bytes < card_of("1GiB").capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("no room", "nothing is left for the prompt"),
+        ("groups", "must be divisible by num_generations"),
+        ("no such flag", "neither plan nor GRPOConfig knows --max_prompt_lenght"),
+        ("evaluates", "an evaluation with --trainer sft"),
+    ],
+)
+def test_what_cannot_be_is_one_line(outcomes, name, line):
+    assert line in str(outcomes[name])
+    assert "\n" not in str(outcomes[name])
+
+
+def test_rows_are_cut_where_the_run_cuts_them(outcomes):
+    plan = plan_of(outcomes, "cut")
+    assert any("rows are cut at 32 tokens" in line for line in plan.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--trainer", "orpo"), "--trainer is one of sft, dpo, kto, reward, grpo, rloo"),
+        (("--vllm-utilization", "0.3"), "--vllm-utilization is for --trainer grpo or rloo"),
+        (("--trainer", "grpo", "--vllm-utilization", "3"), "a part of the card below 1, got 3"),
+    ],
+)
+def test_a_wrong_flag_is_refused_at_once(tmp_path, flags, line):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *flags])
+    assert done.exit_code == 2
+    assert line in done.output

@@ -1,0 +1,95 @@
+"""The pages in Chromium, with the network cut: drawn, readable on a telephone too, light and dark."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.report.browser import CHROMIUM, look
+from tests.report.drawn import MOMENTS, page_of_snapshot, plan_of
+from tests.report.test_run_page import long_run
+from tests.test_report import write
+from trainer_plugins import draw
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.timeline import Entry, Failure, Remark
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
+)
+
+
+def page_of_run(folder: Path) -> str:
+    """Two ranks, with findings at both ends of the run and in its middle, and a failure."""
+    for rank in (0, 1):
+        entries: list[Entry] = long_run(600, peak_at=420, rank=rank)
+        pressure = Finding(
+            code="memory-pressure", severity=Severity.WARNING, summary="cuda:0 was 91% full",
+            evidence="peak allocated 60.00 GiB", remedy="Halve per_device_train_batch_size",
+        )  # fmt: skip
+        for number, code in ((3, pressure.code), (900, pressure.code), (400, "leak-tensors"), (700, "micro-batches-divided")):  # fmt: skip
+            entries.append(
+                Remark(
+                    step=number,
+                    finding=replace(pressure, code=code),
+                    time_seconds=1e9 + number,
+                )
+            )
+        entries.append(
+            Failure(step=600, words="OutOfMemoryError: CUDA out of memory", time_seconds=1e9 + 900)
+        )
+        entries.sort(key=lambda entry: entry.time_seconds)
+        write(folder, rank, [replace(entry, step=min(number, 600)) for number, entry in enumerate(entries)])  # fmt: skip
+    return draw(folder)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {
+        "run": page_of_run(folder),
+        "snapshot": page_of_snapshot(folder),
+        "plan that fits": draw(plan_of(MOMENTS)),
+        "plan that does not": draw(plan_of(MOMENTS, gpu_gib=5)),
+    }
+
+
+def luminance(colour: str) -> float:
+    """As WCAG defines it, of `rgb(1, 2, 3)`."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_pages_are_readable(pages: dict[str, str], tmp_path: Path, is_dark: bool) -> None:
+    found, console = look(tmp_path, pages, is_dark=is_dark)
+    assert console == []
+    for (name, width), seen in found.items():
+        about = f"{name} at {width}: {seen}"
+        assert seen["width"] == width, about
+        assert seen["is_dark"] == is_dark, about
+        low, high = sorted((luminance(seen["ink"]), luminance(seen["paper"])))
+        assert (high + 0.05) / (low + 0.05) >= 7, about
+        assert seen["wider_by"] <= 0, about
+        assert seen["smallest_text"] >= 10, about
+        assert seen["num_texts"] >= 10, about
+        assert seen["plots"], about
+        assert min(seen["plots"]) >= 1, about
+        assert (seen["unnamed"], seen["unreachable"]) == (0, 0), about
+        assert (seen["broken"], seen["outside"], seen["over"]) == ([], [], []), about
+
+
+def test_what_is_wrong_is_measured(pages: dict[str, str], tmp_path: Path) -> None:
+    """A page that is spoilt on purpose fails in each way."""
+    page = pages["run"]
+    spoilt = page.replace("</style>", "svg text { font-size: 9px !important; } p { word-break: break-all; }"
+                          " h1 { width: 2000px; } path { display: none; } </style>").replace(
+        "</main>", '<script>alert()</script><img src="https://example.com/x.png"></main>')  # fmt: skip
+    found, console = look(tmp_path, {"spoilt": spoilt}, is_dark=False, widths=(400,))
+    (seen,) = found.values()
+    assert seen["smallest_text"] == 9
+    assert seen["wider_by"] > 0
+    assert seen["broken"] != []
+    assert max(seen["plots"]) == 0
+    assert len(console) >= 2

@@ -1,0 +1,205 @@
+"""predicted: what the planner says of the remedies of a run, by the run's own config and arguments.
+
+It imports no torch; the planner's subprocess does, which takes seconds.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from trainer_plugins.explain.answer import Explanation, Remedy
+from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.request import request_of
+from trainer_plugins.explain.run.typed import flags_of
+from trainer_plugins.planner.compare.margin import is_safe, margin_bytes
+from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.run import predict_all
+from trainer_plugins.printable import printable
+from trainer_plugins.units import size
+
+_OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
+_OF_EVALUATION = {"eval-batch", "eval-logits"}
+
+_OF_THE_MODEL = "model_init_kwargs="
+_LONGEST_SECONDS = 300
+_KNOWN_ERROR_OF_WEIGHTS = 0.05
+"""So far the parameters of a plan and of its run may be apart; another model is further."""
+
+_ROWS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+_SOUGHT = _ROWS | {"per_device_eval_batch_size", "eval_accumulation_steps"}
+"""Arguments of which the planner looks for the best value itself."""
+
+_TYPED = {
+    "--seq-length": "--max_length",
+    "--lora-r": "--use_peft True --lora_r",
+    "--lora-target": "--lora_target_modules",
+    "--load-in-4bit": "--load_in_4bit True",
+    " --bnb-4bit-compute-dtype bfloat16": "",
+    "--accelerate-config": "accelerate launch --config_file",
+}
+"""Options of `trainer-plugins plan`, and what is typed for a run in their place (TRL's flags)."""
+
+Outcomes = Mapping[str, MemoryPlan | PlanError]
+
+
+def predicted(said: Explanation, case: Case) -> Explanation:
+    """Predict what each remedy of the first cause brings, if a plan can show that.
+
+    What makes the run fit comes first, then what no plan knows, then what is not enough alone.
+    """
+    code = said.causes[0].code
+    if code not in _OF_TRAINING | _OF_EVALUATION:
+        return said
+    ours = [each for each in said.remedies if each.cause == code]
+    try:
+        asked = request_of(case)
+        changed = {each.do: _changed(asked, each.do) for each in ours}
+        tried = {do: request for do, request in changed.items() if request is not None}
+        plan, *others = _planned(code, [replace(asked, proposes=True), *tried.values()])
+        if isinstance(plan, PlanError):
+            raise plan
+        _refuse_another_run(plan, case)
+    except (ValueError, OSError) as error:  # whatever is in its way, the cause is known
+        why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
+        return replace(said, unknown=(*said.unknown, why))
+    outcomes: Outcomes = dict(zip(tried, others, strict=True))
+    remedies = _in_order(ours, plan, outcomes, case.record.run.world_size)
+    return replace(
+        said,
+        remedies=(
+            *(replace(each, cause=code) for each in remedies),
+            *(each for each in said.remedies if each.cause != code),
+        ),
+        facts=(
+            *said.facts,
+            f"planned as it was, it needs {_needs(plan, plan.nvidia_smi_peak_bytes)}",
+        ),
+        unknown=(*said.unknown, *_refused(outcomes)),
+    )
+
+
+def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
+    """Return the request of a run with a remedy; None if the planner has to look, or cannot."""
+    flags = flags_of(do)
+    if do.startswith(_OF_THE_MODEL):
+        source = source_of(asked)
+        config = {**source.config, **json.loads(do.removeprefix(_OF_THE_MODEL))}
+        return replace(asked, source=replace(source, config=config))
+    if not flags or flags.keys() <= _SOUGHT:
+        return None
+    return half_as_long(asked) if "max_length" in flags else with_flags(asked, **flags)
+
+
+def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
+    """Plan several runs, and say on stderr that it takes a while.
+
+    Raises:
+        PlanError: it was interrupted, or took too long.
+    """
+    sys.stderr.write(
+        f"trainer-plugins explain: {code}; what helps is being planned, which takes some seconds"
+        " (Ctrl-C: answer without it)\n"
+    )
+    try:
+        return predict_all(requests, _LONGEST_SECONDS)
+    except KeyboardInterrupt:
+        raise PlanError("it was interrupted") from None
+
+
+def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
+    """Check that a plan has the model of the run, and runs out of memory where the run did.
+
+    Raises:
+        PlanError: it does not, so that it says nothing of remedies.
+    """
+    weights = plan.breakdown.get("weights", 0) + plan.breakdown.get("frozen weights", 0)
+    parameters = case.category("parameter")
+    if parameters and abs(weights - parameters) > _KNOWN_ERROR_OF_WEIGHTS * parameters:
+        raise PlanError(
+            f"it would have {size(weights)} of weights, and the run had {size(parameters)}"
+        )
+    if plan.failed_request is None:
+        raise PlanError(
+            f"by its config and arguments it fits ({_needs(plan, plan.nvidia_smi_peak_bytes)}), so"
+            " something else took the rest"
+        )
+    moment = plan.failed_request.rpartition(", ")[2]
+    if (case.record.moment == "eval") != (moment == "evaluation"):
+        raise PlanError(
+            f"it would fail in {moment} already, and the run did in {case.record.where}"
+        )
+
+
+def _in_order(
+    ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
+) -> list[Remedy]:
+    """Return the remedies with what was predicted of them, and what else was found."""
+    found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
+    fewer = next((each for each in plan.proposals if flags_of(each.flags).keys() == _ROWS), None)
+    enough: dict[str, Remedy] = {}
+    unknown, short = [], []
+    for remedy in ours:
+        outcome, names = outcomes.get(remedy.do), flags_of(remedy.do).keys()
+        if isinstance(outcome, MemoryPlan):
+            effect = _effect(plan, outcome.nvidia_smi_peak_bytes)
+            known = replace(remedy, effect=effect, grade="predicted")
+            if is_safe(outcome):
+                enough[remedy.do] = known
+            else:
+                short.append(known)
+        elif names and names <= _SOUGHT:
+            enough |= {do: each for do, each in found.items() if flags_of(do).keys() == names}
+        elif "--preset survive" in remedy.do and fewer is not None:
+            rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
+            needs = _needs(plan, fewer.nvidia_smi_peak_bytes)
+            effect = f"{remedy.effect}; a piece of {rows} needs {needs}"
+            enough[remedy.do] = replace(remedy, effect=effect, grade="predicted")
+        else:
+            unknown.append(remedy)
+    others = [each for do, each in found.items() if do not in enough]
+    return [*enough.values(), *others, *unknown, *short]
+
+
+def _proposed(each: Proposal, plan: MemoryPlan, world_size: int) -> Remedy:
+    effect = _effect(plan, each.nvidia_smi_peak_bytes)
+    if "train_batch_size" in each.flags:
+        rows = each.micro_batch * each.accumulation_steps * world_size
+        effect += f"; the effective batch stays {rows} rows"
+    return Remedy(do=_typed(each), effect=effect, grade="predicted", price=each.price)
+
+
+def _typed(each: Proposal) -> str:
+    """Write the options of a plan as a run is given them."""
+    do = each.flags
+    for option, typed in _TYPED.items():
+        do = do.replace(option, typed)
+    return do
+
+
+def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
+    """Compare a peak with that of the plan of the run as it was."""
+    saved = plan.nvidia_smi_peak_bytes - peak_bytes
+    change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more"
+    spare = (plan.capacity_bytes or 0) - peak_bytes
+    if spare < 0:
+        fits = f"still {size(-spare)} short"
+    elif spare < margin_bytes(peak_bytes):
+        fits = "it fits, with less to spare than plans are known to be wrong"
+    else:
+        fits = f"it fits, with {size(spare)} to spare"
+    return f"{_needs(plan, peak_bytes)} at its peak, {change}: {fits}"
+
+
+def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
+    return f"{size(peak_bytes)} of {size(plan.capacity_bytes or 0)}"
+
+
+def _refused(outcomes: Outcomes) -> list[str]:
+    return [
+        f"what {do} would bring: {printable(outcome)}"
+        for do, outcome in outcomes.items()
+        if isinstance(outcome, PlanError)
+    ]

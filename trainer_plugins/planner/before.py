@@ -1,0 +1,36 @@
+"""plan_before: what was planned of a Trainer before it trained, for the record of its error."""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.record.folder import read_json
+from trainer_plugins.record.oom_record import Planned
+from trainer_plugins.record.typed import made
+
+FILE = "plan.json"
+"""Where a plan of a run is looked for, in its output_dir."""
+
+_plans: WeakKeyDictionary[object, MemoryPlan] = WeakKeyDictionary()
+
+
+def remember(trainer: object, plan: MemoryPlan) -> None:
+    """Keep the plan of a Trainer as long as the Trainer is there."""
+    _plans[trainer] = plan
+
+
+def plan_before(trainer: object, folder: Path) -> Planned | None:
+    """Return what `plan_run` predicted of this Trainer, else what the folder's `plan.json` says."""
+    if (plan := _plans.get(trainer)) is not None:
+        return _planned(plan, "plan_run")
+    with suppress(OSError, ValueError, TypeError):
+        return _planned(MemoryPlan.from_json(json.dumps(read_json(folder / FILE))), FILE)
+    return None
+
+
+def _planned(plan: MemoryPlan, source: str) -> Planned:
+    # Anybody may have written the file: a value of another type would spoil the record.
+    return made(Planned, {**asdict(plan), "source": source})

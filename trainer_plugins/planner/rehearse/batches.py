@@ -1,0 +1,99 @@
+"""Make the batches of a model that was built from a config. Imports torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
+from trainer_plugins.planner.rehearse.rehearsal import Batch
+from trainer_plugins.planner.request import ConfigSource
+
+_Sizes = dict[str, tuple[int, ...]]
+"""The shape of a row of each input or label, by name; a label of a whole row has none."""
+
+
+def batch_of(model: Any, rows: int, source: ConfigSource) -> tuple[Callable[[], Batch], list[str]]:
+    """Return what makes the batches that a collator would make, and what was taken for granted.
+
+    Args:
+        model: a model that was built from a config.
+        rows: rows of each batch.
+        source: the lengths of rows and labels.
+
+    Raises:
+        NotPredicted: the sizes of its inputs are not in its config.
+        PlanError: the model has no positions for so many tokens, or cannot make decoder inputs.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    floats, tokens, said = _inputs(inner, source.sequence_length)
+    if "input_ids" in tokens:
+        _check_positions(inner, source.sequence_length)
+    if inner.config.is_encoder_decoder and (
+        getattr(inner.config, "decoder_start_token_id", None) is None
+    ):
+        raise PlanError(
+            "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
+            "decoder's inputs of labels: add the one of the model (T5: 0)"
+        )
+    tokens |= _labels(inner, source)
+
+    def make() -> Batch:
+        made: Batch = {name: torch.zeros(rows, *shape) for name, shape in floats.items()}
+        for name, shape in tokens.items():
+            value = 1 if shape else 0
+            made[name] = torch.full((rows, *shape), value, dtype=torch.long)
+        return made
+
+    return make, said
+
+
+def _inputs(model: Any, length: int) -> tuple[_Sizes, _Sizes, list[str]]:
+    """Return the inputs that are numbers and those that are tokens, and where sizes are from."""
+    config, takes = model.config, getattr(model, "main_input_name", "input_ids")
+    if takes == "input_ids":
+        return {}, {"input_ids": (length,), "attention_mask": (length,)}, []
+    side = getattr(config, "image_size", None)
+    if takes == "pixel_values" and isinstance(side, int):
+        picture = (getattr(config, "num_channels", 3), side, side)
+        words = " x ".join(map(str, picture))
+        return {takes: picture}, {}, [f"a picture has {words} numbers (image_size of the config)"]
+    bins, frames = (
+        getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions")
+    )
+    if takes == "input_features" and isinstance(bins, int) and isinstance(frames, int):
+        sound = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves them
+        words = f"a sound has {bins} x {2 * frames} numbers (max_source_positions of the config)"
+        return {takes: sound}, {}, [words]
+    raise NotPredicted(
+        f"{type(model).__name__} from a config alone, which takes {takes} of a size that its "
+        f"config does not say: {GIVE_A_TRAINER}"
+    )
+
+
+def _labels(model: Any, source: ConfigSource) -> _Sizes:
+    name, config, length = type(model).__name__, model.config, source.sequence_length
+    if config.is_encoder_decoder:
+        most = getattr(config, "max_target_positions", None) or length
+        return {"labels": (source.target_length or min(length, most),)}
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):
+        return {"labels": (length,)}
+    if name.endswith(("ForSequenceClassification", "ForImageClassification")):
+        return {"labels": ()}
+    if name.endswith("ForQuestionAnswering"):
+        return {"start_positions": (), "end_positions": ()}
+    raise NotPredicted(f"{name} from a config alone: {GIVE_A_TRAINER}")
+
+
+def _check_positions(model: torch.nn.Module, length: int) -> None:
+    """Refuse rows that are longer than a table of learned positions."""
+    names = ("position_embeddings", "embed_positions", "wpe")
+    for name, module in model.named_modules():
+        if not name.endswith(names) or not isinstance(module, torch.nn.Embedding):
+            continue
+        if "Sinus" not in type(module).__name__ and length > module.num_embeddings:
+            raise PlanError(
+                f"a row has {length:,} tokens (--seq-length), and the model has positions for "
+                f"{module.num_embeddings:,} ({name})"
+            )

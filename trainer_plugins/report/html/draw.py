@@ -1,0 +1,30 @@
+"""draw: a plan, or the last run of a folder, as a page that a notebook shows."""
+
+from pathlib import Path
+
+from trainer_plugins.explain.ending import how_it_ended
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.record.history import read_history
+from trainer_plugins.report.html.page import Page
+from trainer_plugins.report.html.plan import plan_page
+from trainer_plugins.report.html.run import run_page
+
+
+def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
+    """Draw a plan, or what happened to memory in the last run of a folder.
+
+    As the last value of a notebook's cell it is shown; it is also a text, to be written to a file.
+
+    Args:
+        what: a plan, or the output_dir of a run that had MemoryWatchdog.
+        plan: what was predicted for the run.
+
+    Raises:
+        ValueError: the folder has no timeline, or nothing stands in it.
+        OSError: a file cannot be read.
+    """
+    if isinstance(what, MemoryPlan):
+        return plan_page(what)
+    folder = Path(what)
+    history = read_history(folder)
+    return run_page(history, folder, how_it_ended(history, folder), plan)

@@ -1,0 +1,65 @@
+"""Page: one file of HTML, made of templates in which all text of others is harmless."""
+
+import re
+from html import escape
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from trainer_plugins.printable import printable
+from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.scales import seconds_text
+from trainer_plugins.report.words import words_of
+from trainer_plugins.units import percent, size
+
+_FRAME = '<iframe srcdoc="{}" sandbox title="{}" style="width:100%;height:46rem;border:0"></iframe>'
+_PLACES_TO_BREAK = re.compile(r"(?<=[/_=])(?=\w)|(?<=[a-z]\.)(?=[A-Za-z_*])|(?<=\w)(?=:\d)")
+
+
+class Page(str):
+    """Holds the text of a page; as the last value of a notebook's cell it is drawn."""
+
+    def _repr_html_(self) -> str:
+        # In a frame of its own, so that its style does not reach the notebook.
+        return _FRAME.format(escape(self, quote=True), "Memory")
+
+
+def page(template: str, **values: object) -> Page:
+    """Render a template of this folder with values; only `Markup` reaches it as it is."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_harmless,
+    )
+    environment.filters |= {
+        "colour": colour_of,
+        "percent": percent,
+        "seconds": seconds_text,
+        "size": size,
+        "soft": soft,
+        "words": words_of,
+    }
+    return Page(environment.get_template(template).render(values))
+
+
+def soft(text: object, longest: int = 36) -> Markup:
+    """Let names of more characters be broken behind their separators, and nowhere else.
+
+    >>> print(soft("per_device_train_batch_size & 1.5 GiB", 20))
+    per_<wbr>device_<wbr>train_<wbr>batch_<wbr>size &amp; 1.5 GiB
+    """
+    words = [
+        "<wbr>".join(escape(piece) for piece in _PLACES_TO_BREAK.split(word))
+        if len(word) > longest
+        else escape(word)
+        for word in printable(text).split(" ")
+    ]
+    return Markup(" ".join(words))
+
+
+def _harmless(value: object) -> object:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

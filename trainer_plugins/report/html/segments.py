@@ -1,0 +1,144 @@
+"""Draws where blocks lay in a card's memory at one moment, and which gaps were between them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from trainer_plugins.explain.snapshot.held import WORDS
+from trainer_plugins.explain.snapshot.oom import Case
+from trainer_plugins.explain.snapshot.trace import ranges_after
+from trainer_plugins.report.html.chart import Band
+from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.units import MIB, size
+
+_CELLS, _MOST_ROWS, _ROW_PIXELS = 250, 24, 14
+_FREE = "free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentMap:
+    """Holds all that was reserved, cut into rows of equal size."""
+
+    row_bytes: int
+    num_rows: int
+    num_segments: int
+    pixels: int
+    bands: tuple[Band, ...]
+    cuts: Markup
+    """Where a segment ends: memory on both sides of it can never be one block."""
+
+    largest_free_bytes: int
+    free_bytes: int
+    num_gaps: int
+    asked_bytes: int | None
+    """What was refused; None if nothing was."""
+
+    @property
+    def title(self) -> str:
+        """Say what the picture shows."""
+        gaps = f"{self.num_gaps:,} {'gap' if self.num_gaps == 1 else 'gaps'}"
+        free = (
+            f"{size(self.free_bytes)} free in {gaps}, the largest {size(self.largest_free_bytes)}"
+        )
+        return (
+            free if self.asked_bytes is None else f"{free}; {size(self.asked_bytes)} were asked for"
+        )
+
+
+def segment_map(case: Case) -> SegmentMap | None:
+    """Draw the card at the moment of a case; None if nothing was reserved."""
+    segments = ranges_after(case.card, case.held.position)
+    reserved = sum(high - low for low, high in segments)
+    if not reserved:
+        return None
+    pieces = [*_pieces(case, segments)]
+    free = [num_bytes for name, num_bytes in pieces if name == _FREE]
+    rows = max(1, min(_MOST_ROWS, reserved // (2 * MIB)))
+    row_bytes = -(-reserved // rows)
+    cells = [*_cells(pieces, row_bytes / _CELLS)]
+    return SegmentMap(
+        row_bytes=row_bytes,
+        num_rows=rows,
+        num_segments=len(segments),
+        pixels=rows * _ROW_PIXELS,
+        bands=tuple(_bands(cells, pieces)),
+        cuts=_cuts(segments, row_bytes),
+        largest_free_bytes=max(free, default=0),
+        free_bytes=sum(free),
+        num_gaps=len(free),
+        asked_bytes=case.oom.num_bytes if case.oom is not None else None,
+    )
+
+
+def _pieces(case: Case, segments: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """Cut what is reserved into blocks and gaps: what each is, and its size."""
+    alive = sorted(case.sorter.alive_at(case.held.position), key=lambda life: life.address)
+    at = 0
+    for low, high in segments:
+        position = low
+        while at < len(alive) and alive[at].address < high:
+            life = alive[at]
+            at += 1
+            if life.address < position:
+                continue  # what an edited file holds twice
+            if life.address > position:
+                yield _FREE, life.address - position
+            end = min(life.address + life.num_bytes, high)
+            yield case.sorter.category(life), end - life.address
+            position = end
+        if position < high:
+            yield _FREE, high - position
+
+
+def _cells(pieces: Sequence[tuple[str, int]], cell_bytes: float) -> Iterator[str]:
+    """Name for each cell of the picture what fills most of it."""
+    inside: dict[str, float] = {}
+    left = cell_bytes
+    for name, num_bytes in pieces:
+        rest = float(num_bytes)
+        while rest > 0:
+            taken = min(rest, left)
+            inside[name] = inside.get(name, 0.0) + taken
+            rest -= taken
+            left -= taken
+            if left < 1:
+                yield max(inside, key=inside.__getitem__)
+                inside, left = {}, left + cell_bytes
+    if inside:
+        yield max(inside, key=inside.__getitem__)
+
+
+def _bands(cells: Sequence[str], pieces: Sequence[tuple[str, int]]) -> Iterator[Band]:
+    sizes: dict[str, int] = {}
+    for name, num_bytes in pieces:
+        sizes[name] = sizes.get(name, 0) + num_bytes
+    drawn: dict[str, str] = dict.fromkeys(sizes, "")
+    width = 1000 // _CELLS
+    begin = 0
+    for at, name in enumerate(cells, start=1):
+        if at == len(cells) or at % _CELLS == 0 or cells[at] != name:
+            row, column = divmod(begin, _CELLS)
+            across = (at - begin) * width
+            drawn[name] += (
+                f"M{column * width} {row * _ROW_PIXELS + 1}h{across}v{_ROW_PIXELS - 2}h-{across}z"
+            )
+            begin = at
+    for name, num_bytes in sorted(sizes.items(), key=lambda pair: (pair[0] == _FREE, -pair[1])):
+        yield Band(
+            name=WORDS.get(name, name),  # type: ignore[call-overload]
+            colour="c-free" if name == _FREE else colour_of(name),
+            path=Markup(drawn[name]),
+            note=size(num_bytes),
+        )
+
+
+def _cuts(segments: Sequence[tuple[int, int]], row_bytes: int) -> Markup:
+    drawn: dict[str, None] = {}
+    position = 0
+    for low, high in segments[:-1]:
+        position += high - low
+        row, within = divmod(position, row_bytes)
+        place = round(within / row_bytes * _CELLS) * (1000 // _CELLS)
+        drawn[f"M{place} {row * _ROW_PIXELS}v{_ROW_PIXELS}"] = None
+    return Markup("".join(drawn))

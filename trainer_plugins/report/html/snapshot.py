@@ -1,0 +1,220 @@
+"""Renders a memory snapshot of torch as a page: what held the memory, when, and what would help."""
+
+from collections.abc import Iterator, Sequence
+
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.snapshot.held import WORDS, Category
+from trainer_plugins.explain.snapshot.lives import BEFORE
+from trainer_plugins.explain.snapshot.oom import Case, reserved_after
+from trainer_plugins.report.html.chart import (
+    Band,
+    Chart,
+    Dot,
+    Lane,
+    Sign,
+    Table,
+    columns_of,
+    height_of,
+    limited,
+    percent_of,
+    stacked,
+    stairs,
+)
+from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.page import Page, page
+from trainer_plugins.report.html.scales import WIDTH, Height, byte_ticks
+from trainer_plugins.report.html.segments import segment_map
+from trainer_plugins.report.words import GRADES
+from trainer_plugins.units import percent, size
+
+_PIXELS, _COLUMNS, _MOST_LINES = 260, 240, 12
+_ORDER: tuple[Category, ...] = (
+    "parameters",
+    "optimizer states",
+    "gradients",
+    "activations",
+    "logits",
+    "temporaries",
+    "other",
+    "unknown",
+    "waiting",
+)
+"""From the bottom of the picture to its top: what stays is below what comes and goes."""
+
+_PASSES = (("forward", "c-first"), ("backward", "c-second"), ("optimizer", "c-third"))
+
+
+def snapshot_page(case: Case, answer: Explanation) -> Page:
+    """Render what a snapshot shows, and what explains it."""
+    total = case.in_use_bytes
+    return page(
+        "snapshot.html.jinja",
+        verdict=_verdict(case, answer.causes[0].summary if answer.causes else ""),
+        is_bad=case.oom is not None,
+        ending=answer.facts[0],
+        answer=answer,
+        grades=GRADES,
+        chart=history_chart(case),
+        moment="when it ran out" if case.oom is not None else "at the peak",
+        total=total,
+        categories=[(WORDS[name], num, "") for name, num in case.held.categories.items()],
+        colours={WORDS[name]: colour_of(name) for name in WORDS},
+        lines=[
+            (place, num, f"{count:,} block{'' if count == 1 else 's'}")
+            for place, num, count in case.held.lines[:_MOST_LINES]
+        ],
+        segments=segment_map(case),
+        facts=answer.facts[1:],
+    )
+
+
+def _verdict(case: Case, cause: str) -> str:
+    if case.oom is None:
+        most, num_bytes = next(iter(case.held.categories.items()), ("unknown", 0))
+        share = percent(num_bytes / max(case.in_use_bytes, 1))
+        return f"{size(case.in_use_bytes)} in use at the peak, {share} of it {WORDS[most]}"
+    return f"Out of memory: {cause}"
+
+
+def history_chart(case: Case) -> Chart | None:
+    """Draw what was in use after each event, by category; None if no event was recorded."""
+    num = len(case.card.events)
+    if not num:
+        return None
+    ends, states = _states(case, min(_COLUMNS, num))
+    reserved = _highest(reserved_after(case.card)[1:], ends)
+    edges = [0.0, *(round(WIDTH * end / num, 1) for end in ends)]
+    totals = [sum(state) for state in states]
+    capacity = case.capacity_bytes if case.oom is not None else None
+    height = height_of(max(*reserved, *totals), capacity, _PIXELS)
+    unit, ticks = byte_ticks(height)
+    levels = [[sum(state[: at + 1]) for state in states] for at in range(len(_ORDER))]
+    at_percent = percent_of(WIDTH * (case.held.position + 1) / num)
+    lanes = tuple(_passes(case, num))
+    limit, line = limited(
+        height,
+        capacity,
+        f"it could hold {size(capacity or 0)}",
+        max(reserved),
+        is_left=at_percent > 50,
+    )
+    return Chart(
+        name="history",
+        title=f"{size(case.in_use_bytes)} in use of {size(case.reserved_bytes)} reserved"
+        + (", when it ran out" if case.oom is not None else " at the peak"),
+        description="What was in use, by category, over the recorded events.",
+        pixels=_PIXELS,
+        unit=unit,
+        ticks=ticks,
+        bands=(
+            *line,
+            *stacked(edges, levels, _named(case), height),
+            Band(
+                name="reserved",
+                colour="c-reserved",
+                path=stairs(edges, reserved, height),
+                is_line=True,
+                note=size(case.reserved_bytes),
+            ),
+        ),
+        times=(("event", _numbers(num)),),
+        lines_percent=(at_percent,) if case.oom is not None else (),
+        limit=limit,
+        dot=_dot(case, at_percent, height) if case.oom is None else None,
+        lanes=lanes,
+        lane_key=_PASSES if lanes else (),
+        columns=columns_of(
+            edges,
+            [
+                f"until event {end:,}: {size(total)} in use, {size(most)} reserved"
+                for end, total, most in zip(ends, totals, reserved, strict=True)
+            ],
+        ),
+        table=_table(ends, states, reserved),
+    )
+
+
+def _named(case: Case) -> list[tuple[str, str, str]]:
+    """Name the areas, each with its size at the moment of the case."""
+    held = case.held.categories
+    return [
+        (WORDS[name], colour_of(name), size(held[name]) if name in held else "") for name in _ORDER
+    ]
+
+
+def _dot(case: Case, at_percent: float, height: Height) -> Dot:
+    y, above = height.y(case.in_use_bytes), height.y(case.reserved_bytes)
+    return Dot(
+        at_percent=at_percent,
+        y=y,
+        text=size(case.in_use_bytes),
+        text_y=above - 8 if y - above < 24 else y - 10,  # not on the line of what is reserved
+    )
+
+
+def _states(case: Case, columns: int) -> tuple[list[int], list[list[int]]]:
+    """Return the last event of each column, and the categories when most was in use in it."""
+    num = len(case.card.events)
+    ends = [num * (at + 1) // columns for at in range(columns)]
+    changes: dict[int, list[tuple[int, int]]] = {}
+    state = [0] * len(_ORDER)
+    for life in case.sorter.lives:
+        row = _ORDER.index(case.sorter.category(life))
+        if life.birth == BEFORE:
+            state[row] += life.num_bytes
+        else:
+            changes.setdefault(life.birth, []).append((row, life.num_bytes))
+        if life.death is not None:
+            changes.setdefault(life.death, []).append((row, -life.num_bytes))
+    states, begin = [], 0
+    for end in ends:
+        best, most = None, -1
+        for position in range(begin, end):
+            for row, num_bytes in changes.get(position, ()):
+                state[row] += num_bytes
+            if (total := sum(state)) > most:
+                best, most = [*state], total
+        states.append(best or [*state])
+        begin = end
+    return ends, states
+
+
+def _highest(numbers: Sequence[int], ends: Sequence[int]) -> list[int]:
+    begins = (0, *ends[:-1])
+    return [max(numbers[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _numbers(num: int) -> tuple[tuple[float, str], ...]:
+    return tuple((25.0 * at, f"{num * at // 4:,}") for at in range(5))
+
+
+def _passes(case: Case, num: int) -> Iterator[Lane]:
+    """Show which pass it was; what is narrower than a column is left out."""
+    signs = []
+    shown = 0.0
+    for first, last, which in case.sorter.passes:
+        begin, end = percent_of(WIDTH * first / num), percent_of(WIDTH * (last + 1) / num)
+        if end - shown < 100 / _COLUMNS:
+            continue
+        begin, shown = max(begin, shown), end
+        signs.append(
+            Sign(
+                at_percent=begin,
+                width_percent=round(end - begin, 2),
+                colour=dict(_PASSES)[which],
+                title=f"{which}, events {first:,} to {last:,}",
+            )
+        )
+    if len({sign.colour for sign in signs}) > 1:
+        yield Lane(name="pass", signs=tuple(signs))
+
+
+def _table(ends: Sequence[int], states: Sequence[Sequence[int]], reserved: Sequence[int]) -> Table:
+    used = [row for row in range(len(_ORDER)) if any(state[row] for state in states)]
+    return Table(
+        head=("until event", *(_ORDER[row] for row in used), "in use", "reserved"),
+        rows=tuple(
+            (f"{end:,}", *(size(state[row]) for row in used), size(sum(state)), size(most))
+            for end, state, most in zip(ends, states, reserved, strict=True)
+        ),
+    )
