@@ -1,12 +1,21 @@
 """The command, as a user calls it."""
 
+import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
+from trainer_plugins.cli import app
+from trainer_plugins.cli.plan_help import PANELS
 from trainer_plugins.record.timeline import Timeline
+from trainer_plugins.testing.nvml import ScriptedNvml, unavailable_reason
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -47,3 +56,69 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
 
 def test_the_version() -> None:
     assert command("--version").stdout == f"trainer-plugins {__version__}\n"
+
+
+def shown(*arguments: str) -> str:
+    """What a command prints, with its panels' frames."""
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "100"}).output
+
+
+def test_the_commands_stand_in_the_order_of_a_run() -> None:
+    text = shown("-h")
+    places = [text.index(f"─ {panel} ─") for panel in ("Before the run", "During the run")]
+    places += [text.index("│ exec "), text.index("─ After the run ─"), text.index("│ explain ")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plan",
+        "env",
+        "exec",
+        "top",
+        "report",
+        "explain",
+        "configs-list",
+        "configs-show",
+        "configs-path",
+        "configs-copy",
+        "configs-check",
+    ],
+)
+def test_each_help_has_an_example_that_the_command_line_takes(name: str) -> None:
+    words = name.split("-")
+    text = " ".join(shown(*words, "-h").split())
+    assert f"Usage: {'trainer-plugins' if name == 'exec' else 'root'} {' '.join(words)}" in text
+    assert f"trainer-plugins {' '.join(words)}" in text.split("Usage: ")[1].split("╭")[0][30:]
+
+
+def test_each_option_of_plan_stands_in_a_panel() -> None:
+    text = shown("plan", "-h")
+    assert all(f"─ {panel} ─" in text for panel in PANELS)
+    assert "─ Options ─" not in text
+
+
+def test_what_a_bug_report_needs_names_no_people_and_no_machines(tmp_path: Path) -> None:
+    if unavailable_reason() and not os.environ.get("CI"):
+        pytest.skip(str(unavailable_reason()))
+    driver = ScriptedNvml(tmp_path).driver(version="580.95.05").card().card().write()
+    home = str(tmp_path / "somebody")
+    environ = {**os.environ, **driver.env(), "HOME": home, "USER": "somebody"}
+    environ |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_TOKEN": "hf_secretsecret"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", "env", "--info", "--json"],
+        check=False, capture_output=True, text=True, env=environ,
+    )  # fmt: skip
+
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["trainer-plugins"] == __version__
+    assert {"python", "torch", "transformers", "accelerate"} <= set(facts["versions"])
+    assert facts["cards"] == {
+        "driver": "580.95.05",
+        "cards": "2 x NVIDIA H100 80GB HBM3, 79.41 GiB",
+    }
+    assert facts["allocator"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for secret in ("somebody", "hf_secret", "GPU-", socket.gethostname()):
+        assert secret not in done.stdout

@@ -48,10 +48,16 @@ PRESETS = (
         " changes nothing",
         (STRATEGY, PREFLIGHT, WATCHDOG, REPORTER),
     ),
-    Preset("memory_safe", "observe, and all guards", _SAFE),
+    Preset(
+        "memory_safe",
+        "observe, and all guards: the one to take for any run, and the default",
+        _SAFE,
+    ),
     Preset(
         "survive",
-        "memory_safe, and a micro-batch that does not fit is finished in pieces",
+        "memory_safe, and a micro-batch that does not fit is finished in pieces: the one to take"
+        " where a run must not die. It is not in memory_safe because it replaces two methods of"
+        " the Trainer, and warns of each run that it cannot help",
         (*_SAFE, SURVIVE),
     ),
 )

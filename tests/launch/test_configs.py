@@ -10,7 +10,7 @@ import yaml
 
 from tests.test_cli import command
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import Document, read_document
+from trainer_plugins.launch.lint import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.names import offload_devices
 
 FAMILY = {
@@ -246,3 +246,9 @@ def test_accelerate_launch_from_another_directory(
         path.read_text() for path in tmp_path.glob("rank-*")
     }  # not stdout, into which ranks print at once
     assert found == {f"{rank} of {world}, stage {stage}" for rank in range(world)}
+
+
+def test_a_misspelt_path_makes_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        configs.copy("zero3", tmp_path / "no" / "such")
+    assert not list(tmp_path.iterdir())

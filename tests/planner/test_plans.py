@@ -104,6 +104,7 @@ REQUESTS = {
     "sizes": request(tiny(hidden_size=-4)),
     "no target": request(tiny(), peft={"peft_type": "LORA", "r": 4, "target_modules": ["nowhere"]}),
     "flag": request(tiny(), "--gradient_checkpoint", "True"),
+    "flag of another program": request(tiny(), "--batch_size", "4"),
     "contradiction": request(tiny(), "--bf16", "True", "--fp16", "True"),
     "dtype": request(tiny(), dtype="int8"),
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
@@ -253,6 +254,7 @@ def test_padding_makes_masks(outcomes):
             "flag",
             "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?",
         ),
+        ("flag of another program", "knows --batch_size: is it --per-device-train-batch-size?"),
         ("contradiction", "At most one of fp16 and bf16 can be True"),
         ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
         (
@@ -315,6 +317,8 @@ def test_a_prediction_that_takes_too_long_is_given_up():
     ("text", "line"),
     [
         ("h100", "no card is known by the name 'h100': is it h100-80gb?"),
+        ("a100", "is it a100-40gb or a100-80gb?"),
+        ("RTX 4090 D", "is it rtx4090?"),
         ("0GiB", "--gpu: a size is a positive number"),
     ],
 )

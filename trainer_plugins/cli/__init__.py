@@ -16,6 +16,7 @@ from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
 from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
+from trainer_plugins.cli.plan_help import PlanCommand
 from trainer_plugins.cli.report import report
 from trainer_plugins.cli.top import top
 from trainer_plugins.printable import printable
@@ -35,21 +36,34 @@ class _Commands(TyperGroup):
             raise
 
 
+_BEFORE, _DURING, _AFTER = "Before the run", "During the run", "After the run"
+
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(report)
-app.command()(top)
-app.command()(env)
-app.command()(explain)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(plan)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(check)
+app.command(
+    rich_help_panel=_BEFORE,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(check)
+app.command(
+    cls=PlanCommand,
+    rich_help_panel=_BEFORE,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(plan)
+app.command(rich_help_panel=_BEFORE)(env)
 app.command(
     "exec",
+    rich_help_panel=_DURING,
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(exec_)
-app.add_typer(configs, name="configs")
+app.command(rich_help_panel=_DURING)(top)
+app.command(rich_help_panel=_AFTER)(report)
+app.command(rich_help_panel=_AFTER)(explain)
+app.add_typer(configs, name="configs", rich_help_panel=_BEFORE)
 
 
 def _print_version(wanted: bool) -> None:

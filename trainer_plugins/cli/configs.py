@@ -1,7 +1,9 @@
 """`trainer-plugins configs`: lists, shows, copies and checks launch files."""
 
+import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,16 +19,23 @@ configs = typer.Typer(
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
 Name = Annotated[str, typer.Argument(help="A name that `configs list` shows.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 PinnedMemory = Annotated[
     str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")
 ]
 
 
 @configs.command("list")
-def list_configs() -> None:
-    """List the shipped launch files, with a line on each."""
+def list_configs(as_json: AsJson = False) -> None:
+    """List the shipped launch files, with a line on each.
+
+    Example: trainer-plugins configs list
+    """
     from trainer_plugins.launch.configs import headline, names
 
+    if as_json:
+        print(json.dumps({name: headline(name) for name in names()}, indent=2))
+        return
     width = max(map(len, names()))
     for name in names():
         print(f"{name:{width}}  {headline(name)}")
@@ -34,7 +43,10 @@ def list_configs() -> None:
 
 @configs.command()
 def show(name: Name) -> None:
-    """Print a shipped launch file."""
+    """Print a shipped launch file.
+
+    Example: trainer-plugins configs show zero3
+    """
     from trainer_plugins.launch.configs import read
     from trainer_plugins.launch.lint import ConfigError
 
@@ -71,7 +83,10 @@ def copy_to(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a launch file, with changed values if asked."""
+    """Copy a launch file, with changed values if asked.
+
+    Example: trainer-plugins configs copy zero3 --set num_processes=4
+    """
     from trainer_plugins.launch.configs import copy
     from trainer_plugins.launch.lint import ConfigError
 
@@ -108,8 +123,11 @@ def check(
         ),
     ] = None,
     pinned_memory: PinnedMemory = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check a launch file before the launch, and look for extension builds it would wait for.
+
+    Example: trainer-plugins configs check zero3.yaml --params 7e9 --num-gpus 4
 
     Exit codes: 0 fine; 1 an ERROR; 2 bad input, including duplicate keys and values of the wrong
     type.
@@ -134,10 +152,14 @@ def check(
     except (ConfigError, ValueError) as error:
         raise _refused(error) from None
     findings += tuple(lock_findings(read_locks(os.environ)))
-    for finding in findings:
-        print(f"{finding.severity.name} {finding}")
-    if not findings:
-        print(f"{file}: no findings")
+    if as_json:
+        lines = [{**asdict(each), "severity": each.severity.name} for each in findings]
+        print(json.dumps(lines, indent=2))
+    else:
+        for finding in findings:
+            print(f"{finding.severity.name} {finding}")
+        if not findings:
+            print(f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))

@@ -1,4 +1,4 @@
-"""`trainer-plugins env`: prints the environment of a launch, for a shell to read."""
+"""`trainer-plugins env`: prints the environment of a launch, or what a bug report needs."""
 
 import json
 import os
@@ -28,12 +28,19 @@ def env(
     vllm: Annotated[
         bool, typer.Option("--vllm", help="vLLM will run inside the training process.")
     ] = False,
+    info: Annotated[
+        bool,
+        typer.Option("--info", help="Print what a bug report needs: versions, cards, settings."),
+    ] = False,
 ) -> None:
     """Print what to export before a launch on this machine: eval "$(trainer-plugins env)".
 
     In fish: trainer-plugins env --shell fish | source. Problems of the present allocator settings
     go to stderr.
     """
+    if info:
+        _print_info(as_json)
+        return
     from trainer_plugins.launch.environment import gather, launch_environment
 
     environment = launch_environment(os.environ, gather(os.environ, with_vllm=vllm))
@@ -50,6 +57,19 @@ def env(
             print(f"set -gx {export.name} {_fish_quoted(export.value)}")
         else:
             print(f"export {export.name}={shlex.quote(export.value)}")
+
+
+def _print_info(as_json: bool) -> None:
+    from trainer_plugins.launch.about import about
+
+    facts = about(os.environ)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    for group, lines in facts.items():
+        print(f"{group}:{'' if lines else ' as torch has it, no variable is set'}")
+        for name, text in lines.items():
+            print(f"  {name}: {printable(text)}")
 
 
 def _fish_quoted(text: str) -> str:

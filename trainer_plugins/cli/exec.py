@@ -16,7 +16,9 @@ def exec_(
 ) -> None:
     """Run a command in the environment of a launch, with callbacks on every Trainer under it.
 
-    `exec --help` lists all options.
+    The environment is what `trainer-plugins env` prints, except for variables that you have set.
+
+    Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
     The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
     it cannot be run.
@@ -29,13 +31,8 @@ def exec_(
     from trainer_plugins.plug_in import _site
     from trainer_plugins.plug_in.flags import Flags
 
-    flags = Flags(
-        "trainer-plugins exec",
-        "-- COMMAND [ARGUMENT ...]",
-        "Run a command in the environment of a launch (what `trainer-plugins env` prints, except"
-        " for variables that you have set), with callbacks on every transformers.Trainer that any"
-        " Python under it builds.",
-    )
+    flags = Flags("trainer-plugins exec", "-- COMMAND [ARGUMENT ...]", exec_.__doc__ or "")
+    flags.parser.print_help = _print_help  # type: ignore[method-assign]
     given, words = flags.split(command or [])
     if not words:
         flags.refuse(
@@ -56,3 +53,43 @@ def exec_(
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         flags.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+
+
+def _print_help(file: object = None) -> None:
+    """Print the help as the other commands do: of a command that has these options, and no more."""
+    from dataclasses import fields
+    from inspect import Parameter, Signature
+
+    from trainer_plugins.plug_in.flags import flag_of
+    from trainer_plugins.plug_in.options import MemoryArguments, kind_of
+    from trainer_plugins.presets import PRESETS
+
+    def described() -> None:
+        """Stand for `exec`."""
+
+    command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What to run.")]
+    parameters = [Parameter("command", Parameter.KEYWORD_ONLY, annotation=command)]
+    for option in fields(MemoryArguments):
+        # The help of an option ends with the callback that it is for.
+        words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
+        shown = typer.Option(
+            flag_of(option),
+            help=words,
+            metavar="N" if kind_of(option) in (int, float) else None,
+            rich_help_panel=callback or None,
+        )
+        parameters.append(
+            Parameter(
+                option.name,
+                Parameter.KEYWORD_ONLY,
+                default=option.default,
+                annotation=Annotated[kind_of(option), shown],
+            )
+        )
+    described.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    presets = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
+    app = typer.Typer(
+        add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}
+    )
+    app.command(help=exec_.__doc__, epilog=presets)(described)
+    app(["--help"], prog_name="trainer-plugins exec")

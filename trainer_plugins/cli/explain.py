@@ -38,6 +38,8 @@ def explain(
 ) -> None:
     """Say why a run ran out of memory, what shows it, and what to do first.
 
+    Example: trainer-plugins explain train.log, or: python train.py 2>&1 | trainer-plugins explain -
+
     Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
     """
     try:

@@ -24,6 +24,8 @@ def report(
 
     If several runs wrote into the folder, each gets a block, the last one first.
 
+    Example: trainer-plugins report runs/my-run
+
     Exit codes: 0 printed; 2 nothing to read.
     """
     from trainer_plugins.explain.run.ending import how_it_ended

@@ -29,6 +29,8 @@ def top(
 
     It may be started before the run, and reads only what the run has written since the last look.
 
+    Example: trainer-plugins top runs/my-run
+
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
     import sys

@@ -51,7 +51,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
 
     Args:
         name: the shipped file's name.
-        folder: the target, created if necessary.
+        folder: the target; it is made if the folder around it exists.
         overrides: `key=value`, where key is one of accelerate (`num_processes`,
             `fsdp_config.fsdp_offload_params`) or of DeepSpeed
             (`zero_optimization.reduce_bucket_size`). The result is checked before anything is
@@ -69,7 +69,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
     if target.exists() and not force:
         raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".trainer-plugins-") as temporary:
             draft = Path(temporary) / target.name
             draft.write_text(text, encoding="utf-8")

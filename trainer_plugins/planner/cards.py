@@ -39,6 +39,21 @@ def about_context(card: Card) -> str:
     )
 
 
+def about_size(card: Card) -> str:
+    """Say what a size in GB was taken for; empty for a card with a name, and for GiB.
+
+    >>> about_size(card_of("24GB")).partition(";")[0]
+    '24GB is taken for 24,000,000,000 bytes, which are 22.35 GiB'
+    """
+    if not re.fullmatch(r"[\d.]+\s*[kmg]b", card.name.strip(), re.IGNORECASE):
+        return ""
+    return (
+        f"{card.name} is taken for {card.capacity_bytes:,} bytes, which are"
+        f" {size(card.capacity_bytes)}; cards that are sold with that number differ: name the card,"
+        " or give GiB"
+    )
+
+
 def _card(
     name: str,
     capacity_gib: float,
@@ -95,8 +110,10 @@ def card_of(text: str) -> Card:
             return Card(name=text, capacity_bytes=parse_size(text))
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
-    near = get_close_matches(name, _BY_NAME, n=1)
-    hint = f"is it {near[0]}?" if near else f"known cards are {', '.join(_BY_NAME)}."
+    # A part of a name may stand for several: a100 is sold with 40 and with 80 GB.
+    near = [each for each in _BY_NAME if name and name in each]
+    near = near or get_close_matches(name, _BY_NAME, n=1)
+    hint = f"is it {' or '.join(near)}?" if near else f"known cards are {', '.join(_BY_NAME)}."
     raise PlanError(
         f"no card is known by the name {text!r}: {hint} You can also give a size, as in 24GiB"
     )

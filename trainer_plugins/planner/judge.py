@@ -7,7 +7,7 @@ from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.cards import Card, about_context
+from trainer_plugins.planner.cards import Card, about_context, about_size
 from trainer_plugins.planner.plan import (
     Category,
     MemoryPlan,
@@ -74,7 +74,7 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
         not_reliable=(*untried(versions), *watched.not_reliable),
         assumptions=(
             *watched.assumptions,
-            *_about_context(card),
+            *_about_card(card),
             *_about_order(trace, rules, unlimited),
         ),
         known_error=(
@@ -188,5 +188,8 @@ def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list
     ]
 
 
-def _about_context(card: Card | None) -> list[str]:
-    return [about_context(card)] if card is not None and card.context_bytes else []
+def _about_card(card: Card | None) -> list[str]:
+    if card is None:
+        return []
+    said = [about_size(card), about_context(card) if card.context_bytes else ""]
+    return [line for line in said if line]

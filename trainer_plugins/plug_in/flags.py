@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any, NoReturn
 
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
@@ -29,15 +29,14 @@ class Flags:
         )
         self.parser.error = self.refuse  # type: ignore[method-assign, assignment]
         for option in fields(MemoryArguments):
-            name = "preset" if option.name == "memory_preset" else option.name
-            self.names.append("--" + name.replace("_", "-"))
+            self.names.append(flag_of(option))
             takes: dict[str, Any] = {
                 "type": kind_of(option),
                 "metavar": kind_of(option).__name__.upper(),
             }
             self.parser.add_argument(
                 # The Trainer's own flags are written with _, so both forms are accepted.
-                *{self.names[-1]: None, f"--{name}": None},
+                *{self.names[-1]: None, f"--{self.names[-1][2:].replace('-', '_')}": None},
                 dest=option.name,
                 help=f"{option.metadata['help']} Default: {option.default}.",
                 **({"action": "store_true"} if isinstance(option.default, bool) else takes),
@@ -78,3 +77,9 @@ class Flags:
         """End the process with one line on stderr and an exit code, by default 2."""
         sys.stderr.write(f"{self.prog}: {printable(reason)}\n")
         sys.exit(exit_code)
+
+
+def flag_of(option: "Field[Any]") -> str:
+    """Return the flag of a field of `MemoryArguments`: `--preset`, `--memory-every-steps`."""
+    name = "preset" if option.name == "memory_preset" else option.name
+    return "--" + name.replace("_", "-")

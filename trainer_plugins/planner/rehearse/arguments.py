@@ -39,6 +39,21 @@ _REHEARSED = {
     "do_train": True,
 }
 
+# What people and other programs call the same: axolotl has micro_batch_size and sequence_len, TRL
+# max_length (and had max_seq_length), LLaMA-Factory cutoff_len.
+_CALLED_ELSEWHERE = {
+    "batch-size": "--per-device-train-batch-size",
+    "train-batch-size": "--per-device-train-batch-size",
+    "micro-batch-size": "--per-device-train-batch-size",
+    "epochs": "--num-train-epochs",
+    "lr": "--learning-rate",
+    "max-length": "--seq-length",
+    "max-seq-length": "--seq-length",
+    "seq-len": "--seq-length",
+    "sequence-len": "--seq-length",
+    "cutoff-len": "--seq-length",
+}
+
 
 def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
     """Return the user's TrainingArguments, as they were given.
@@ -88,7 +103,9 @@ def _parsed(flags: Sequence[str], of_loop: type | None) -> Arguments:
             lines[-1].partition("error: ")[2] if lines else "the flags cannot be read"
         ) from exit_
     if unknown:
-        near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
+        flag = unknown[0].split("=")[0]
+        meant = _CALLED_ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
+        near = [meant] if meant else get_close_matches(flag, parser._option_string_actions, n=1)
         raise PlanError(
             f"neither plan nor {of_loop.__name__ if of_loop else 'TrainingArguments'} knows "
             f"{unknown[0]}" + (f": is it {near[0]}?" if near else "")

@@ -1,0 +1,54 @@
+"""Gathers what a bug report needs of this machine: no paths, no names of people, no secrets."""
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.launch.installed import installed_versions
+from trainer_plugins.launch.masked import masked_text
+
+_CONTAINERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+"""Files that Docker and Podman put into each container (podman-run(1), "/run/.containerenv")."""
+
+_SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+    "RAY_JOB_ID": "Ray",
+}
+
+
+def about(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the facts in groups: versions, machine, cards, allocator."""
+    return {
+        "versions": {"python": platform.python_version(), **installed_versions()},
+        "machine": {"system": platform.platform(), "inside": _inside(environ)},
+        "cards": _cards(),
+        "allocator": {
+            name: masked_text(text) for name, text in Variables.of(environ).texts.items()
+        },
+    }
+
+
+def _inside(environ: Mapping[str, str]) -> str:
+    """Name what stands between this process and the machine."""
+    around = [name for variable, name in _SCHEDULERS.items() if variable in environ]
+    around += ["WSL"] * gather_machine(environ).is_wsl
+    around += ["a container"] * any(map(os.path.exists, _CONTAINERS))
+    return ", ".join(around) or "nothing that was seen"
+
+
+def _cards() -> dict[str, str]:
+    # This imports torch until devices are read without it.
+    from trainer_plugins.devices.nvml_driver import cards_in_words, driver_version
+    from trainer_plugins.devices.nvml_errors import NvmlError
+
+    try:
+        driver, cards = driver_version(), Counter(cards_in_words())
+    except NvmlError as error:
+        return {"driver": f"none: {error}"}
+    shown = "; ".join(f"{count} x {card}" for card, count in cards.items())
+    return {"driver": driver, "cards": shown or "none"}
