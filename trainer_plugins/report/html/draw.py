@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer_plugins.explain.ending import how_it_ended
+from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.history import read_history
 from trainer_plugins.report.html.page import Page
