@@ -34,6 +34,13 @@ from trainer_plugins import (
 
 PROMPT = "The statement "
 
+# transformers 5.23 has a new name for it, and warns of the old one.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(TrainingArguments, "activation_checkpointing")
+    else "gradient_checkpointing"
+)
+
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
     """Holds a text as blocks of tokens of equal length, each its own label."""
@@ -125,7 +132,7 @@ def main() -> None:
         per_device_train_batch_size=options.micro_batch,
         per_device_eval_batch_size=options.micro_batch,
         learning_rate=3e-5 if options.model else 3e-3,
-        gradient_checkpointing=not options.careless,
+        **{CHECKPOINTING: not options.careless},
         eval_strategy="steps",
         eval_steps=max(1, options.steps // 3),
         logging_steps=max(1, options.steps // 6),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Group
 from typer.testing import CliRunner
 
 from tests.callbacks.test_memory_watchdog import Takes
@@ -21,7 +22,9 @@ from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchd
 from trainer_plugins.cli import app
 from trainer_plugins.devices import GpuProcess
 from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.history import read_history
 from trainer_plugins.record.timeline import Entry, Remark, Sample, to_line
+from trainer_plugins.report.text import history_report
 from trainer_plugins.units import GIB
 
 # Sets a title, clears the screen, forges a line and a style, turns the direction of writing, ends a
@@ -29,10 +32,10 @@ from trainer_plugins.units import GIB
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\r\nall is well [red]text[/red] [link=file:///]x[/link] :bomb: \u202e\x9b31m\udc80\0"
 
 
-def report(folder: Path, *, width: int | None = None) -> str:
+def report(folder: Path, *options: str, width: int | None = None) -> str:
     """What the command prints, which has ended well; each line without the blanks around it."""
     environment = None if width is None else {"COLUMNS": str(width)}
-    done = CliRunner().invoke(app, ["report", str(folder)], env=environment)
+    done = CliRunner().invoke(app, ["report", str(folder), *options], env=environment)
     assert done.exit_code == 0, done.output
     return "\n".join(line.strip() for line in done.stdout.splitlines())
 
@@ -136,7 +139,65 @@ def test_ranks_with_different_numbers_of_runs_are_brought_together_by_time(tmp_p
     peaks = [
         [line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))
     ]
-    assert peaks == [["30.00", "31.00"], ["20.00"], ["10.00", "11.00"]]
+    assert peaks == [["31.00"], ["20.00"], ["11.00"]]
+    least = [line.split()[-4:] for line in report(tmp_path).splitlines() if " train " in line]
+    assert [" ".join(words) for words in least[::2]] == [
+        "30.00 GiB (rank 0)",
+        "10.00 GiB (rank 0)",
+    ]
+    assert " 31.00 " not in report(tmp_path, "--rank", "0")
+    assert " 30.00 " in report(tmp_path, "--rank", "0")
+
+
+def test_findings_that_differ_in_figures_alone_are_one_line_for_all_ranks(tmp_path: Path) -> None:
+    remark = ENTRIES[2]
+    assert isinstance(remark, Remark)
+    for rank in (0, 1, 2):
+        remarks: list[Entry] = [
+            replace(
+                remark,
+                step=step,
+                time_seconds=102,
+                finding=replace(remark.finding, summary=f"{step} % is full", amount=step + rank),
+            )
+            for step in (3, 4)
+        ]
+        write(tmp_path, rank, [*run_of(range(3), seconds=100), *remarks])
+
+    text = report(tmp_path)
+    assert "ranks 0 to 2, steps 3 to 4, x 6, at worst: [x] 4 % is full" in text
+    assert text.count("[x]") == 1
+
+    facts = json.loads(report(tmp_path, "--json"))
+    (run,) = facts["runs"]
+    assert (run["ranks"], run["has_end"]) == ([0, 1, 2], False)
+    assert run["peaks"][0]["moment"] == "begin"
+    assert run["findings"][0]["times"] == 6
+    assert facts["ending"]["code"] == "run-cut-off"
+
+
+def test_only_a_run_that_ended_is_good_news(tmp_path: Path) -> None:
+    def styles() -> list[str]:
+        page = history_report(read_history(tmp_path))
+        assert isinstance(page, Group)
+        lines = [line for part in page.renderables for line in getattr(part, "renderables", [part])]
+        return [str(line.style) for line in lines if "no findings" in str(line)]
+
+    begun = run_of(range(3), seconds=100)
+    write(tmp_path, 0, begun)
+    assert styles() == [""]
+    assert "rank 0: no end of the training was noted" not in report(tmp_path), "it says cut off"
+
+    sample = begun[-1]
+    assert isinstance(sample, Sample)
+    write(tmp_path, 0, [replace(sample, moment="end", time_seconds=104)])
+    assert styles() == ["green"]
+
+    write(tmp_path, 0, run_of(range(3), seconds=200))
+    write(tmp_path, 0, run_of(range(3), seconds=300))
+    text = report(tmp_path)
+    assert text.count("rank 0: no end of the training was noted: its process was killed") == 1
+    assert styles() == ["", "", "green"]
 
 
 def test_two_launches_at_the_same_time_are_told_apart(tmp_path: Path) -> None:

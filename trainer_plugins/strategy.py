@@ -65,9 +65,9 @@ class Strategy:
         stage = "" if self.zero_stage is None else f", ZeRO-{self.zero_stage}"
         ranks = f"{self.world_size} rank" + "s" * (self.world_size != 1)
         machines = f" on {self.num_machines} machines" if (self.num_machines or 1) > 1 else ""
-        divided = (
-            f", {percent(self.partitioned_fraction)} of {self.num_params:,} parameters sharded"
-        )
+        sharded = f"{percent(self.partitioned_fraction)} of {self.num_params:,} parameters sharded"
+        is_alone = self.world_size == 1 and not self.num_partitioned
+        divided = f", {self.num_params:,} parameters" if is_alone else f", {sharded}"
         off = "".join(f", {what} on {where}" for what, where in self.offload.items())
         update = (
             f", {self.optimizer_class} on {self.master_dtype} weights" if self.master_dtype else ""

@@ -19,10 +19,13 @@ def report(
         Path | None,
         typer.Option(help="With --html: the plan of this run, as plan --json prints it."),
     ] = None,
+    rank: Annotated[int | None, typer.Option(help="Print this rank alone.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Print how a run ended, the peak of each moment, releases and findings, for every rank.
+    """Print how a run ended, the peak of each moment, releases and findings.
 
-    If several runs wrote into the folder, each gets a block, the last one first.
+    If several runs wrote into the folder, each gets a block, the last one first. Of several
+    ranks the fullest is shown, and how little the least full one had.
 
     Example: trainer-plugins report runs/my-run
 
@@ -35,6 +38,8 @@ def report(
 
     try:
         history = read_history(run_dir)
+        if rank is not None:
+            history = history.of_rank(rank)
     except OSError as error:
         raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
     except ValueError as error:
@@ -44,7 +49,24 @@ def report(
         _write(history, run_dir, ending, html, plan)
     elif plan is not None:
         raise typer.BadParameter("--plan is drawn on a page: give --html too")
-    show(history_report(history, ending))
+    if as_json:
+        _print_json(history, ending)
+    else:
+        show(history_report(history, ending))
+
+
+def _print_json(history: "History", ending: "Finding | None") -> None:
+    import json
+    from dataclasses import asdict
+
+    from trainer_plugins.report.summary import summary
+
+    runs = [asdict(summary(run)) for run in history.runs]
+    files = {rank: str(path) for rank, path in history.files.items()}
+    last = None if ending is None else asdict(ending)
+    skipped = dict(history.num_passed_over)
+    facts = {"runs": runs, "ending": last, "files": files, "skipped_lines": skipped}
+    print(json.dumps(facts, indent=2))
 
 
 def _write(

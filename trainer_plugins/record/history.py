@@ -54,6 +54,21 @@ class History:
     """Lines that are not entries, by rank: cut off by a kill or a full disk, damaged, or of a later
     version."""
 
+    def of_rank(self, rank: int) -> "History":
+        """Return what one rank wrote.
+
+        Raises:
+            ValueError: it wrote nothing.
+        """
+        if rank not in self.files:
+            known = ", ".join(map(str, self.files))
+            raise ValueError(f"rank {rank} wrote nothing here; there are files of: {known}")
+        return History(
+            [Run({rank: run.timelines[rank]}) for run in self.runs if rank in run.timelines],
+            {rank: self.files[rank]},
+            {rank: self.num_passed_over[rank]},
+        )
+
 
 def read_history(run_dir: Path) -> History:
     """Read the timelines of all ranks of a folder.

@@ -12,7 +12,8 @@ from rich.text import Text
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run
-from trainer_plugins.record.timeline import Beginning, Entry, Failure, Flush, Remark, Sample
+from trainer_plugins.record.timeline import Beginning, Entry, Failure
+from trainer_plugins.report.summary import has_end, has_failed, peaks, releases, repeated
 from trainer_plugins.units import percent, size
 
 _STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
@@ -34,6 +35,8 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
             parts.append(Text(f"\nRun {number} of {num_runs}: {when(run)}", style="bold"))
         if ending is not None and number == num_runs:
             parts.append(Text(str(ending), style=_STYLES[ending.severity]))
+        else:
+            parts += _endless(run, is_last=number == num_runs)
         parts += [*_failures(run, history), memory_report(run.timelines)]
     if not history.runs:
         parts.append(Text("The files have no entries"))
@@ -51,37 +54,37 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
 
 def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
     """Render the timelines of one run by rank: peak of each moment, releases, findings."""
-    table = Table(title="Memory: the peak of each moment", title_justify="left", box=SIMPLE)
+    has_several = len(timelines) > 1
+    of_which = ", on the fullest rank" * has_several
+    table = Table(
+        title=f"Memory: the peak of each moment{of_which}", title_justify="left", box=SIMPLE
+    )
     for column in ("rank", "moment", "device"):
         table.add_column(column)
     for column in ("readings", "peak", "full", "total", "reserved"):
         table.add_column(column, justify="right")
-    lines: list[Text] = []
-    for rank, entries in sorted(timelines.items()):
-        for moment, samples in _by_moment(entries).items():
-            highest = max(
-                (sample.reading for sample in samples), key=lambda reading: reading.pressure
-            )
-            table.add_row(
-                str(rank),
-                printable(moment),
-                printable(highest.device),
-                str(sum(sample.num_readings for sample in samples)),
-                size(max(sample.reading.peak_allocated_bytes for sample in samples)),
-                percent(highest.pressure),
-                size(highest.total_bytes),
-                size(max(sample.reading.reserved_bytes for sample in samples)),
-            )
-        lines += [_releases(rank, entries), *_findings(rank, entries)]
-    return Group(*_strategies(timelines), table, *lines)
+    if has_several:
+        table.add_column("peak of the least full rank", justify="right")
+    for each in peaks(timelines):
+        least = f"{size(each.least_peak_bytes)} (rank {each.least_rank})"
+        table.add_row(
+            str(each.rank),
+            printable(each.moment),
+            printable(each.device),
+            str(each.num_readings),
+            size(each.peak_bytes),
+            percent(each.pressure),
+            size(each.total_bytes),
+            size(each.reserved_bytes),
+            *[least] * has_several,
+        )
+    return Group(*_strategies(timelines), table, _releases(timelines), *_findings(timelines))
 
 
 def when(run: Run) -> str:
     """Say which steps a run had, and when."""
     (first_step, last_step), (began, ended) = run.steps, run.seconds
-    steps = (
-        f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
-    )
+    steps = _steps(first_step, last_step)
     from_when, until = (
         datetime.fromtimestamp(seconds).isoformat(" ", "seconds") for seconds in (began, ended)
     )
@@ -117,33 +120,58 @@ def _strategies(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
     ]
 
 
-def _by_moment(entries: Sequence[Entry]) -> dict[str, list[Sample]]:
-    moments: dict[str, list[Sample]] = {}
-    for entry in entries:
-        if isinstance(entry, Sample):
-            moments.setdefault(entry.moment, []).append(entry)
-    return moments
-
-
-def _releases(rank: int, entries: Sequence[Entry]) -> Text:
-    flushes = [entry for entry in entries if isinstance(entry, Flush)]
-    if not flushes:
-        return Text(f"rank {rank}: no cached memory was released")
-    released, seconds = sum(f.released_bytes for f in flushes), sum(f.seconds for f in flushes)
-    num = sum(f.num_releases for f in flushes)
+def _releases(timelines: Mapping[int, Sequence[Entry]]) -> Text:
+    given, who = releases(timelines), _ranks(tuple(timelines))
+    if not given.num:
+        return Text(f"{who}: no cached memory was released")
+    longest = ", where it took longest" * (len(timelines) > 1)
     return Text(
-        f"rank {rank}: {num} releases gave back {size(released)} and took {seconds * 1000:.1f} ms"
+        f"{who}: {given.num} releases gave back {size(given.released_bytes)} and took"
+        f" {given.seconds * 1000:.1f} ms{longest}"
     )
 
 
-def _findings(rank: int, entries: Sequence[Entry]) -> list[Text]:
-    remarks = [entry for entry in entries if isinstance(entry, Remark)]
-    if not remarks:
-        return [Text(f"rank {rank}: no findings", style="green")]
+def _findings(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
+    """Render each finding once; that there is none is good news only of a run that ended."""
+    found = repeated(timelines)
+    if not found:
+        in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
+        return [Text(f"{_ranks(tuple(timelines))}: no findings", "green" if in_order else "")]
     return [
         Text(
-            f"rank {rank}, step {remark.step}: {remark.finding}",
-            style=_STYLES[remark.finding.severity],
+            f"{_ranks(each.ranks)}, {_steps(each.first_step, each.last_step)}"
+            f"{f', x {each.times}, at worst' if each.times > 1 else ''}: {each.finding}",
+            style=_STYLES[each.finding.severity],
         )
-        for remark in remarks
+        for each in found
     ]
+
+
+def _endless(run: Run, is_last: bool) -> list[Text]:
+    """Say of which ranks no end and no error is known."""
+    ranks = tuple(
+        rank
+        for rank, entries in run.timelines.items()
+        if not has_end(entries) and not has_failed(entries)
+    )
+    if not ranks:
+        return []
+    why = "it still runs" if is_last else "its process was killed"
+    return [Text(f"{_ranks(ranks)}: no end of the training was noted: {why}", "yellow")]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks shortly, however many there are.
+
+    >>> _ranks((0,)), _ranks((0, 1, 2, 3)), _ranks((0, 2, 7))
+    ('rank 0', 'ranks 0 to 3', '3 ranks of 0 to 7')
+    """
+    first, last = min(ranks), max(ranks)
+    if first == last:
+        return f"rank {first}"
+    many = "ranks" if len(ranks) == last - first + 1 else f"{len(ranks)} ranks of"
+    return f"{many} {first} to {last}"
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
