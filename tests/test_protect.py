@@ -10,6 +10,7 @@ from trainer_plugins import (
     KVCacheGuard,
     MemoryWatchdog,
     OOMReporter,
+    Preflight,
     StrategyInForce,
     protect,
 )
@@ -18,6 +19,7 @@ from trainer_plugins.record.timeline import Sample, read_timeline
 
 ALL = [
     StrategyInForce,
+    Preflight,
     CudaCacheCallback,
     EvalGenerateCleanup,
     KVCacheGuard,
@@ -49,15 +51,15 @@ def test_a_trainer_in_hand_is_watched_and_guarded(make_trainer, tmp_path, anywhe
 def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
     trainer = make_trainer()
 
-    assert len(protect(trainer, preset="observe", every_steps=5)) == 3
+    assert len(protect(trainer, preset="observe", every_steps=5)) == 4
     assert protect(trainer, preset="observe") == []
     assert len(protect(trainer)) == 3
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[1:4], ALL[0], *ALL[4:], PrinterCallback]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:5], *ALL[:2], *ALL[5:], PrinterCallback]
     assert trainer.pop_callback(MemoryWatchdog).every_steps == 5
 
 
 def test_options_reach_their_callbacks(make_trainer) -> None:
-    _, cache, _, _, watchdog, _ = protect(
+    _, _, cache, _, _, watchdog, _ = protect(
         make_trainer(), every_steps=2, warn_fraction=0.5, act_fraction=0.75, stop=True,
         release_every_steps=7, min_reclaimable_fraction=0.25,
     )  # fmt: skip
@@ -86,7 +88,7 @@ def test_the_users_own_is_kept(make_trainer, own) -> None:
         if isinstance(callback, MemoryWatchdog)
     ] == [mine]
     behind = [OOMReporter, own, TrainerCallback, PrinterCallback]
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:4], *behind]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:5], *behind]
 
 
 def test_ours_stand_before_the_trackers(make_trainer) -> None:
@@ -98,6 +100,7 @@ def test_ours_stand_before_the_trackers(make_trainer) -> None:
     assert names == [
         "DefaultFlowCallback",
         "StrategyInForce",
+        "Preflight",
         "MemoryWatchdog",
         "OOMReporter",
         "TensorBoardCallback",
@@ -125,7 +128,7 @@ def test_a_trainer_that_refuses_callbacks_is_protected(make_trainer) -> None:
     protect(trainer)
     trainer.train()
 
-    assert kinds(trainer)[1:7] == ALL
+    assert kinds(trainer)[1:8] == ALL
 
 
 def test_a_trainer_without_its_flow(make_trainer) -> None:
@@ -134,7 +137,13 @@ def test_a_trainer_without_its_flow(make_trainer) -> None:
 
     protect(trainer, preset="observe")
 
-    assert kinds(trainer) == [StrategyInForce, MemoryWatchdog, OOMReporter, PrinterCallback]
+    assert kinds(trainer) == [
+        StrategyInForce,
+        Preflight,
+        MemoryWatchdog,
+        OOMReporter,
+        PrinterCallback,
+    ]
 
 
 @pytest.mark.parametrize(
