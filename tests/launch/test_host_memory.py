@@ -61,7 +61,7 @@ def test_what_a_save_gathers_is_counted_as_in_the_plan(tmp_path: Path) -> None:
         file.write_text(json.dumps({"zero_optimization": stage_3 | more}))
         limit = HostLimits(total_bytes=252 * 10**9)
         judged = check(file, num_params=9.4e9, host=limit)
-        return [each for each in judged if each.code == "config-host-memory"][0]
+        return next(each for each in judged if each.code == "config-host-memory")
 
     killed, without = found(**{gathers: True}), found()
     assert killed.severity is Severity.ERROR
