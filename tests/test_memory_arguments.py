@@ -22,7 +22,7 @@ def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
     trainer.train()
 
     assert training.output_dir == str(tmp_path)
-    _, _, cache, _, _, watchdog, _ = callbacks
+    _, _, _, cache, _, _, watchdog, _ = callbacks
     assert isinstance(cache, CudaCacheCallback)
     assert cache.interval == 4
     assert isinstance(watchdog, MemoryWatchdog)
@@ -59,7 +59,7 @@ def test_it_can_be_inherited() -> None:
     class ScriptArguments(MemoryArguments):
         dataset: str = "mine"
 
-    assert len(callbacks_from_args(ScriptArguments(memory_preset="observe"))) == 3
+    assert len(callbacks_from_args(ScriptArguments(memory_preset="observe"))) == 4
 
 
 def test_the_defaults_are_those_of_the_callbacks() -> None:
@@ -99,7 +99,7 @@ def test_numbers_for_prometheus_on_request(tmp_path) -> None:
     parser = HfArgumentParser(MemoryArguments)
     (memory,) = parser.parse_args_into_dataclasses(["--memory_prometheus_dir", str(tmp_path)])
 
-    _, watchdog, _ = callbacks_from_args(replace(memory, memory_preset="observe"))
+    _, _, watchdog, _ = callbacks_from_args(replace(memory, memory_preset="observe"))
     assert watchdog.prometheus_dir == tmp_path
     with pytest.raises(ValueError, match="type str, got 3"):
         MemoryArguments(memory_prometheus_dir=3)  # type: ignore[arg-type]

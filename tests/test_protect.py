@@ -10,11 +10,8 @@ from trainer_plugins import (
     KVCacheGuard,
     MemoryWatchdog,
     OOMReporter,
-<<<<<<< HEAD
-    ReleaseEarlierRuns,
-=======
     Preflight,
->>>>>>> w-check
+    ReleaseEarlierRuns,
     StrategyInForce,
     protect,
 )
@@ -23,11 +20,8 @@ from trainer_plugins.record.timeline import Sample, read_timeline
 
 ALL = [
     StrategyInForce,
-<<<<<<< HEAD
-    ReleaseEarlierRuns,
-=======
     Preflight,
->>>>>>> w-check
+    ReleaseEarlierRuns,
     CudaCacheCallback,
     EvalGenerateCleanup,
     KVCacheGuard,
@@ -61,18 +55,13 @@ def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
 
     assert len(protect(trainer, preset="observe", every_steps=5)) == 4
     assert protect(trainer, preset="observe") == []
-<<<<<<< HEAD
     assert len(protect(trainer)) == 4
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[1:5], ALL[0], *ALL[5:], PrinterCallback]
-=======
-    assert len(protect(trainer)) == 3
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:5], *ALL[:2], *ALL[5:], PrinterCallback]
->>>>>>> w-check
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:6], *ALL[:2], *ALL[6:], PrinterCallback]
     assert trainer.pop_callback(MemoryWatchdog).every_steps == 5
 
 
 def test_options_reach_their_callbacks(make_trainer) -> None:
-    _, _, cache, _, _, watchdog, _ = protect(
+    _, _, _, cache, _, _, watchdog, _ = protect(
         make_trainer(), every_steps=2, warn_fraction=0.5, act_fraction=0.75, stop=True,
         release_every_steps=7, min_reclaimable_fraction=0.25,
     )  # fmt: skip
@@ -101,7 +90,7 @@ def test_the_users_own_is_kept(make_trainer, own) -> None:
         if isinstance(callback, MemoryWatchdog)
     ] == [mine]
     behind = [OOMReporter, own, TrainerCallback, PrinterCallback]
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:5], *behind]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:6], *behind]
 
 
 def test_ours_stand_before_the_trackers(make_trainer) -> None:
@@ -141,7 +130,7 @@ def test_a_trainer_that_refuses_callbacks_is_protected(make_trainer) -> None:
     protect(trainer)
     trainer.train()
 
-    assert kinds(trainer)[1:8] == ALL
+    assert kinds(trainer)[1:9] == ALL
 
 
 def test_a_trainer_without_its_flow(make_trainer) -> None:
