@@ -17,7 +17,7 @@ from transformers import (
     set_seed,
 )
 
-from trainer_plugins import MemoryWatchdog, StrategyInForce
+from trainer_plugins import MemoryWatchdog, Preflight, StrategyInForce
 
 
 @dataclass
@@ -57,7 +57,7 @@ def main() -> None:
         args=args,
         train_dataset=rows(sizes.num_rows, sizes.length, seed=1),
         eval_dataset=rows(8, sizes.length, seed=2),
-        callbacks=[StrategyInForce(), MemoryWatchdog()],
+        callbacks=[StrategyInForce(), Preflight("error"), MemoryWatchdog()],
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()

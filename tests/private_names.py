@@ -106,6 +106,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_from_config": ("transformers.PreTrainedModel",),
     "_get_collator_with_removed_columns": (TRAINER,),
     "_gradient_checkpointing_func": (MODEL,),
+    "_supports_sdpa": (MODEL,),
     "_has_unfinished_sequences": ("transformers.GenerationMixin",),
     "_inner_training_loop": (TRAINER,),
     "_load_best_model": (TRAINER,),

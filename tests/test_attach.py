@@ -22,6 +22,7 @@ from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
 from trainer_plugins import (
     MemoryWatchdog,
     OOMReporter,
+    Preflight,
     StrategyInForce,
     attach,
     attached,
@@ -33,7 +34,7 @@ from trainer_plugins.record.timeline import Sample, read_timeline, timeline_of_r
 
 INIT, ADD = Trainer.__init__, Trainer.add_callback
 
-OBSERVE = [StrategyInForce, MemoryWatchdog, OOMReporter]
+OBSERVE = [StrategyInForce, Preflight, MemoryWatchdog, OOMReporter]
 
 
 @pytest.fixture(autouse=True)

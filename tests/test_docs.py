@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 from transformers import TrainingArguments
+from trl import DPOConfig, GRPOConfig
 
 import trainer_plugins
 from trainer_plugins.cli import app
@@ -71,9 +72,11 @@ def flags_of_commands() -> dict[str, set[str]]:
 
 def test_every_command_and_flag_of_the_pages_exists() -> None:
     known = flags_of_commands()
-    training = {field.name for field in fields(TrainingArguments)} | {"gradient_checkpointing"}
+    kinds = (TrainingArguments, DPOConfig, GRPOConfig)
+    training = {field.name for kind in kinds for field in fields(kind)} | {"gradient_checkpointing"}
     known["plan"] |= {f"--{name}" for name in training}
     known["plan"] |= {f"--{name.replace('_', '-')}" for name in training}
+    known["check"] |= known["plan"]
     wrong = []
     for page in PAGES:
         if page.name == "CHANGELOG.md":

@@ -96,7 +96,7 @@ def test_what_the_program_attaches_counts_more_and_its_workers_are_silent(tmp_pa
 
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[0] == "[1]"
-    assert "'StrategyInForce', 'MemoryWatchdog', 'OOMReporter'" in done.stdout
+    assert "'StrategyInForce', 'Preflight', 'MemoryWatchdog', 'OOMReporter'" in done.stdout
     assert "KVCacheGuard" not in done.stdout
     assert "nothing was attached" not in done.stderr
 

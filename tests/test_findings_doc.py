@@ -13,7 +13,7 @@ def test_the_page_and_the_code_agree() -> None:
     # The causes of `explain` have a page of their own: docs/explain.md. How a run ended is a finding.
     explain = ROOT / "explain"
     paths = [path for path in ROOT.rglob("*.py") if explain not in path.parents]
-    paths.append(explain / "ending.py")
+    paths.append(explain / "run" / "ending.py")
     code = "\n".join(path.read_text() for path in paths)
     said = set(re.findall(r'code="([a-z-]+)"', code)) | {
         f"leak-{kind.replace('_', '-')}" for kind in _KINDS

@@ -90,6 +90,7 @@ def test_the_fast_tier_reaches_every_room() -> None:
 @pytest.mark.parametrize(
     "module",
     [
+        "check.gather_here",
         "record.timeline",
         "record.history",
         "record.prometheus",

@@ -22,7 +22,7 @@ def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
     trainer.train()
 
     assert training.output_dir == str(tmp_path)
-    _, cache, _, _, watchdog, _ = callbacks
+    _, _, cache, _, _, watchdog, _ = callbacks
     assert isinstance(cache, CudaCacheCallback)
     assert cache.interval == 4
     assert isinstance(watchdog, MemoryWatchdog)
@@ -40,7 +40,7 @@ def test_in_a_yaml_file_of_trl(tmp_path) -> None:
     parser = trl.TrlParser((TrainingArguments, MemoryArguments))
 
     _, memory = parser.parse_args_and_config(["--config", str(config), "--memory_every_steps", "5"])
-    _, watchdog, _ = callbacks_from_args(memory)
+    _, _, watchdog, _ = callbacks_from_args(memory)
 
     assert (watchdog.every_steps, watchdog.budget.act_fraction, watchdog.stop) == (5, 1, True)
 

@@ -10,7 +10,11 @@ from trainer_plugins import (
     KVCacheGuard,
     MemoryWatchdog,
     OOMReporter,
+<<<<<<< HEAD
     ReleaseEarlierRuns,
+=======
+    Preflight,
+>>>>>>> w-check
     StrategyInForce,
     protect,
 )
@@ -19,7 +23,11 @@ from trainer_plugins.record.timeline import Sample, read_timeline
 
 ALL = [
     StrategyInForce,
+<<<<<<< HEAD
     ReleaseEarlierRuns,
+=======
+    Preflight,
+>>>>>>> w-check
     CudaCacheCallback,
     EvalGenerateCleanup,
     KVCacheGuard,
@@ -51,10 +59,15 @@ def test_a_trainer_in_hand_is_watched_and_guarded(make_trainer, tmp_path, anywhe
 def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
     trainer = make_trainer()
 
-    assert len(protect(trainer, preset="observe", every_steps=5)) == 3
+    assert len(protect(trainer, preset="observe", every_steps=5)) == 4
     assert protect(trainer, preset="observe") == []
+<<<<<<< HEAD
     assert len(protect(trainer)) == 4
     assert kinds(trainer) == [DefaultFlowCallback, *ALL[1:5], ALL[0], *ALL[5:], PrinterCallback]
+=======
+    assert len(protect(trainer)) == 3
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:5], *ALL[:2], *ALL[5:], PrinterCallback]
+>>>>>>> w-check
     assert trainer.pop_callback(MemoryWatchdog).every_steps == 5
 
 
@@ -100,6 +113,7 @@ def test_ours_stand_before_the_trackers(make_trainer) -> None:
     assert names == [
         "DefaultFlowCallback",
         "StrategyInForce",
+        "Preflight",
         "MemoryWatchdog",
         "OOMReporter",
         "TensorBoardCallback",
@@ -136,7 +150,13 @@ def test_a_trainer_without_its_flow(make_trainer) -> None:
 
     protect(trainer, preset="observe")
 
-    assert kinds(trainer) == [StrategyInForce, MemoryWatchdog, OOMReporter, PrinterCallback]
+    assert kinds(trainer) == [
+        StrategyInForce,
+        Preflight,
+        MemoryWatchdog,
+        OOMReporter,
+        PrinterCallback,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,20 @@ EARLIER_RUNS = "trainer_plugins.callbacks.ReleaseEarlierRuns"
 KV_CACHE = "trainer_plugins.callbacks.KVCacheGuard"
 WATCHDOG = "trainer_plugins.callbacks.MemoryWatchdog"
 REPORTER = "trainer_plugins.callbacks.OOMReporter"
+PREFLIGHT = "trainer_plugins.callbacks.Preflight"
 STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
 SURVIVE = "trainer_plugins.survival.SurviveOOM"
 
-_SAFE = (STRATEGY, EARLIER_RUNS, CUDA_CACHE, EVAL_CLEANUP, KV_CACHE, WATCHDOG, REPORTER)
+_SAFE = (
+    STRATEGY,
+    PREFLIGHT,
+    EARLIER_RUNS,
+    CUDA_CACHE,
+    EVAL_CLEANUP,
+    KV_CACHE,
+    WATCHDOG,
+    REPORTER,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +44,9 @@ class Preset:
 PRESETS = (
     Preset(
         "observe",
-        "strategy in force, watchdog, timeline and the record of an OOM; changes nothing",
-        (STRATEGY, WATCHDOG, REPORTER),
+        "checks before step 1, strategy in force, watchdog, timeline and the record of an OOM;"
+        " changes nothing",
+        (STRATEGY, PREFLIGHT, WATCHDOG, REPORTER),
     ),
     Preset(
         "memory_safe",

@@ -8,7 +8,7 @@ import pytest
 from transformers import DefaultFlowCallback, PrinterCallback
 
 from tests.test_protect import ALL, kinds
-from trainer_plugins import MemoryWatchdog, OOMReporter, StrategyInForce
+from trainer_plugins import MemoryWatchdog, OOMReporter, Preflight, StrategyInForce
 
 pydantic = pytest.importorskip("pydantic")
 NAME = "trainer_plugins.integrations.axolotl.MemoryPlugin"
@@ -75,7 +75,7 @@ def test_the_trainer_of_axolotl_is_protected(plugin, make_trainer) -> None:
 def test_a_preset_in_the_yaml(plugin, make_trainer) -> None:
     trainer = train_as_axolotl_does(plugin, {"memory_preset": "observe"}, make_trainer)
 
-    ours = [StrategyInForce, MemoryWatchdog, OOMReporter]
+    ours = [StrategyInForce, Preflight, MemoryWatchdog, OOMReporter]
     assert kinds(trainer) == [DefaultFlowCallback, *ours, PrinterCallback]
 
 

@@ -113,13 +113,15 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     names = (
         "StrategyInForce",
+        "Preflight",
         "ReleaseEarlierRuns",
         "CudaCacheCallback",
         "MemoryWatchdog",
         "OOMReporter",
     )
-    strategy, earlier, cache, watchdog, reporter = homes([f"{CALLBACKS}.{name}" for name in names])
-    assert ours(tmp_path) == [strategy, earlier, cache, watchdog, reporter]
+    given = homes([f"{CALLBACKS}.{name}" for name in names])
+    assert ours(tmp_path) == given
+    *_, cache, watchdog, _ = given
     assert json.loads((tmp_path / "run.json").read_text())["override"] == "++trainer.args."
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
@@ -177,7 +179,7 @@ def test_help_names_the_group(tmp_path: Path) -> None:
     assert "trainer_plugins/attach: method_args, process\n" in shown
     callbacks = (
         "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, oom_reporter,"
-        " strategy_in_force, survive_oom"
+        " preflight, strategy_in_force, survive_oom"
     )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown
 

@@ -1,11 +1,13 @@
 """Main memory: the linter's arithmetic says what the planner found by running the code."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.test_cli import command
+from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.lint import check, read_document
 from trainer_plugins.launch.lint.offload import host_need
@@ -46,6 +48,26 @@ def test_what_a_machine_has_is_judged_with_the_processes_and_what_can_be_pinned(
     assert "which has" in found(total_bytes=need.tensor_bytes)[0]
     (pinned,) = found(total_bytes=2 * need.total_bytes, pinned_bytes=2 * GIB)
     assert "where 2.00 GiB can be pinned" in pinned
+
+
+def test_what_a_save_gathers_is_counted_as_in_the_plan(tmp_path: Path) -> None:
+    """LLaMA-Factory#4629: 9.4 billion parameters; the plan says 248.81 GiB, and it was killed."""
+    offload = {"device": "cpu", "pin_memory": True}
+    stage_3 = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+
+    def found(**more):
+        file = tmp_path / "ds_z3_offload_config.json"
+        file.write_text(json.dumps({"zero_optimization": stage_3 | more}))
+        limit = HostLimits(total_bytes=252 * 10**9)
+        judged = check(file, num_params=9.4e9, host=limit)
+        return next(each for each in judged if each.code == "config-host-memory")
+
+    killed, without = found(**{gathers: True}), found()
+    assert killed.severity is Severity.ERROR
+    assert killed.amount == pytest.approx(248.81, rel=0.01)
+    assert without.severity is Severity.WARNING
+    assert killed.amount - without.amount == pytest.approx(2 * 9.4e9 / GIB)
 
 
 def test_more_ranks_need_more_for_the_start_of_fsdp2() -> None:

@@ -25,9 +25,9 @@ from tests.survival.failing import (
 )
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
-from trainer_plugins.survival.limit.longest import longest_rows
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.units import MIB
+from trainer_plugins.upkeep.longest import longest_rows
 
 LARGE = 256
 

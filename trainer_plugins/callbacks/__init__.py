@@ -8,6 +8,7 @@ from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup
 from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard
 from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog
 from trainer_plugins.callbacks.oom_reporter import OOMReporter
+from trainer_plugins.callbacks.preflight import Preflight, PreflightError
 from trainer_plugins.callbacks.release_earlier_runs import ReleaseEarlierRuns
 from trainer_plugins.callbacks.strategy_in_force import StrategyInForce
 
@@ -17,6 +18,8 @@ __all__ = [
     "KVCacheGuard",
     "MemoryWatchdog",
     "OOMReporter",
+    "Preflight",
+    "PreflightError",
     "ReleaseEarlierRuns",
     "StrategyInForce",
 ]

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from trainer_plugins import __version__
+from trainer_plugins.cli.check import check
 from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
@@ -43,6 +44,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(
+    rich_help_panel=_BEFORE,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(check)
 app.command(
     cls=PlanCommand,
     rich_help_panel=_BEFORE,
@@ -79,8 +84,8 @@ def _main(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 fine, 1 `configs check` found an ERROR or `explain` no OOM, 2 bad input, 3 a plan
-    does not fit.
+    Exit codes: 0 fine; 1 `check` found warnings, `configs check` an ERROR or `explain` no OOM; 2
+    bad input; 3 a plan does not fit, or `check` found an error.
     """
     # The locale may lack a character of somebody's file name.
     for stream in (sys.stdout, sys.stderr):

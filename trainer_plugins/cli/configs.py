@@ -172,7 +172,6 @@ def _refused(error: ValueError) -> typer.Exit:
 
 
 def _host_bytes() -> int:
-    # This alone needs devices, which imports torch: two seconds, only if --params is given.
     from trainer_plugins.devices.host import HostDevice
 
     return HostDevice().read().total_bytes

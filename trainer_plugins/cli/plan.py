@@ -185,11 +185,9 @@ def plan(
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
-    Example: trainer-plugins plan --model config.json --gpu 24GiB --bf16
-    --per_device_train_batch_size 4
+    Example: trainer-plugins plan --model config.json --gpu 24GiB --per_device_train_batch_size 4
 
-    Exit codes: 0 it fits, or nothing was named to fit in; 3 it does not; 2 the input is wrong, or
-    cannot be predicted.
+    Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
     from trainer_plugins.planner.plan import PlanError
 
@@ -197,11 +195,10 @@ def plan(
         if compare is not None:
             _show_beside(*compare, as_json)
             return
-        _check_places(html, run_dir)
-        request = _request(context.params, context.args)
-        if search or search_lengths is not None or explain_change:
-            if html is not None or run_dir is not None:
-                raise PlanError("--html and --calibrate are for one plan, not for a table of many")
+        is_table = search or search_lengths is not None or bool(explain_change)
+        _check_places(html, run_dir, is_table)
+        request = plan_request(context.params, context.args)
+        if is_table:
             fits = _table(request, search, search_lengths, explain_change, timeout, as_json)
         else:
             fits = _one_plan(_in_full(request, context), timeout, as_json, run_dir, html)
@@ -212,7 +209,7 @@ def plan(
         raise typer.Exit(_EXIT_DOES_NOT_FIT)
 
 
-def _request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
+def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
     """Make the request of a command line: its options by name, and what follows them."""
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
@@ -258,11 +255,13 @@ def _quantisation(given: Mapping[str, object]) -> dict[str, object] | None:
     return asked or None
 
 
-def _check_places(html: Path | None, run_dir: Path | None) -> None:
+def _check_places(html: Path | None, run_dir: Path | None, is_table: bool) -> None:
     """Refuse places that cannot be written or read, before anything is predicted."""
     from trainer_plugins.planner.calibrate import timelines_of
     from trainer_plugins.planner.plan import PlanError
 
+    if is_table and (html is not None or run_dir is not None):
+        raise PlanError("--html and --calibrate are for one plan, not for a table of many")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise PlanError(f"--html: {html} must be a file in a folder that exists")
     if run_dir is not None:

@@ -1,16 +1,19 @@
 """Devices: where memory numbers come from.
 
-Importing this opens nothing; `open_device` opens the device that it is asked for.
+Importing this opens nothing; `open_device` opens the device that it is asked for. torch is imported
+with the first name that needs it.
 """
 
-from weakref import WeakValueDictionary
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import torch
-
-from trainer_plugins.devices.accelerator import AcceleratorDevice
 from trainer_plugins.devices.base import Device, GpuProcess
 from trainer_plugins.devices.host import HostDevice, HostFacts
 from trainer_plugins.devices.nvml import NvmlDevice, NvmlError
+
+if TYPE_CHECKING:
+    from trainer_plugins.devices.accelerator import AcceleratorDevice
+    from trainer_plugins.devices.opened import open_device
 
 __all__ = [
     "AcceleratorDevice",
@@ -23,41 +26,11 @@ __all__ = [
     "open_device",
 ]
 
-
-# One card has one AcceleratorDevice per process, however many callbacks look at it: so a failing
-# driver is reported once, and asked once.
-_open_cards: WeakValueDictionary[str, AcceleratorDevice] = WeakValueDictionary()
+_NEED_TORCH = {"AcceleratorDevice": "accelerator", "open_device": "opened"}
 
 
-def open_device(device: torch.device | str) -> Device:
-    """Open the device on which a run trains: a card by torch's name, or main memory for `cpu`.
-
-    A card that is open already is returned as the same object.
-
-    Raises:
-        ValueError: torch has no such device here, or does not count its memory.
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return HostDevice()
-    here = torch.accelerator.current_accelerator()
-    if here is None or here.type != device.type:
-        raise ValueError(
-            f"cannot read the memory of {device}: the accelerator here is {here}."
-            f" Pass device='cpu'{f' or device={here.type!r}' if here else ''}"
-        )
-    if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise ValueError(
-            f"cannot read the memory of {device}: there are only"
-            f" {torch.accelerator.device_count()} {device.type} devices"
-        )
-    try:
-        card = AcceleratorDevice(device)
-        card = _open_cards.setdefault(card.name, card)
-        card.read()
-    # MPS, and backends whose memory counters are missing or make no sense.
-    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"cannot read the memory of {device}: torch does not count it ({error})"
-        ) from error
-    return card
+def __getattr__(name: str) -> object:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+    return value

@@ -35,6 +35,9 @@ FEWER_LIVE_PARAMETERS = Remedy(
     price="they are gathered more often, with less overlap of sending and computing",
 )
 
+RELEASED = "from trainer_plugins import released; released(trainer)"
+"""Empties the card of a Trainer of this process, and names who holds the rest."""
+
 FUSED_ADAMW = "--optim adamw_torch_fused"
 """Takes one kernel for the step, and makes no temporaries of the size of the weights."""
 

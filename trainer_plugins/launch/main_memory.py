@@ -27,6 +27,9 @@ class HostNeed:
     num_ranks: int
     """The ranks of this machine."""
 
+    save_bytes: int = 0
+    """What a save gathers on top of `tensor_bytes`, in one of the ranks."""
+
     @property
     def process_bytes(self) -> int:
         """Return what the processes take without any tensor."""
@@ -35,7 +38,7 @@ class HostNeed:
     @property
     def total_bytes(self) -> int:
         """Return all of it."""
-        return self.tensor_bytes + self.process_bytes
+        return self.tensor_bytes + self.save_bytes + self.process_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def plan_run(
 ) -> MemoryPlan:
     """Predict what a run will need of its card, without a card. Takes ten seconds or more.
 
-    The unmodified Trainer runs three steps in a subprocess, on tensors with shapes and no bytes.
+    The unmodified Trainer runs three steps in a subprocess, on tensors without bytes.
 
     Args:
         trainer_or_config: a Trainer before training, which stays as it is; or the config of a model
@@ -64,19 +64,17 @@ def plan_run(
         dtype: with a config: "bfloat16" or the like; None is what `from_pretrained` chooses.
         peft_config: with a config: a PeftConfig, or a dict of its fields.
         quantization_config: with a config: a BitsAndBytesConfig, or a dict of its fields.
-        prepare_kbit: with a quantised config: whether `prepare_model_for_kbit_training` gets the
-            model; None is yes.
+        prepare_kbit: whether `prepare_model_for_kbit_training` gets a quantised model; None is yes.
         gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: the Trainer's card; without
             one, the plan says what the run needs, and not whether it fits.
         allocator: the text of PYTORCH_ALLOC_CONF; None takes the settings of this process.
         num_gpus: cards that train together. None: the Trainer's ranks, or as the file says, or 1.
         accelerate_config: with a config: the file that `accelerate launch` will get.
-        has_padding: whether batches have padding, which decides about masks. None: with a Trainer
-            as in its batch; with a config if there is more than one row.
+        has_padding: whether batches have padding. None: a Trainer's batch says; else from two rows.
         host_memory: main memory of a machine, as in "252GB", in which its ranks have to fit. None:
             that of this machine if the plan is for the Trainer's own card.
         pinned_memory: how much of it can be pinned, as in "2GiB"; None: all of it.
-        calibration: whether to use the context that `calibrate` measured on this machine.
+        calibration: whether the context that `calibrate` measured here counts.
         timeout_seconds: after which the prediction is given up.
 
     Raises:

@@ -80,6 +80,12 @@ class Agreement:
 # orders would wait in two of them. By time-out, which is the same on all ranks.
 _agreements: dict[float, Agreement] = {}
 
+
+def agreement_within(timeout_seconds: float) -> Agreement:
+    """Return the one agreement of this process that waits so long."""
+    return _agreements.setdefault(timeout_seconds, Agreement(timeout_seconds))
+
+
 _num_begun: Counter[str] = Counter()
 
 
@@ -123,8 +129,7 @@ class StepEndVote:
             return None
         self._has_voted = True
         asked = crc32(f"{self._question} {step}".encode())
-        agreement = _agreements.setdefault(self._timeout_seconds, Agreement(self._timeout_seconds))
-        highest = agreement.highest_of([value, asked, -asked])
+        highest = agreement_within(self._timeout_seconds).highest_of([value, asked, -asked])
         if highest is None:
             return None
         if highest[1] != -highest[2]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.oom_record import Alive, Held, LiveModel
-from trainer_plugins.upkeep.holders import graphs_held, held_by, roots
+from trainer_plugins.upkeep.holders import graphs_held, held_by, root_modules
 
 _MOST_MODULES = 12
 _MOST_MODELS = 6
@@ -29,7 +29,7 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
         allocated_bytes: what its allocator counts, of which Python's tensors are a part.
     """
     ledger = _Ledger(device_type)
-    models = [(type(model).__name__, ledger.add_model(model)) for model in roots(gc.get_objects())]
+    models = [(type(model).__name__, ledger.add_model(model)) for model in root_modules()]
     for optimizer in _found(torch.optim.Optimizer, gc.get_objects()):
         ledger.add_optimizer(optimizer)
     others = ledger.others()

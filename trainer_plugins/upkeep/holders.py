@@ -107,7 +107,7 @@ def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     if not allocated_bytes:
         return ()
     held = [each for each in tensors_held(device_type, None, None) if each.holder != _NOBODY]
-    models = roots(gc.get_objects())
+    models = root_modules()
     for model in models:
         sizes = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -247,10 +247,10 @@ def _error_through(frame: FrameType) -> BaseException | None:
     return next(those, None)
 
 
-def roots(things: list[object]) -> list[nn.Module]:
-    """Return the modules that are no part of another one."""
+def root_modules() -> list[nn.Module]:
+    """Return the modules that are alive and no part of another one."""
     # By the type alone: isinstance asks objects of other people for their __class__.
-    modules: list[Any] = [thing for thing in things if issubclass(type(thing), nn.Module)]
+    modules: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {
         id(child)
         for module in modules

@@ -37,7 +37,7 @@ def foreign_memory(
         ours_outside_torch_bytes: what we may hold outside torch, used if the driver does not list
             us.
         processes: what the driver lists, if anything.
-        own_pids: the processes of this run on this machine.
+        own_pids: the processes of this run on this machine; before a launch there are none.
     """
     listed = processes or ()
     known_bytes = {
@@ -46,7 +46,7 @@ def foreign_memory(
     used_bytes = reading.total_bytes - reading.free_bytes
     # A list tells about others only if it knows us: in a container its pids may be the host's, or
     # processes may be missing.
-    if any(pid in known_bytes for pid in own_pids):
+    if any(pid in known_bytes for pid in own_pids) or (listed and not own_pids):
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
         others = [process for process in listed if process.pid not in own_pids]
         who = ", ".join(

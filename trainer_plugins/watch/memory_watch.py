@@ -143,7 +143,7 @@ class MemoryWatch:
             return
         self._ask_processes_at = monotonic() + PROCESSES_EVERY_SECONDS
         if found := foreign_memory(
-            reading, self._non_torch_bytes, self.device.processes(), _own_pids()
+            reading, self._non_torch_bytes, self.device.processes(), own_pids()
         ):
             yield found
 
@@ -189,7 +189,7 @@ class MemoryWatch:
             )
 
 
-def _own_pids() -> set[int]:
+def own_pids() -> set[int]:
     """Return this run's processes on this machine: ours, our children, our launcher's ranks."""
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]

@@ -267,10 +267,10 @@ def _leftover(case: Case) -> Remedies:
     held = sum(each.num_bytes for each in models[1:])
     return [
         _remedy(
-            "del trainer, model; import gc; gc.collect(); torch.cuda.empty_cache()",
-            f"gives back {size(held)} of weights, and what belongs to them",
+            switches.RELEASED,
+            f"gives back {size(held)} of weights and what belongs to them, and names what holds more",
             "arithmetic",
-            "in a notebook, restarting the kernel is surer",
+            "main memory of their size, until the Trainer is gone",
         )
     ]
 

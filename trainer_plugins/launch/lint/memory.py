@@ -25,6 +25,7 @@ def memory_findings(
         return
     plural = "s" if need.num_ranks > 1 else ""
     pinned = f", {size(need.pinned_bytes)} of it pinned" if need.pinned_bytes else ""
+    save = f", {size(need.save_bytes)} that a save gathers" if need.save_bytes else ""
     yield Finding(
         code="config-host-memory",
         severity=Severity.WARNING if shortage is None else Severity.ERROR,
@@ -32,8 +33,8 @@ def memory_findings(
         or f"it needs {size(need.total_bytes)} of main memory on a machine, "
         f"which has {size(host.total_bytes or 0)}",
         evidence=f"{need.tensor_bytes / num_params:.1f} B for each of {num_params:.3g} parameters"
-        f"{pinned}, and {size(need.process_bytes)} for Python and its libraries, with "
-        f"{need.num_ranks} rank{plural} on a machine; a save comes on top",
+        f"{pinned}{save}, and {size(need.process_bytes)} for Python and its libraries, with "
+        f"{need.num_ranks} rank{plural} on a machine",
         remedy="Spread it over more machines; keep bf16 states (the config one_gpu_7b_offload); "
         "set pin_memory to false, since pinned tensors take powers of two; put the optimizer on "
         "NVMe (zero3_offload_nvme); or train adapters",

@@ -1,7 +1,7 @@
 """Count the main memory that a launch file needs, from the number of parameters alone.
 
-All parameters are trained with AdamW, weights are loaded with 16 bits, and nothing is saved. Held
-against the planner, which runs the code that is named here, in tests/launch/host_memory.toml.
+All parameters are trained with AdamW, and weights are loaded with 16 bits. Held against the
+planner, which runs the code that is named here, in tests/launch/host_memory.toml.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,19 @@ def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed
         tensor_bytes=int(num_local * max(start, steady)),
         pinned_bytes=int(num_local * pinned),
         num_ranks=num_local,
+        save_bytes=int(_gathered(document, num_params)),
     )
+
+
+def _gathered(document: Document, num_params: float) -> float:
+    """Return what the first rank gathers when ZeRO-3 saves one file with 16-bit weights.
+
+    deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`.
+    """
+    gathers = part(
+        document.deepspeed or {}, "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    )
+    return num_params * _HALF if zero_stage(document) == 3 and gathers is True else 0.0
 
 
 def ranks_of(document: Document) -> int:

@@ -76,7 +76,7 @@ def request_of(
         raise PlanError("the Trainer has no model yet: give it one in place of model_init")
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
-    with _undisturbed(trainer):
+    with undisturbed(trainer):
         batch, is_padded = longest_batch(trainer)
         evaluation, num_batches = _evaluation_of(trainer)
         try:
@@ -164,7 +164,7 @@ def _card_here(device: torch.device) -> Card | None:
 
 
 @contextlib.contextmanager
-def _undisturbed(trainer: Any) -> Iterator[None]:
+def undisturbed(trainer: Any) -> Iterator[None]:
     """Restore the random states and the Trainer's columns afterwards.
 
     Datasets and collators may draw random numbers; the run must draw the same ones later. And the

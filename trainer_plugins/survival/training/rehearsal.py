@@ -24,9 +24,9 @@ from trainer_plugins.survival.exact.layouts import (
     Layout,
 )
 from trainer_plugins.survival.limit.limit import cells
-from trainer_plugins.survival.limit.longest import longest_rows
 from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.words import UNCHANGED
+from trainer_plugins.upkeep.longest import longest_rows
 
 logger = logging.getLogger(__name__)
 

@@ -168,8 +168,8 @@ def leftover(facts: Facts) -> list[Remedy]:
     )
     if facts.says(r"[Tt]rial ?#?\d"):
         first = Remedy(
-            do="del trainer, model; gc.collect(); torch.cuda.empty_cache()  # after each trial",
-            effect="nothing of a trial is left for the next one",
+            do="callbacks=[trainer_plugins.ReleaseEarlierRuns()]",
+            effect="what a trial has left is given back before the next one",
             grade="known",
         )
     return [first, *([] if facts.says(r"[Tt]rial ?#?\d") else capacity(facts)[:1])]

@@ -1,4 +1,4 @@
-"""Longest: find the rows of a data set that will need the most memory, without computing."""
+"""Finds the rows of a data set that will need the most memory, without computing."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,22 +25,27 @@ def longest_rows(dataset: Any, num: int) -> list[int]:
     """
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or len(dataset) == 0:
         return []
-    lengths = _lengths(dataset)
+    lengths = lengths_of(dataset)
     order = sorted(lengths, key=lambda index: -lengths[index])[: max(1, num)]
     if num > 1:
         order[min(num, len(order)) - 1 :] = [min(lengths, key=lambda index: lengths[index])]
     return order
 
 
-def _lengths(dataset: Any) -> dict[int, int]:
-    """Return the lengths of all rows, or of those that are looked at, by index."""
+def lengths_of(dataset: Any, max_rows: int = MAX_ROWS) -> dict[int, int]:
+    """Return the lengths of all rows, or of those that are looked at, by index.
+
+    Args:
+        dataset: it can be asked for single rows.
+        max_rows: how many rows to fetch if no column tells their lengths.
+    """
     num_rows = len(dataset)
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):  # of `datasets`
         if "length" in dataset.column_names:
             return dict(enumerate(dataset["length"]))
         if names := [name for name in dataset.column_names if _holds_tokens(name)]:
             return _counted(dataset.select_columns(names).with_format("arrow"), num_rows)
-    return {index: _length(dataset[index]) for index in _spread(num_rows, MAX_ROWS)}
+    return {index: _length(dataset[index]) for index in _spread(num_rows, max_rows)}
 
 
 def _counted(table: Any, num_rows: int) -> dict[int, int]:

@@ -1,0 +1,237 @@
+"""What no machine here shows: the facts of a healthy run, changed in one place, give one finding."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.check import judge
+from trainer_plugins.check.data import wasted
+from trainer_plugins.check.facts import (
+    CardFacts,
+    DataFacts,
+    Environment,
+    Facts,
+    MainMemory,
+    ModelFacts,
+    Owner,
+    RunSettings,
+)
+from trainer_plugins.devices import GpuProcess, HostFacts
+from trainer_plugins.finding import Severity
+from trainer_plugins.launch.extensions import ExtensionLock
+from trainer_plugins.launch.lint import read_document
+from trainer_plugins.planner.plan import Category, MemoryPlan, MomentPeak
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.strategy import Strategy
+from trainer_plugins.units import GIB, MIB
+
+
+def reading(device: str, total: int, free: int, ours: int = 0) -> MemoryReading:
+    return MemoryReading(
+        device=device, total_bytes=total, free_bytes=free, reserved_bytes=ours, allocated_bytes=ours,
+        peak_allocated_bytes=ours,
+    )  # fmt: skip
+
+
+STRATEGY = Strategy(
+    distributed_type="NO", wrapped_class="LlamaForCausalLM", family="nothing", world_size=1,
+    device="cuda", num_params=8 * 10**9,
+)  # fmt: skip
+CARD = CardFacts(uuid="GPU-1", name="H100", reading=reading("cuda:0", 80 * GIB, 60 * GIB, 19 * GIB))
+MAIN = MainMemory(
+    reading=reading("cpu", 256 * GIB, 200 * GIB, 4 * GIB),
+    machine_bytes=256 * GIB,
+    shared=HostFacts(num_oom_kills=0, shm_total_bytes=64 * GIB, shm_free_bytes=64 * GIB),
+)
+ENVIRONMENT = Environment(variables=Variables({}), machine=Machine(), versions={"torch": "2.13.0"})
+RUN = RunSettings(values={"output_dir": "runs"}, strategy=STRATEGY, num_cards=1)
+MODEL = ModelFacts(
+    name="LlamaForCausalLM", trainable_bytes={"bfloat16": 15 * GIB}, homes={"cuda": 15 * GIB}
+)
+HEALTHY = Facts(
+    cards=(CARD,), own_pids=frozenset({7, 8}), device_bytes=80 * GIB, device_free_bytes=60 * GIB,
+    main=MAIN, environment=ENVIRONMENT, run=RUN, model=MODEL, data=DataFacts(lengths=(64,) * 200),
+)  # fmt: skip
+
+
+def run(**values: object) -> RunSettings:
+    return replace(RUN, values={**RUN.values, **values})
+
+
+def environment(**more: object) -> Environment:
+    return replace(ENVIRONMENT, **more)  # type: ignore[arg-type]
+
+
+def main(**more: object) -> MainMemory:
+    return replace(MAIN, **more)  # type: ignore[arg-type]
+
+
+def strategy(**more: object) -> Strategy:
+    return replace(STRATEGY, **more)  # type: ignore[arg-type]
+
+
+def plan(
+    allocated: int, breakdown: Mapping[Category, int] | None = None, **more: object
+) -> MemoryPlan:
+    return MemoryPlan(
+        allocated_peak_bytes=allocated, reserved_peak_bytes=allocated, nvidia_smi_peak_bytes=allocated,
+        host_ram_bytes_per_node=GIB, capacity_bytes=80 * GIB, moment="backward",
+        breakdown=breakdown or {}, top_tensors=(), moments={"backward": MomentPeak(allocated_bytes=1, reserved_bytes=1)},
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def peer(used_bytes: int) -> CardFacts:
+    me = Owner(process=GpuProcess(7, 20 * GIB, "python"))
+    other = Owner(process=GpuProcess(8, used_bytes, "python"), is_peer=True)
+    return replace(CARD, owners=(me, other))
+
+
+BATCH = DataFacts(lengths=(64,) * 200, batch_bytes=100 * MIB)
+OFFLOADS = replace(RUN, strategy=strategy(offload={"optimizer": "cpu"}))
+SMALL_SHM = HostFacts(num_oom_kills=0, shm_total_bytes=64 * MIB, shm_free_bytes=64 * MIB)
+FULL = reading("cpu", 256 * GIB, 4 * GIB, 4 * GIB)
+OLD_CARD = replace(CARD, name="T4", capability=(7, 5))
+ADAPTERS = replace(MODEL, trainable_bytes={"float32": GIB}, frozen_bytes={"bfloat16": 15 * GIB})
+BEST = {"load_best_model_at_end": True}
+VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+DEEPSPEED = strategy(family="DeepSpeed", num_params=200 * 10**9)
+LARGE_SAVE = replace(RUN, strategy=DEEPSPEED, gathers_on_save=True)
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+FSDP2 = strategy(family="FSDP", wrapped_class="FSDPLlamaForCausalLM")
+LOCK = ExtensionLock(path=Path("/cache/cpu_adam/lock"), age_seconds=9e4, holder=None, unseen="")
+
+CHANGED = [
+    (replace(HEALTHY, main=main(reading=FULL)), "host-memory-pressure", Severity.ERROR),
+    (
+        replace(
+            HEALTHY, main=main(shared=SMALL_SHM), data=BATCH, run=run(dataloader_num_workers=4)
+        ),
+        "shared-memory-small",
+        Severity.ERROR,
+    ),
+    (
+        replace(HEALTHY, main=main(swap_bytes=64 * GIB, swap_used_bytes=40 * GIB), run=OFFLOADS),
+        "swap-in-use",
+        Severity.WARNING,
+    ),
+    (
+        replace(
+            HEALTHY,
+            main=main(memlock_bytes=64 * 1024),
+            run=replace(RUN, strategy=strategy(num_machines=2)),
+        ),
+        "memlock-small",
+        Severity.WARNING,
+    ),
+    (
+        replace(HEALTHY, environment=environment(machine=Machine(is_wsl=True))),
+        "windows-limits",
+        Severity.WARNING,
+    ),
+    (replace(HEALTHY, cards=(OLD_CARD,), run=run(bf16=True)), "bf16-emulated", Severity.WARNING),
+    (replace(HEALTHY, cards=(peer(700 * MIB),)), "stray-context", Severity.WARNING),
+    (replace(HEALTHY, run=replace(RUN, disk_free_bytes=GIB)), "disk-too-small", Severity.ERROR),
+    (replace(HEALTHY, run=LARGE_SAVE), "save-gathers", Severity.ERROR),
+    (
+        replace(HEALTHY, run=replace(run(**BEST), strategy=strategy(family="DeepSpeed"))),
+        "best-model-at-end",
+        Severity.WARNING,
+    ),
+    (replace(HEALTHY, model=ADAPTERS, run=run(**BEST)), "best-model-at-end", Severity.WARNING),
+    (
+        replace(HEALTHY, run=run(**VLLM, vllm_gpu_memory_utilization=0.9)),
+        "vllm-share",
+        Severity.WARNING,
+    ),
+    (Facts(environment=environment(locks=(LOCK,))), "extension-lock", Severity.WARNING),
+    (
+        replace(HEALTHY, environment=environment(switches={"CUDA_LAUNCH_BLOCKING": "1"})),
+        "debug-switch",
+        Severity.WARNING,
+    ),
+    (
+        replace(HEALTHY, run=replace(run(**REENTRANT), strategy=FSDP2)),
+        "known-version",
+        Severity.WARNING,
+    ),
+    (
+        replace(
+            HEALTHY,
+            run=run(torch_compile=True),
+            environment=environment(versions={"torch": "2.9.1+cu128"}),
+        ),
+        "known-version",
+        Severity.WARNING,
+    ),
+    (replace(HEALTHY, plan=plan(79 * GIB, fits=True)), "card-too-full", Severity.ERROR),
+    (
+        replace(HEALTHY, device_free_bytes=80 * GIB, plan=plan(78 * GIB, fits=True)),
+        "plan-is-tight",
+        Severity.WARNING,
+    ),
+    (
+        replace(HEALTHY, plan=plan(90 * GIB, fits=False, failed_request_bytes=GIB)),
+        "plan-does-not-fit",
+        Severity.ERROR,
+    ),
+    (
+        replace(HEALTHY, plan=plan(9 * GIB, host_shortage="it needs 248 GiB of main memory")),
+        "plan-host-memory",
+        Severity.ERROR,
+    ),
+    (replace(HEALTHY, no_plan="not predicted: torch_compile"), "plan-not-made", Severity.INFO),
+    (replace(HEALTHY, failed=("the data: OSError: gone",)), "check-not-made", Severity.INFO),
+]
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    assert judge(HEALTHY).findings == ()
+    assert judge(Facts()).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "severity"), CHANGED, ids=[f"{n}-{code}" for n, (_, code, _) in enumerate(CHANGED)]
+)  # fmt: skip
+def test_one_change_gives_one_finding(facts: Facts, code: str, severity: Severity) -> None:
+    (found,) = judge(facts).findings
+    assert (found.code, found.severity) == (code, severity)
+    assert judge(facts).worst == severity
+
+
+def test_adapters_that_help_not_are_told_beside_the_plan() -> None:
+    breakdown: Mapping[Category, int] = {"activations": 60 * GIB, "frozen weights": 15 * GIB}
+    numbers = {"num_parameters": 8 * 10**9, "num_trainable_parameters": 10**7}
+    does_not_fit = plan(90 * GIB, breakdown, fits=False, failed_request_bytes=GIB, **numbers)
+    found = judge(replace(HEALTHY, plan=does_not_fit)).findings
+    assert [each.code for each in found] == ["plan-does-not-fit", "adapters-save-little"]
+
+
+def test_fsdp2_checkpointing_of_accelerate_before_1_15_is_known(tmp_path: Path) -> None:
+    file = tmp_path / "fsdp2.yaml"
+    file.write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_activation_checkpointing: true\n"
+    )
+    for version, expected in (("1.14.0", ["known-version"]), ("1.15.0", [])):
+        there = environment(document=read_document(file), versions={"accelerate": version})
+        found = judge(replace(HEALTHY, environment=there)).findings
+        assert [each.code for each in found if each.severity > Severity.INFO] == expected
+
+
+def test_a_check_that_fails_is_a_note_and_costs_no_other() -> None:
+    broken = replace(HEALTHY, run=run(auto_find_batch_size=True), main=main(shared=None))
+    found = judge(broken).findings
+    assert [each.code for each in found] == ["auto-find-batch-size", "check-not-made"]
+    assert "AttributeError" in found[1].evidence
+
+
+def test_the_padding_of_random_batches_is_what_they_have_on_average() -> None:
+    assert wasted([10] * 50, 8) == pytest.approx(0.0)
+    assert wasted([1, 3], 1) == pytest.approx(0.0)
+    # Two rows of 1 or 3 are padded to 3 in three cases of four: 2.5 on average, of which 2 are used.
+    assert wasted([1, 3], 2) == pytest.approx(1 - 2 / 2.5)

@@ -1,0 +1,118 @@
+"""Preflight: checks a run before step 1, and refuses it on all ranks together if asked to."""
+
+import logging
+from typing import Literal
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
+from trainer_plugins.check import Checklist, judge
+from trainer_plugins.check.gather_trainer import gather_trainer
+from trainer_plugins.devices import Device
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.timeline import Remark, Timeline
+from trainer_plugins.upkeep.agreement import agreement_within, has_peers
+from trainer_plugins.upkeep.roll_call import RollCall
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 60.0
+"""How long the slowest rank may take for its checks."""
+
+_LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
+
+
+class PreflightError(RuntimeError):
+    """Says why a training is refused before its first step."""
+
+
+class Preflight(RunCallback):
+    """Checks, when training begins, what usually ends a run hours later.
+
+    It looks at the card and who else is on it, main memory, the model, the data, the arguments and
+    the environment; docs/check.md lists the checks. What it finds goes into the timeline of each
+    rank. The first rank logs all of it, the others only errors.
+
+    Cost: up to a second, once. It computes nothing, and leaves everything as it was.
+    """
+
+    def __init__(
+        self,
+        refuse_on: Literal["error", "warning"] | None = None,
+        device: Device | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Check only, or refuse.
+
+        Args:
+            refuse_on: raise before step 1, on all ranks, if a rank has a finding that is so severe;
+                None only reports. A check that fails by itself never refuses.
+            device: where tensors live; None takes that of the run.
+            timeline: where findings are kept; None takes the run's.
+        """
+        if refuse_on is not None and refuse_on not in _LIMITS:
+            raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
+        super().__init__(device, timeline)
+        self.refuse_on = refuse_on
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Check, and refuse what was to be refused.
+
+        Raises:
+            PreflightError: this rank or another one has findings as severe as `refuse_on`.
+        """
+        self.begin_run()
+        if self.is_second(state):
+            return
+        roll = RollCall("Preflight")
+        if self.refuse_on is not None:
+            roll.sign()
+        found: tuple[Finding, ...] = ()
+        with self.harmless():
+            checklist = self._look(args, kwargs)
+            found = () if checklist is None else checklist.findings
+            self._say(found, args, state)
+        if self.refuse_on is not None:
+            mine = [each for each in found if each.severity >= _LIMITS[self.refuse_on]]
+            if _does_any_rank_refuse(roll, bool(mine), args.ddp_timeout):
+                raise PreflightError(_refusal(mine))
+
+    def _look(self, args: TrainingArguments, event: dict[str, object]) -> Checklist | None:
+        trainer, device = calling_trainer(), self.device_for(args)
+        if trainer is None or device is None:
+            return None
+        return judge(gather_trainer(trainer, model_of(event), event.get("optimizer"), device))
+
+    def _say(
+        self, found: tuple[Finding, ...], args: TrainingArguments, state: TrainerState
+    ) -> None:
+        timeline = self.timeline_for(args) if found else None
+        for finding in found:
+            if timeline is not None and finding.severity > Severity.INFO:
+                timeline.add(Remark(step=state.global_step, finding=finding))
+            if args.process_index == 0 or finding.severity >= Severity.ERROR:
+                logger.log(finding.severity, "%s", finding)
+
+
+def _does_any_rank_refuse(roll: RollCall, refuses: bool, timeout_seconds: float) -> bool:
+    """Ask all ranks; if one does not check, this rank decides for itself."""
+    if not has_peers():
+        return refuses
+    missing = roll.missing(_WAIT_SECONDS)
+    roll.leave()
+    if missing:
+        logger.warning("Preflight refuses on single ranks only: %s", missing)
+        return refuses
+    return bool(agreement_within(timeout_seconds).highest(int(refuses)) or refuses)
+
+
+def _refusal(mine: list[Finding]) -> str:
+    if not mine:
+        return "the training is refused before step 1: another rank found why; read its log"
+    return "the training is refused before step 1:\n" + "\n".join(f"  {each}" for each in mine)

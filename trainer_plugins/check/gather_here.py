@@ -1,0 +1,180 @@
+"""Gathers the facts of this machine. It imports no torch, and takes some tenths of a second."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.check.environment import SWITCHES
+from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
+from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
+from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
+from trainer_plugins.devices.nvml_errors import NvmlErrorKind
+from trainer_plugins.devices.patience import Patience
+from trainer_plugins.launch.extensions import ExtensionLock, read_locks
+from trainer_plugins.launch.installed import installed_versions
+from trainer_plugins.launch.lint import Document
+from trainer_plugins.launch.masked import masked_command
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_COMMAND = 100
+_FIRST_PROCESSES = ("systemd", "init", "tini", "dumb-init", "docker-init", "launchd")
+
+_nvml_calls = Patience("trainer_plugins-check", seconds=5.0)
+
+
+class Notes:
+    """Collects what could not be looked at, so that one failure costs one fact."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def tried(self, what: str, read: Callable[[], T], default: T) -> T:
+        """Read one fact; if that fails, note why and return the default."""
+        try:
+            return read()
+        except Exception as error:
+            logger.debug("a fact is missing", exc_info=True)
+            self.failed.append(f"{what}: {type(error).__name__}: {error}")
+            return default
+
+
+def gather_here(environ: Mapping[str, str], document: Document | None = None) -> Facts:
+    """Look at the cards, the main memory and the environment of this machine.
+
+    Args:
+        environ: the variables of the launch.
+        document: the launch file, if one was named.
+    """
+    notes = Notes()
+    nothing: tuple[tuple[CardFacts, ...], str, str] = ((), "", "")
+    found, no_cards, trouble = notes.tried("the cards", _cards, nothing)
+    around = notes.tried("the environment", partial(environment, environ), None)
+    if around is not None:
+        unread: tuple[ExtensionLock, ...] = ()
+        locks = notes.tried("extensions", partial(read_locks, environ), unread)
+        around = replace(around, locks=locks, document=document)
+    return Facts(
+        cards=found,
+        no_cards=no_cards,
+        driver_trouble=trouble,
+        main=notes.tried("main memory", main_memory, None),
+        environment=around,
+        failed=tuple(notes.failed),
+    )
+
+
+def main_memory() -> MainMemory:
+    """Look at main memory."""
+    host, machine, swap = HostDevice(), psutil.virtual_memory(), psutil.swap_memory()
+    return MainMemory(
+        reading=host.read(),
+        machine_bytes=machine.total,
+        shared=host.facts(),
+        swap_bytes=swap.total,
+        swap_used_bytes=swap.used,
+        memlock_bytes=_memlock_bytes(),
+    )
+
+
+def environment(environ: Mapping[str, str]) -> Environment:
+    """Look at variables and versions."""
+    return Environment(
+        variables=Variables.of(environ),
+        machine=gather_machine(environ),
+        visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        card_order=environ.get("CUDA_DEVICE_ORDER", ""),
+        switches={name: environ[name] for name in SWITCHES if name in environ},
+        versions=installed_versions(),
+    )
+
+
+def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:
+    """Look at a process that holds memory on a card."""
+    try:
+        known = psutil.Process(process.pid)
+        if known.status() == psutil.STATUS_ZOMBIE:
+            return Owner(process=process, command="(ended)", is_orphan=True, is_peer=is_peer)
+        command = " ".join(masked_command(known.cmdline()))[:_LONGEST_COMMAND]
+        return Owner(process=process, command=command, is_orphan=_is_orphan(known), is_peer=is_peer)
+    except (psutil.Error, OSError):  # it has ended, is outside the container, or is another user's
+        return Owner(process=process, is_peer=is_peer)
+
+
+def folder_trouble(folder: Path) -> str:
+    """Say why nothing can be written to a folder, or to where it would be made; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing(folder)):
+            return ""
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def disk_free_bytes(folder: Path) -> int:
+    """Return what is free where a folder lies, or would lie."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def _cards() -> tuple[tuple[CardFacts, ...], str, str]:
+    """Return the cards; why there are none; and why the driver does not answer."""
+    try:
+        installed = _nvml_calls.call(installed_cards)
+        return tuple(map(_card, installed)), "", ""
+    except TimeoutError as error:
+        return (), "", f"the driver hangs: {error}; read `dmesg`"
+    except NvmlError as error:
+        if error.kind in (NvmlErrorKind.MISSING, NvmlErrorKind.NOT_FOUND):
+            return (), "no NVIDIA driver", ""
+        return (), "", str(error)
+
+
+def _card(card: InstalledCard) -> CardFacts:
+    facts = partial(
+        CardFacts,
+        uuid=card.uuid,
+        name=card.name,
+        slices=card.slices,
+        capability=card.capability,
+    )
+    if card.trouble:
+        return facts(trouble=card.trouble)
+    try:
+        device = _nvml_calls.call(partial(NvmlDevice.open, card.uuid, card.name or None))
+        reading, processes = _nvml_calls.call(device.read), _nvml_calls.call(device.processes)
+    except (NvmlError, TimeoutError) as error:
+        return facts(trouble=str(error))
+    owners = None if processes is None else tuple(map(owner_of, processes))
+    return facts(reading=reading, owners=owners)
+
+
+def _is_orphan(process: psutil.Process) -> bool:
+    """Return whether a rank of this user has outlived its launcher."""
+    parent = process.parent()
+    is_alone = parent is None or parent.name() in _FIRST_PROCESSES
+    is_mine = process.username() == psutil.Process().username()
+    return is_alone and is_mine and "LOCAL_RANK" in process.environ()
+
+
+def _memlock_bytes() -> int | None:
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or soft < 0 else soft

@@ -1,0 +1,345 @@
+"""Gathers the facts of a Trainer that is about to train, and leaves it as it was. Imports torch."""
+
+import copy
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from trainer_plugins.check.facts import (
+    CardFacts,
+    DataFacts,
+    Facts,
+    ModelFacts,
+    OtherModel,
+    RunSettings,
+    folder_of,
+)
+from trainer_plugins.check.gather_here import (
+    Notes,
+    disk_free_bytes,
+    environment,
+    folder_trouble,
+    main_memory,
+    owner_of,
+)
+from trainer_plugins.check.shape import predicts_tokens, shape_of
+from trainer_plugins.devices import Device
+from trainer_plugins.launch.in_force import read_in_force
+from trainer_plugins.planner.rehearse.gather import undisturbed
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.upkeep.generation import base_model
+from trainer_plugins.upkeep.holders import root_modules
+from trainer_plugins.upkeep.longest import lengths_of
+from trainer_plugins.watch.memory_watch import own_pids
+
+logger = logging.getLogger(__name__)
+
+_MOST_ROWS = 256
+"""Rows that are fetched where no column tells lengths; pictures are decoded for it."""
+
+_MOST_MASKS = 64
+
+
+def gather_trainer(trainer: Any, model: nn.Module, optimizer: object, device: Device) -> Facts:
+    """Look at a Trainer when training begins. It takes up to a second, most of it for rows.
+
+    Args:
+        trainer: the Trainer.
+        model: the model without wrappers.
+        optimizer: with accelerate's wrapper, or without.
+        device: where tensors live.
+    """
+    notes = Notes()
+    facts = _around(notes, device)
+    run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings(values={}))
+    read = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
+    seen = notes.tried("the model", read, None)
+    data = notes.tried("the data", partial(_data, trainer, model, run), None)
+    return replace(facts, run=run, model=seen, data=data, failed=tuple(notes.failed))
+
+
+def _around(notes: Notes, device: Device) -> Facts:
+    """Look at the card, at main memory and at the environment."""
+    reading = device.read()
+    main = notes.tried("main memory", main_memory, None)
+    is_card = device.name != "cpu"
+    card = partial(_card, device, reading)
+    return Facts(
+        cards=notes.tried("the card", card, ()) if is_card else (),
+        no_cards="" if is_card else "training runs on the CPU",
+        own_pids=frozenset(own_pids()),
+        device_bytes=reading.total_bytes,
+        device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
+        main=main,
+        environment=notes.tried("the environment", partial(environment, os.environ), None),
+    )
+
+
+def _card(device: Device, reading: MemoryReading) -> tuple[CardFacts, ...]:
+    kind = torch.device(device.name)
+    properties = torch.get_device_module(kind.type).get_device_properties(kind.index)
+    me = psutil.Process()
+    peers = own_pids() - {me.pid, *(child.pid for child in me.children(recursive=True))}
+    processes = device.processes()
+    owners = None
+    if processes is not None:
+        owners = tuple(owner_of(each, is_peer=each.pid in peers) for each in processes)
+    return (
+        CardFacts(
+            uuid=device.uuid or device.name,
+            name=str(getattr(properties, "name", device.name)),
+            reading=reading,
+            owners=owners,
+            capability=(properties.major, properties.minor) if kind.type == "cuda" else None,
+        ),
+    )
+
+
+def _run(trainer: Any, optimizer: object) -> RunSettings:
+    args = trainer.args
+    values = {each.name: getattr(args, each.name, None) for each in fields(args)}
+    state = trainer.accelerator.state
+    plugin = getattr(state, "deepspeed_plugin", None)
+    zero = (plugin.deepspeed_config if plugin is not None else {}).get("zero_optimization") or {}
+    return RunSettings(
+        values=values,
+        has_metrics=trainer.compute_metrics is not None,
+        reduces_logits=trainer.preprocess_logits_for_metrics is not None,
+        num_cards=args.n_gpu,
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        strategy=read_in_force(
+            trainer.model_wrapped,
+            optimizer,
+            distributed_type=state.distributed_type.value,
+            world_size=args.world_size,
+            device=args.device.type,
+        ),
+        gathers_on_save=zero.get("stage3_gather_16bit_weights_on_model_save") is True,
+        folder_trouble=folder_trouble(folder_of(values)) if args.should_save else "",
+        disk_free_bytes=disk_free_bytes(folder_of(values)),
+    )
+
+
+def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> ModelFacts:
+    base, trainable, frozen = base_model(model), Counter[str](), Counter[str]()
+    homes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        local = _local(parameter)
+        kind = str(parameter.dtype).removeprefix("torch.")
+        (trainable if parameter.requires_grad else frozen)[kind] += local.nbytes
+        homes[local.device.type] += local.nbytes
+    config: Any = getattr(base, "config", None)
+    guards = {type(each).__name__ for each in trainer.callback_handler.callbacks}
+    is_live, is_cut_off = _checkpointing(model, base)
+    states = getattr(optimizer, "optimizer", optimizer)
+    return ModelFacts(
+        name=type(base).__name__,
+        shape=shape_of(config.to_dict()) if hasattr(config, "to_dict") else None,
+        predicts_tokens=predicts_tokens(type(base).__name__),
+        makes_no_logits=_has_fused_loss(trainer, base),
+        trainable_bytes=trainable,
+        frozen_bytes=frozen,
+        homes=homes,
+        others=tuple(_others(trainer, model, device_type)),
+        not_live="" if is_live else "no module of the model has gradient_checkpointing switched on",
+        is_cut_off=is_cut_off,
+        attention=str(getattr(config, "_attn_implementation", None) or ""),
+        takes_sdpa=bool(getattr(base, "_supports_sdpa", False)),
+        uses_cache=getattr(config, "use_cache", False) is True
+        and not is_live
+        and "KVCacheGuard" not in guards,
+        optimizer=_optimizer_name(states),
+        optimizer_state_bytes=sum(each.nbytes for each in _state_tensors(states)),
+        stray_bytes=_stray_bytes(trainer, model, states),
+    )
+
+
+def _optimizer_name(optimizer: object) -> str:
+    """Return the class of an optimizer; with its package if that is not torch's own.
+
+    Classes of bitsandbytes are named like torch's, and keep smaller states.
+    """
+    package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
+    return name if package == "torch" else f"{package}.{name}"
+
+
+def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:
+    """Return whether checkpointing is live, and whether it gets inputs that need no gradient."""
+    live: list[Any] = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    function = getattr(live[0], "_gradient_checkpointing_func", None) if live else None
+    if getattr(function, "keywords", {}).get("use_reentrant") is not True:
+        return bool(live), False
+    embeddings: Any = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
+    weight = getattr(embeddings, "weight", None)
+    needs = weight is None or weight.requires_grad or embeddings._forward_hooks
+    return True, not needs
+
+
+def _has_fused_loss(trainer: Any, base: nn.Module) -> bool:
+    """Return whether logits are never whole: Liger, or TRL's fused head.
+
+    trl/trainer/utils.py, add_fused_lm_head, replaces the forward of the model.
+    """
+    forward = vars(base).get("forward")
+    name = getattr(getattr(forward, "__code__", None), "co_name", "")
+    return "fused" in name or bool(getattr(trainer.args, "use_liger_kernel", False))
+
+
+def _others(trainer: Any, model: nn.Module, device_type: str) -> Iterator[OtherModel]:
+    """Find models that are alive beside this one, of the same make and with storages of their own.
+
+    Tied weights, wrappers and adapters share storages, so they are no second copy.
+    """
+    inside = {id(module) for each in (model, trainer.model_wrapped) for module in each.modules()}
+    own = {address for address, _ in _storages(model, device_type)}
+    shapes = Counter(tuple(each.shape) for each in model.parameters())
+    for root in root_modules():
+        if id(root) in inside or any(id(each) in inside for each in root.modules()):
+            continue
+        theirs = {a: size for a, size in _storages(root, device_type) if a not in own}
+        alike = Counter(tuple(each.shape) for each in root.parameters()) & shapes
+        if theirs and alike.total() * 2 >= shapes.total():
+            yield OtherModel(
+                name=type(root).__name__,
+                holder=_holder(trainer, root),
+                num_bytes=sum(theirs.values()),
+            )
+
+
+def _holder(trainer: Any, root: nn.Module) -> str:
+    """Name what holds a model, as one would type it."""
+    for name, value in vars(trainer).items():
+        if value is root:
+            return f"trainer.{name}"
+    return "something outside the Trainer (a variable, a callback, an earlier Trainer)"
+
+
+def _storages(module: nn.Module, device_type: str) -> Iterator[tuple[int, int]]:
+    for parameter in module.parameters():
+        local = _local(parameter)
+        if local.device.type == device_type:
+            storage = local.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor: of a DTensor, of a parameter of ZeRO-3."""
+    shard = getattr(tensor, "ds_tensor", None)
+    local: torch.Tensor = shard if shard is not None else getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    for state in getattr(optimizer, "state", {}).values():
+        values = state.values() if isinstance(state, dict) else ()
+        yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _stray_bytes(trainer: Any, model: nn.Module, optimizer: Any) -> int:
+    """Return what the optimizer updates that is no part of the model, where nothing is sharded."""
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return 0
+    own = {id(parameter) for parameter in model.parameters()}
+    groups = getattr(optimizer, "param_groups", ())
+    return sum(each.nbytes for group in groups for each in group["params"] if id(each) not in own)
+
+
+def _data(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
+    loader = trainer.callback_handler.train_dataloader
+    dataset: Any = getattr(loader, "dataset", None)
+    collate = getattr(loader, "collate_fn", None)
+    if not _has_rows(dataset):
+        why = f"{type(dataset).__name__} cannot be asked for single rows"
+        return replace(_evaluation(trainer, model, run), unseen=why)
+    with undisturbed(trainer):
+        lengths = _lengths(dataset)
+        masks = [_mask_of(dataset[index]) for index in list(lengths)[:_MOST_MASKS]]
+        pads = sum(mask.count(0) for mask in masks)
+        if pads:  # what lengths say then is padding too
+            lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
+        order = sorted(lengths, key=lambda index: -lengths[index])
+        order = order[: run.number("per_device_train_batch_size", 8)]
+        batch_bytes, error = _collated(model, dataset, collate, order)
+        targets = _targets(model, dataset, lengths)
+    inner = getattr(collate, "data_collator", collate)
+    packs = getattr(inner, "padding_free", False) is True or "Flattening" in type(inner).__name__
+    return replace(
+        _evaluation(trainer, model, run),
+        lengths=tuple(lengths.values()),
+        num_rows=len(dataset),
+        pads_in_rows=pads,
+        is_packed=packs,
+        batch_bytes=batch_bytes,
+        collator_error=error,
+        longest_target=targets,
+    )
+
+
+def _has_rows(dataset: object) -> bool:
+    return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+
+
+def _lengths(dataset: Any) -> dict[int, int]:
+    """Return the tokens of rows by index; empty if rows have none, as pictures."""
+    if not len(dataset) or not any(lengths_of([dataset[0]]).values()):
+        return {}
+    return lengths_of(dataset, _MOST_ROWS)
+
+
+def _mask_of(row: object) -> list[int]:
+    mask = row.get("attention_mask") if isinstance(row, Mapping) else None
+    values = mask.flatten().tolist() if isinstance(mask, torch.Tensor) else mask
+    return [int(value) for value in values] if isinstance(values, (list, tuple)) else []
+
+
+def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) -> tuple[int, str]:
+    """Return the bytes of the batch of some rows, and what the collator raised.
+
+    The collator is copied, since it may keep a generator of its own; a model that it keeps is not.
+    """
+    if collate is None or not indices:
+        return 0, ""
+    try:
+        collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
+        batch = collate([dataset[index] for index in indices])
+    except Exception as error:
+        logger.debug("the collator failed", exc_info=True)
+        return 0, f"{type(error).__name__}: {error}"
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    return sum(each.nbytes for each in values if isinstance(each, torch.Tensor)), ""
+
+
+def _targets(model: nn.Module, dataset: Any, lengths: Mapping[int, int]) -> int:
+    """Return the most tokens for which logits are made: of labels in an encoder-decoder."""
+    config = getattr(base_model(model), "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return max(lengths.values(), default=0)
+    rows = (dataset[index] for index in list(lengths)[:_MOST_ROWS])
+    labels = [row["labels"] for row in rows if isinstance(row, Mapping) and "labels" in row]
+    return max(map(len, labels), default=0)
+
+
+def _evaluation(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
+    """Look at the rows of the evaluation, if there will be one."""
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, Mapping):
+        dataset = max(
+            dataset.values(), key=lambda each: len(each) if isinstance(each, Sized) else 0
+        )
+    if not run.evaluates or not _has_rows(dataset):
+        return DataFacts()
+    with undisturbed(trainer):
+        longest = _targets(model, dataset, _lengths(dataset))
+    return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))

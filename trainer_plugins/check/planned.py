@@ -1,0 +1,127 @@
+"""Judges the plan of a run against the card and the main memory that it has."""
+
+from collections.abc import Callable
+
+from trainer_plugins.check.facts import Facts, Line
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.units import percent, size
+
+_NARROW = 0.05
+_ACTIVATIONS = ("activations", "logits and loss")
+
+
+def card(facts: Facts) -> Line | None:
+    """Judge whether the run fits on its card, as large as it is and as full as it is."""
+    plan = facts.plan
+    if plan is None:
+        return _unplanned(facts)
+    found = _too_large(plan) or _crowded(plan, facts) or _tight(plan)
+    return Line("the card", _numbers(plan), tuple(filter(None, (found, _adapters(plan)))))
+
+
+def main_memory(facts: Facts) -> Line | None:
+    """Judge whether the ranks of a machine fit in its main memory."""
+    plan = facts.plan
+    if plan is None:
+        return None
+    seen = f"{size(plan.host_bytes_per_node)} a machine"
+    if plan.host_shortage is None:
+        return Line("main memory", seen)
+    finding = Finding(
+        code="plan-host-memory",
+        severity=Severity.ERROR,
+        summary=f"the run does not fit in main memory: {plan.host_shortage}",
+        evidence=f"{size(plan.host_ram_bytes_per_node)} of tensors, of which"
+        f" {size(plan.host_pinned_bytes_per_node)} are pinned, and"
+        f" {size(plan.host_process_bytes_per_node)} for Python and its libraries",
+        remedy="Spread it over more machines, set pin_memory to false, put the optimizer on NVMe"
+        " (zero3_offload_nvme), or train adapters",
+        amount=float(plan.host_bytes_per_node),
+    )
+    return Line("main memory", seen, (finding,))
+
+
+CHECKS: tuple[Callable[[Facts], Line | None], ...] = (card, main_memory)
+
+
+def _unplanned(facts: Facts) -> Line | None:
+    if not facts.no_plan:
+        return None
+    finding = Finding(
+        code="plan-not-made",
+        severity=Severity.INFO,
+        summary="what the run needs of its card could not be predicted",
+        evidence=facts.no_plan,
+        remedy="Try `trainer-plugins plan` with other flags; everything else was checked",
+    )
+    return Line("the card", "", (finding,))
+
+
+def _too_large(plan: MemoryPlan) -> Finding | None:
+    """Judge a plan against the whole card."""
+    if plan.fits_card is not False:
+        return None
+    return Finding(
+        code="plan-does-not-fit",
+        severity=Severity.ERROR,
+        summary=f"the run does not fit on the card: it needs {_numbers(plan)}",
+        evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
+        remedy="`trainer-plugins plan` with the same flags says with what it would fit",
+        amount=float(plan.nvidia_smi_peak_bytes),
+    )
+
+
+def _tight(plan: MemoryPlan) -> Finding | None:
+    """Judge what a plan leaves of the card."""
+    if plan.margin_bytes is None or plan.margin_bytes >= _NARROW * (plan.capacity_bytes or 0):
+        return None
+    return Finding(
+        code="plan-is-tight",
+        severity=Severity.WARNING,
+        summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
+        evidence=plan.known_error or "a prediction",
+        remedy="Fewer rows with more accumulation, or trainer_plugins.survive_oom",
+        amount=float(plan.nvidia_smi_peak_bytes),
+    )
+
+
+def _numbers(plan: MemoryPlan) -> str:
+    there = "" if plan.capacity_bytes is None else f" of {size(plan.capacity_bytes)}"
+    return f"{size(plan.nvidia_smi_peak_bytes)}{there} in {plan.moment}"
+
+
+def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
+    """Judge a plan that fits on an empty card against a card that is not."""
+    free = facts.device_free_bytes
+    if free is None or plan.device != "cuda" or plan.nvidia_smi_peak_bytes <= free:
+        return None
+    return Finding(
+        code="card-too-full",
+        severity=Severity.ERROR,
+        summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)} of its card, and only"
+        f" {size(free)} is free now",
+        evidence=f"predicted for {plan.moment}; others hold the rest",
+        remedy="Stop the other processes, or choose another card by CUDA_VISIBLE_DEVICES",
+        amount=float(plan.nvidia_smi_peak_bytes),
+    )
+
+
+def _adapters(plan: MemoryPlan) -> Finding | None:
+    """Tell that adapters do not help where activations take the card."""
+    frozen = plan.num_parameters - plan.num_trainable_parameters
+    if plan.fits_card is not False or frozen < plan.num_trainable_parameters:
+        return None
+    taken = sum(plan.breakdown.get(name, 0) for name in _ACTIVATIONS)  # type: ignore[call-overload]
+    part = taken / plan.allocated_peak_bytes if plan.allocated_peak_bytes else 0.0
+    if part < 1 / 2:
+        return None
+    return Finding(
+        code="adapters-save-little",
+        severity=Severity.WARNING,
+        summary=f"{percent(part)} of the peak are activations and logits, which adapters do not"
+        " make smaller",
+        evidence=f"{size(taken)} of {size(plan.allocated_peak_bytes)} (peft#1514)",
+        remedy="--gradient_checkpointing True, or fewer rows or tokens; a smaller rank helps not",
+        amount=part,
+    )

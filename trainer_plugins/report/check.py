@@ -1,0 +1,59 @@
+"""Renders a checklist for the terminal: one line a check, and below it what to do."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer_plugins.check import Checklist
+from trainer_plugins.check.facts import Line
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.printable import printable
+
+_MARKS = {
+    Severity.INFO: ("note", "cyan"),
+    Severity.WARNING: ("warning", "yellow"),
+    Severity.ERROR: ("error", "bold red"),
+}
+
+
+def check_report(checklist: Checklist) -> RenderableType:
+    """Render all groups, then how many errors and warnings there are."""
+    table = Table.grid(padding=(0, 2))
+    for name, lines in checklist.groups:
+        group = name
+        for row in (row for line in lines for row in _rows(line)):
+            table.add_row(Text(group, style="bold"), *row)
+            group = ""
+    return Group(table, Text(_total(checklist), style="bold"))
+
+
+def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
+    """Yield what was seen, or a row for each finding: what is so, what shows it, what to do."""
+    if not line.findings:
+        yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
+    name = line.name
+    for finding in line.findings:
+        word, style = _MARKS[finding.severity]
+        text = Text(printable(f"{finding.summary} [{finding.code}]"))
+        text.append(f"\n{printable(finding.evidence)}", style="dim")
+        text.append(f"\n-> {printable(finding.remedy)}", style="cyan")
+        yield Text(word, style=style), Text(name), text
+        name = ""
+
+
+def _total(checklist: Checklist) -> str:
+    counts = [
+        f"{num} {word}{'s' * (num > 1)}"
+        for word, severity in (("error", Severity.ERROR), ("warning", Severity.WARNING))
+        if (num := sum(_is(each, severity) for each in checklist.findings))
+    ]
+    if not counts:
+        return "Nothing was found that ends a run."
+    ends = "; errors end the run" if checklist.worst is Severity.ERROR else ""
+    return f"{' and '.join(counts)}{ends}. docs/findings.md explains each code."
+
+
+def _is(finding: Finding, severity: Severity) -> bool:
+    return finding.severity is severity
