@@ -73,6 +73,7 @@ def test_the_commands_stand_in_the_order_of_a_run() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "check",
         "plan",
         "env",
         "exec",

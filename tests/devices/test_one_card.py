@@ -162,6 +162,26 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
 
 
 @alone
+def test_a_driver_that_is_missing_is_said_once_a_process(tmp_path):
+    import logging
+
+    from trainer_plugins.devices import open_device
+
+    _, driver = one_card(tmp_path)
+    driver.cannot_start(pynvml.NVML_ERROR_DRIVER_NOT_LOADED).write()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_plugins").addHandler(handler)
+    logging.getLogger("trainer_plugins").setLevel(logging.INFO)
+
+    for _ in range(3):  # as each callback does that is made, used and dropped
+        open_device(str(torch.accelerator.current_accelerator())).read()
+        gc.collect()
+    assert len(said) == 1, said
+
+
+@alone
 def test_numbers_that_cannot_be_are_refused_once(tmp_path):
     card, healthy = one_card(tmp_path)
     for total_bytes, reserved_bytes in (64 * MIB, 600 * MIB), (0, 0):

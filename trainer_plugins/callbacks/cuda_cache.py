@@ -14,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class CudaCacheCallback(RunCallback):
-    """Releases cached memory every `interval` optimizer steps, on all ranks, if it pays for one.
+    """Releases cached memory every `interval` optimizer steps, on all ranks, if enough is cached.
 
-    It pays if some rank has cached `min_reclaimable_fraction` of its card. A release helps others
+    Enough is `min_reclaimable_fraction` of its card on some rank, which a healthy run often has: it
+    is a schedule, and not a judgement that somebody needs the memory. A release helps others
     on the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not save
     an allocation of this process: before one fails, the allocator releases its cache by itself. It
     is never done because a foreign process needs memory: the cache is this run's reservation.
@@ -27,7 +28,7 @@ class CudaCacheCallback(RunCallback):
 
     Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two). A release
     is timed, and recorded in the timeline with the bytes that it freed.
-    `min_reclaimable_fraction=0` releases on schedule.
+    `min_reclaimable_fraction=0` releases at every interval.
     """
 
     def __init__(

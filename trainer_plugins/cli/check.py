@@ -34,6 +34,8 @@ def check(
     --host-memory, those of TrainingArguments. Without --model it takes a second, and imports no
     torch.
 
+    Example: trainer-plugins check --model config.json --gpu 24GiB --bf16
+
     Exit codes: 0 nothing was found, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
     from trainer_plugins.check import judge

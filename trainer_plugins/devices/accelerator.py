@@ -23,6 +23,9 @@ LONGEST_WAIT_SECONDS = 60.0
 # context. A process loads the library once, so all its callers share this one queue.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
+_said: set[tuple[str, str]] = set()
+"""Failures of the driver that were logged, by card: one that is opened anew fails anew."""
+
 
 class AcceleratorDevice:
     """Reads one card of this process, of any kind that `torch.accelerator` drives.
@@ -141,7 +144,9 @@ class AcceleratorDevice:
         self._ask_nvml_at = (
             float("inf") if error.permanent else monotonic() + self._nvml_wait_seconds
         )
-        if first_time or error.permanent:
+        failure = (self._name, str(error))
+        if (first_time or error.permanent) and failure not in _said:
+            _said.add(failure)
             logger.log(
                 logging.INFO if self._nvml is None else logging.WARNING,
                 "%s: NVML does not answer (%s); free memory now comes from torch, which counts the"
