@@ -268,7 +268,7 @@ def _leftover(case: Case) -> Remedies:
     return [
         _remedy(
             switches.RELEASED,
-            f"gives back {size(held)} of weights and what belongs to them, and names what holds more",
+            f"gives back {size(held)} of weights and what belongs to them; names what holds more",
             "arithmetic",
             "main memory of their size, until the Trainer is gone",
         )
