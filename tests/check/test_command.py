@@ -64,6 +64,8 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
         (("--model", "/nowhere"), "no config of a model at /nowhere"),
         (("--gpu", "h1000"), "no card is known by the name"),
         (("8",), "without a name"),
+        (("--batch-size", "8"), "knows --batch_size: is it --per-device-train-batch-size?"),
+        (("--bf61", "True"), "knows --bf61: is it --bf16?"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -65,9 +65,14 @@ def _facts(given: Mapping[str, Any], flags: list[str]) -> "Facts":
         PlanError: what was given for a plan is wrong.
     """
     from trainer_plugins.check.gather_here import gather_here
+    from trainer_plugins.launch.argument_names import unknown_argument
     from trainer_plugins.launch.lint import training_arguments
+    from trainer_plugins.planner.plan import PlanError
 
     values = training_arguments(flags)
+    # With a model, the plan reads them, and knows TRL's too.
+    if given["model"] is None and given["trainer"] is None and (why := unknown_argument(values)):
+        raise PlanError(why)
     facts = gather_here(os.environ, _document(given["accelerate_config"], values))
     if values or given["model"] is not None:
         facts = replace(facts, run=_run(values, given))

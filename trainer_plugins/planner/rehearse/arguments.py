@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from trainer_plugins.launch.argument_names import CALLED_ELSEWHERE
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.failures import first_line
@@ -37,21 +38,6 @@ _REHEARSED = {
     "full_determinism": False,
     "lr_scheduler_type": "constant",  # some others need an evaluation
     "do_train": True,
-}
-
-# What people and other programs call the same: axolotl has micro_batch_size and sequence_len, TRL
-# max_length (and had max_seq_length), LLaMA-Factory cutoff_len.
-_CALLED_ELSEWHERE = {
-    "batch-size": "--per-device-train-batch-size",
-    "train-batch-size": "--per-device-train-batch-size",
-    "micro-batch-size": "--per-device-train-batch-size",
-    "epochs": "--num-train-epochs",
-    "lr": "--learning-rate",
-    "max-length": "--seq-length",
-    "max-seq-length": "--seq-length",
-    "seq-len": "--seq-length",
-    "sequence-len": "--seq-length",
-    "cutoff-len": "--seq-length",
 }
 
 
@@ -104,7 +90,7 @@ def _parsed(flags: Sequence[str], of_loop: type | None) -> Arguments:
         ) from exit_
     if unknown:
         flag = unknown[0].split("=")[0]
-        meant = _CALLED_ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
+        meant = CALLED_ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
         near = [meant] if meant else get_close_matches(flag, parser._option_string_actions, n=1)
         raise PlanError(
             f"neither plan nor {of_loop.__name__ if of_loop else 'TrainingArguments'} knows "
