@@ -9,7 +9,10 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    **{"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+}
 
 
 def size(num_bytes: float) -> str:
@@ -35,8 +38,8 @@ def gib(num_bytes: float) -> float:
 def parse_size(text: str) -> int:
     """Read a size as people write it, in bytes; `GiB` is 2**30 and `GB` is 10**9.
 
-    >>> parse_size("2GiB"), parse_size("100 MiB"), parse_size("1.5GB"), parse_size("512")
-    (2147483648, 104857600, 1500000000, 512)
+    >>> parse_size("2GiB"), parse_size("100 MiB"), parse_size("1.5GB"), parse_size("1TB")
+    (2147483648, 104857600, 1500000000, 1000000000000)
 
     Raises:
         ValueError: the text is not a positive number with a known unit.
