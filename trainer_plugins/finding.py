@@ -1,7 +1,7 @@
 """Finding: the one form in which every part of the package reports what it noticed."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 from trainer_plugins.printable import printable
@@ -41,6 +41,10 @@ class Finding:
 
     def __str__(self) -> str:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
+
+    def as_json(self) -> dict[str, object]:
+        """Return its fields for JSON, the severity by name."""
+        return {**asdict(self), "severity": self.severity.name}
 
     def worse_than(self, other: "Finding") -> bool:
         """Return whether it is worth repeating: higher severity, or an amount up by a tenth."""

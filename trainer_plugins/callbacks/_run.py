@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 from uuid import uuid4
 from weakref import ref
 
@@ -18,6 +19,8 @@ from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import code_of, frames_above
 
 logger = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind", bound=TrainerCallback)
 
 
 class RunCallback(TrainerCallback):
@@ -269,6 +272,13 @@ def model_of(event: Mapping[str, object]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"an event of the Trainer passes a model, got {type(model).__name__}")
     return model
+
+
+def callback_of(trainer: Trainer, kind: type[Kind]) -> Kind | None:
+    """Return the first callback of this kind that a Trainer has; None if it has none."""
+    handler = getattr(trainer, "callback_handler", None)
+    those = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, kind))
+    return next(those, None)
 
 
 def calling_trainer() -> Trainer | None:

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
 from trainer_plugins.launch.in_force import read_in_force
@@ -186,19 +186,13 @@ def _telling(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            reporter = _reporter_of(self)
+            reporter = callback_of(self, OOMReporter)
             if reporter is not None and not _is_within_another(self):
                 reporter.report(self, name, error)
             raise
 
     vars(call)["tells_reporter"] = True
     return call
-
-
-def _reporter_of(trainer: Trainer) -> OOMReporter | None:
-    handler = getattr(trainer, "callback_handler", None)
-    those = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, OOMReporter))
-    return next(those, None)
 
 
 def _is_within_another(trainer: Trainer) -> bool:

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.released import released
 
@@ -72,7 +72,7 @@ def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
         for trainer in list(_known):
             is_next_trial = trainer is self and self.model_init is not None
             has_failed = trainer.is_in_train and not _is_running(trainer)
-            callback = _callback_of(trainer)
+            callback = callback_of(trainer, ReleaseEarlierRuns)
             if callback is not None and (is_next_trial or has_failed):
                 callback.release(trainer)
         gc.collect()
@@ -80,11 +80,6 @@ def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(move)["releases_earlier_runs"] = True
     return move
-
-
-def _callback_of(trainer: Trainer) -> ReleaseEarlierRuns | None:
-    those = (c for c in trainer.callback_handler.callbacks if isinstance(c, ReleaseEarlierRuns))
-    return next(those, None)
 
 
 def _is_running(trainer: Trainer) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from trainer_plugins.check.facts import Facts, Line, RunSettings, folder_of
+from trainer_plugins.check.facts import LITTLE, MUCH, Facts, Line, RunSettings, folder_of
 from trainer_plugins.check.model import cache_bytes
 from trainer_plugins.explain.switches import (
     BEST_WORDS,
@@ -11,9 +11,6 @@ from trainer_plugins.explain.switches import (
 )
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent, size
-
-_MUCH = 0.1
-_LITTLE = 0.01
 
 
 def one_process(facts: Facts) -> Line | None:
@@ -67,7 +64,7 @@ def generation(facts: Facts) -> Line | None:
     rows = run.number("per_device_eval_batch_size", 8) * beams
     need = cache_bytes(facts, rows, 4 if "float32" in model.trainable_bytes else 2, length)
     seen = f"a cache of {size(need)}"
-    if free is None or need < _MUCH * free:
+    if free is None or need < MUCH * free:
         return Line("generation", seen)
     finding = Finding(
         code="evaluation-generates",
@@ -106,7 +103,7 @@ def best_model(facts: Facts) -> Line | None:
     if family == "DeepSpeed":
         why = "DeepSpeed loads the whole checkpoint, with the optimizer's states"
         why += " (transformers#25027)"
-    elif facts.device_bytes and adapters > _LITTLE * facts.device_bytes:
+    elif facts.device_bytes and adapters > LITTLE * facts.device_bytes:
         why = f"a second copy of the adapters, {size(adapters)}, is made on the card"
         why += " (transformers#44637)"
     elif free is not None and weights > free:
@@ -201,7 +198,7 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     moved = run.number("eval_accumulation_steps", 0) > 0
     main = None if facts.main is None else facts.main.reading.free_bytes
     free = main if moved else facts.device_free_bytes
-    if free is None or need < _MUCH * free:
+    if free is None or need < MUCH * free:
         return
     place = "main memory" if moved else "the device"
     yield Finding(
@@ -238,7 +235,7 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         )
     weights = 0 if run.strategy is None else 2 * run.strategy.num_params
     free = None if facts.main is None else facts.main.reading.free_bytes
-    if run.gathers_on_save and free is not None and weights > _MUCH * free:
+    if run.gathers_on_save and free is not None and weights > MUCH * free:
         yield Finding(
             code="save-gathers",
             severity=Severity.ERROR if weights > free else Severity.WARNING,

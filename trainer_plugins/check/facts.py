@@ -14,6 +14,12 @@ from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
 
+MUCH = 0.1
+"""A part of what is there that is worth a warning."""
+
+LITTLE = 0.01
+"""A part of what is there below which nothing is said."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:

@@ -2,16 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
-from trainer_plugins.check.facts import Facts, Line, ModelFacts, OtherModel
+from trainer_plugins.check.facts import LITTLE, MUCH, Facts, Line, ModelFacts, OtherModel
 from trainer_plugins.explain.switches import checkpointing, liger
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent, size
-
-_MUCH = 0.1
-"""A part of the device that is worth a warning."""
-
-_LITTLE = 0.01
-"""A part of the device below which nothing is said."""
 
 _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
 """Copies of the trainable weights that an optimizer keeps, at least; of others nothing is known."""
@@ -24,7 +18,7 @@ def copies(facts: Facts) -> Line | None:
         return None
     own = sum(model.homes.values())
     found = [
-        _second_copy(each) for each in model.others if each.num_bytes >= _LITTLE * _device(facts)
+        _second_copy(each) for each in model.others if each.num_bytes >= LITTLE * _device(facts)
     ]
     return Line("copies", f"one model of {size(own)}", tuple(found))
 
@@ -37,7 +31,7 @@ def frozen(facts: Facts) -> Line | None:
     wide = model.frozen_bytes.get("float32", 0)
     seen = f"{size(sum(model.frozen_bytes.values()))} of {', '.join(model.frozen_bytes)}"
     is_mixed = facts.run is not None and (facts.run.flag("bf16") or facts.run.flag("fp16"))
-    if wide < _LITTLE * _device(facts):
+    if wide < LITTLE * _device(facts):
         return Line("frozen weights", seen)
     finding = Finding(
         code="frozen-fp32",
@@ -79,7 +73,7 @@ def attention(facts: Facts) -> Line | None:
         return None
     # Of the scores, a softmax in float32 and a copy with 16 bits live through the backward pass.
     scores = _rows(facts) * model.shape.num_heads * longest * longest * (4 + 2)
-    if model.attention != "eager" or scores < _LITTLE * _device(facts):
+    if model.attention != "eager" or scores < LITTLE * _device(facts):
         return Line("attention", model.attention)
     part = scores / _device(facts)
     finding = Finding(
@@ -102,7 +96,7 @@ def cache(facts: Facts) -> Line | None:
     if model is None or model.shape is None or not model.homes:
         return None
     need = cache_bytes(facts, _rows(facts), 2)
-    if not model.uses_cache or need < _LITTLE * _device(facts):
+    if not model.uses_cache or need < LITTLE * _device(facts):
         return Line("KV cache", f"{size(need)} in training" if model.uses_cache else "off")
     finding = Finding(
         code="kv-cache-in-training",
@@ -124,7 +118,7 @@ def logits(facts: Facts) -> Line | None:
     # transformers/loss/loss_utils.py, ForCausalLMLoss: 16 bits, a float32 copy and its gradient
     need = _rows(facts) * longest * model.shape.vocab_size * (2 + 4 + 4)
     part, seen = need / _device(facts), size(need)
-    if part < _MUCH:
+    if part < MUCH:
         return Line("logits", seen)
     finding = Finding(
         code="logits-fp32",
@@ -271,7 +265,7 @@ def _scattered(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
 
 
 def _strayed(model: ModelFacts) -> Iterator[Finding]:
-    if model.stray_bytes > _LITTLE * sum(model.trainable_bytes.values()):
+    if model.stray_bytes > LITTLE * sum(model.trainable_bytes.values()):
         yield Finding(
             code="optimizer-of-other-tensors",
             severity=Severity.WARNING,

@@ -175,13 +175,9 @@ def _show(checklist: "Checklist", as_json: bool) -> None:
         return
     groups = {
         name: [
-            {**asdict(line), "findings": [_as_json(each) for each in line.findings]}
+            {**asdict(line), "findings": [each.as_json() for each in line.findings]}
             for line in lines
         ]
         for name, lines in checklist.groups
     }
     print(json.dumps({"worst": checklist.worst.name, "groups": groups}, indent=2))
-
-
-def _as_json(finding: Any) -> dict[str, object]:
-    return {**asdict(finding), "severity": finding.severity.name}

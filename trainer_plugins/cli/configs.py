@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -153,8 +152,7 @@ def check(
         raise _refused(error) from None
     findings += tuple(lock_findings(read_locks(os.environ)))
     if as_json:
-        lines = [{**asdict(each), "severity": each.severity.name} for each in findings]
-        print(json.dumps(lines, indent=2))
+        print(json.dumps([each.as_json() for each in findings], indent=2))
     else:
         for finding in findings:
             print(f"{finding.severity.name} {finding}")

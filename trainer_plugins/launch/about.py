@@ -8,6 +8,8 @@ from pathlib import Path
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.devices.nvml_driver import cards_in_words, driver_version
+from trainer_plugins.devices.nvml_errors import NvmlError
 from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.masked import masked_text
 
@@ -42,10 +44,6 @@ def _inside(environ: Mapping[str, str]) -> str:
 
 
 def _cards() -> dict[str, str]:
-    # This imports torch until devices are read without it.
-    from trainer_plugins.devices.nvml_driver import cards_in_words, driver_version
-    from trainer_plugins.devices.nvml_errors import NvmlError
-
     try:
         driver, cards = driver_version(), Counter(cards_in_words())
     except NvmlError as error:

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.oom_record import Alive, Held, LiveModel
-from trainer_plugins.upkeep.holders import graphs_held, held_by, root_modules
+from trainer_plugins.upkeep.holders import graphs_held, held_by, root_modules, storage_of
 
 _MOST_MODULES = 12
 _MOST_MODELS = 6
@@ -100,16 +100,10 @@ class _Ledger:
         return [tensor for _, tensor in found[:_MOST_TENSORS]]
 
     def _add(self, category: str, tensor: torch.Tensor, module: str | None = None) -> int:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
-        try:
-            if tensor.device.type != self._device_type:
-                return 0
-            storage = tensor.untyped_storage()
-            address, num_bytes = storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # a wrapper; what it wraps is found by itself
+        place = storage_of(tensor, self._device_type)
+        if place is None or place[0] in self._counted:
             return 0
-        if not address or address in self._counted:
-            return 0
+        address, num_bytes = place
         self._counted.add(address)
         self.category_bytes[category] += num_bytes
         if module is not None:

@@ -109,11 +109,8 @@ def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     held = [each for each in tensors_held(device_type, None, None) if each.holder != _NOBODY]
     models = root_modules()
     for model in models:
-        sizes = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in _owned(model, None)
-            if tensor.device.type == device_type
-        }
+        places = (storage_of(tensor, device_type) for tensor in _owned(model, None))
+        sizes = dict(place for place in places if place is not None)
         if sizes:
             holder = f"{_holder(model, models)} ({type(model).__name__})"
             held.append(Held(num_bytes=sum(sizes.values()), shape=(), holder=holder))
@@ -122,6 +119,19 @@ def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
         holders = ", ".join(dict.fromkeys(end.holder for end in ends))
         held.append(Held(num_bytes=hidden_bytes, shape=(), holder=f"the graph behind {holders}"))
     return tuple(sorted(held, key=lambda each: -each.num_bytes)[:_MOST_HELD])
+
+
+def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None:
+    """Return address and bytes of a tensor's storage; None if it has none on such a device."""
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+    try:
+        if tensor.device.type != device_type:
+            return None
+        storage = tensor.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper; what it wraps is found by itself
+        return None
+    return (address, num_bytes) if address else None
 
 
 def held_by(tensors: list[torch.Tensor]) -> list[Held]:
