@@ -25,6 +25,7 @@ _HOMES = {
     "PreflightError": "callbacks",
     "ReleaseEarlierRuns": "callbacks",
     "StrategyInForce": "callbacks",
+    "StreamBase": "callbacks",
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
     "attached": "plug_in.attachment",
@@ -38,6 +39,7 @@ _HOMES = {
     "read_timeline": "record.timeline",
     "released": "upkeep.released",
     "report_oom": "upkeep.post_mortem",
+    "stream_base": "streaming.attach",
     "survive_oom": "survival",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "PreflightError",
     "ReleaseEarlierRuns",
     "StrategyInForce",
+    "StreamBase",
     "SurviveOOM",
     "attach",
     "attached",
@@ -69,6 +72,7 @@ __all__ = [
     "read_timeline",
     "released",
     "report_oom",
+    "stream_base",
     "survive_oom",
 ]
 
@@ -83,6 +87,7 @@ if TYPE_CHECKING:
         PreflightError,
         ReleaseEarlierRuns,
         StrategyInForce,
+        StreamBase,
     )
     from trainer_plugins.finding import Finding
     from trainer_plugins.oom import classify
@@ -92,6 +97,7 @@ if TYPE_CHECKING:
     from trainer_plugins.plug_in.protection import protect
     from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.report.html.draw import draw
+    from trainer_plugins.streaming.attach import stream_base
     from trainer_plugins.survival import SurviveOOM, survive_oom
     from trainer_plugins.upkeep.generation import generation_memory
     from trainer_plugins.upkeep.post_mortem import report_oom

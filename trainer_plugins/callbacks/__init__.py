@@ -11,6 +11,7 @@ from trainer_plugins.callbacks.oom_reporter import OOMReporter
 from trainer_plugins.callbacks.preflight import Preflight, PreflightError
 from trainer_plugins.callbacks.release_earlier_runs import ReleaseEarlierRuns
 from trainer_plugins.callbacks.strategy_in_force import StrategyInForce
+from trainer_plugins.callbacks.stream_base import StreamBase
 
 __all__ = [
     "CudaCacheCallback",
@@ -22,4 +23,5 @@ __all__ = [
     "PreflightError",
     "ReleaseEarlierRuns",
     "StrategyInForce",
+    "StreamBase",
 ]

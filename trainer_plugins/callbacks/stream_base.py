@@ -1,0 +1,170 @@
+"""StreamBase: a run whose frozen base need not be on the card, from before the model goes there."""
+
+import functools
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.oom import classify
+from trainer_plugins.record.timeline import Remark
+from trainer_plugins.streaming.attach import begun, main_memory_lacks, refusals
+from trainer_plugins.streaming.stream import Stream, stream_of
+from trainer_plugins.upkeep.agreement import agreement_within
+from trainer_plugins.upkeep.frames import frames_above
+
+logger = logging.getLogger(__name__)
+
+
+class StreamBase(RunCallback):
+    """Streams the frozen base of a LoRA or QLoRA run, as `stream_base` does.
+
+    Given to a Trainer in `callbacks=[...]` it acts before the Trainer moves its model to the card,
+    so that a base that does not fit there can be trained on. Load the model to main memory
+    (`device_map="cpu"` for a quantised one). After training the base is still streamed, for
+    evaluating, saving and merging.
+
+    Cost: as of `stream_base`. The first of these callbacks in a process wraps one method of
+    `transformers.Trainer`.
+
+    Args:
+        resident_layers: as for `stream_base`.
+        allow_generation: as for `stream_base`.
+        when: "always"; or "needed", only if the model does not fit on the card of some rank when
+            the Trainer moves it there. `SurviveOOM` has a rung for later: `ladder=(..., "stream")`.
+        on_refusal: "warn" says why a run cannot be streamed and leaves it as it is; "error" raises.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+
+    def __init__(
+        self,
+        resident_layers: int = 2,
+        allow_generation: bool = False,
+        when: str = "always",
+        on_refusal: str = "warn",
+    ) -> None:
+        super().__init__()
+        if resident_layers < 1:
+            raise ValueError(f"resident_layers counts layers, 1 or more, got {resident_layers}")
+        if when not in ("always", "needed"):
+            raise ValueError(f"when is 'always' or 'needed', got {when!r}")
+        if on_refusal not in ("warn", "error"):
+            raise ValueError(f"on_refusal is 'warn' or 'error', got {on_refusal!r}")
+        self._resident_layers, self._allow_generation = resident_layers, allow_generation
+        self._is_asked, self._is_strict = when == "always", on_refusal == "error"
+        _wrap_trainer()
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        self._stream_now()
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        self.begin_run()
+        self._stream_now()
+
+    def move(self, trainer: Trainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
+        """Move a model to the card of a Trainer: streamed, if that is asked for or needed."""
+        if stream_of(model) is not None or (self._is_asked and self._stream(trainer, model)):
+            return
+        why = _why_not_moved(as_trainer, trainer.args, is_asked=self._is_asked)
+        if why and not self._stream(trainer, model, why):
+            as_trainer()
+
+    def _stream_now(self) -> None:
+        """Stream a model that is on its card already: it was quantised, or moved by somebody."""
+        trainer = calling_trainer()
+        if self._is_asked and trainer is not None and stream_of(trainer.model) is None:
+            self._stream(trainer, trainer.model)
+
+    def _stream(self, trainer: Trainer, model: nn.Module, why: str = "") -> Stream | None:
+        reasons = refusals(trainer, model, self._resident_layers, self._allow_generation)
+        reasons = reasons or main_memory_lacks(model, trainer.args.device)
+        if reasons:
+            said = f"the base of this run cannot be streamed: {'; '.join(reasons)}"
+            if self._is_strict:
+                raise ValueError(said)
+            logger.warning(said)
+            return None
+        stream = Stream(model, trainer.args.device, self._resident_layers)
+        with self.harmless():
+            finding = begun(stream, why)
+            logger.log(finding.severity, "%s", finding)
+            self.timeline_for(trainer.args).add(Remark(step=0, finding=finding))
+        return stream
+
+
+def _why_not_moved(move: Callable[[], object], args: TrainingArguments, is_asked: bool) -> str:
+    """Move a model; return the words of an out-of-memory error of this or another rank.
+
+    Nothing but words is kept of the error: its frames hold tensors.
+    """
+    why = ""
+    try:
+        move()
+    except RuntimeError as error:
+        if is_asked or classify(error) is None:
+            raise
+        why = str(error).strip().partition("\n")[0]
+        traceback.clear_frames(error.__traceback__)
+    if not is_asked and agreement_within(args.ddp_timeout).highest(int(bool(why))):
+        return why or "another rank ran out of memory"
+    return why
+
+
+def _wrap_trainer() -> None:
+    """Have every Trainer of this process ask its `StreamBase` before it moves a model.
+
+    No event of the Trainer comes before that: the first is after the model was moved.
+    """
+    method = Trainer._move_model_to_device
+    if not getattr(method, "asks_stream_base", False):
+        Trainer._move_model_to_device = _asking(method)
+
+
+def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def move(self: Trainer, model: nn.Module, device: object) -> object:
+        callback = _stream_base_of(self)
+        if callback is None:
+            return method(self, model, device)
+        callback.move(self, model, lambda: method(self, model, device))
+        return None
+
+    vars(move)["asks_stream_base"] = True
+    return move
+
+
+def _stream_base_of(trainer: Trainer) -> StreamBase | None:
+    """Return the `StreamBase` that a Trainer has, or will have when its constructor is done."""
+    handler = getattr(trainer, "callback_handler", None)
+    lists = [handler.callbacks] if handler is not None else _given_to_constructors()
+    found = (getattr(each, "stream_base", each) for one in lists for each in one)
+    return next((each for each in found if isinstance(each, StreamBase)), None)
+
+
+def _given_to_constructors() -> list[list[object]]:
+    """Return the callbacks that the constructors which run now were given."""
+    frames = (frame for frame in frames_above() if frame.f_code.co_name == "__init__")
+    given = (
+        frame.f_locals.get("callbacks")
+        for frame in frames
+        if "callbacks" in (*frame.f_code.co_varnames, *frame.f_code.co_cellvars)
+    )
+    return [one for one in given if isinstance(one, list)]

@@ -1,0 +1,141 @@
+"""stream_base: stream the frozen base of a Trainer's model, or say why that cannot be."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from trainer_plugins.devices import open_device
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.streaming.layers import frozen_weights, repeated_layers
+from trainer_plugins.streaming.stream import Stream, stream_of
+from trainer_plugins.units import size
+
+
+def stream_base(
+    trainer: Trainer, *, resident_layers: int = 2, allow_generation: bool = False
+) -> Stream:
+    """Keep the frozen base of a Trainer's model in main memory, and a few layers of it on the card.
+
+    Each layer comes to the card before it computes, and again before its backward; the next one is
+    copied meanwhile. Weights, losses and gradients are those of a run without it, bit for bit. It
+    is for LoRA and QLoRA: what is trained stays on the card, and so do embeddings and head.
+
+    Cost: main memory of the base's size on each rank, pinned on CUDA. Each micro-batch copies the
+    base over the bus twice, but for the layers that stay; prefer rows to gradient accumulation.
+    Not yet measured on a GPU.
+
+    Args:
+        trainer: a `Trainer` of transformers or TRL; alone or under DDP. To stream a base that does
+            not fit, use the callback `StreamBase`: a Trainer moves its model when it is built.
+        resident_layers: how many layers are on the card at most. From 2 on the next one is copied
+            while one computes.
+        allow_generation: stream also if the run generates, which copies the base for each token.
+
+    Returns:
+        What ends the streaming by `remove()`, as a context manager too.
+
+    Raises:
+        ValueError: a run that cannot be streamed, with every reason. Nothing is changed then.
+    """
+    reasons = refusals(trainer, trainer.model, resident_layers, allow_generation)
+    reasons = reasons or main_memory_lacks(trainer.model, trainer.args.device)
+    if reasons:
+        raise ValueError(f"stream_base cannot stream this run: {'; '.join(reasons)}")
+    return Stream(trainer.model, trainer.args.device, resident_layers)
+
+
+def refusals(
+    trainer: Trainer, model: nn.Module, resident_layers: int, allow_generation: bool
+) -> list[str]:
+    """List every reason why the base of a run cannot be streamed; empty if it can."""
+    return [
+        *_of_the_run(trainer, allow_generation),
+        *_of_the_model(model, resident_layers),
+    ]
+
+
+def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
+    """Say if the copies that have to be made do not fit into main memory; empty if they do."""
+    is_copied = device.type == "cuda"  # into pinned memory, from wherever they are
+    weights = [one for _, layer in frozen_weights(model) for one in layer]
+    needed_bytes = sum(
+        one.numel() * one.element_size() for one in weights if is_copied or one.device.type != "cpu"
+    )
+    free_bytes = open_device("cpu").read().free_bytes
+    if needed_bytes <= free_bytes:
+        return []
+    return [
+        f"main memory has {size(free_bytes)} free, and the base needs {size(needed_bytes)} there on"
+        " each rank"
+    ]
+
+
+def begun(stream: Stream, why: str = "") -> Finding:
+    """Say that a base is streamed, and what that costs.
+
+    Args:
+        stream: what has just begun.
+        why: why it was switched on; empty if the user asked for it from the beginning.
+    """
+    once = stream.num_bytes - stream.resident_bytes
+    return Finding(
+        code="base-streamed",
+        severity=Severity.WARNING if why else Severity.INFO,
+        summary=f"the frozen base, {size(stream.num_bytes)} in {stream.num_layers} layers, waits in"
+        f" main memory; {stream.resident_layers} of them are on the card",
+        evidence=f"{f'{why}; ' if why else ''}a micro-batch copies {size(2 * once)} over the bus,"
+        f" an evaluation batch {size(once)}",
+        remedy="It computes the same, and takes longer. Rows in a micro-batch share a copy: prefer"
+        " them to gradient accumulation.",
+        amount=float(stream.num_bytes),
+    )
+
+
+def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
+    args = trainer.args
+    if args.device.type == "cpu":
+        yield "training runs on the CPU, and there is no card to make room on"
+    if trainer.is_deepspeed_enabled:
+        yield "DeepSpeed places the weights itself: ZeRO-3 has offload_param for this"
+    if trainer.is_fsdp_enabled:
+        yield "FSDP places the weights itself: it has cpu_offload for this"
+    if args.n_gpu > 1:
+        yield f"nn.DataParallel copies the model to {args.n_gpu} cards: start one process a card"
+    if getattr(trainer, "is_model_parallel", False):
+        yield "the model is spread over several cards, each of which has a part of it already"
+    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
+    backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
+    if args.torch_compile or backend != "NO":
+        yield "torch.compile reads weights where they were when it compiled: turn it off"
+    generates = getattr(args, "predict_with_generate", False) or hasattr(
+        trainer, "_generate_and_score_completions"
+    )
+    if generates and not allow_generation:
+        yield (
+            "this run generates, which copies the whole base for each token: allow_generation=True"
+            " if that is what you want"
+        )
+
+
+def _of_the_model(model: nn.Module, resident_layers: int) -> Iterator[str]:
+    if stream_of(model) is not None:
+        yield "its base is streamed already"
+        return
+    if any(one.device.type == "meta" for one in model.parameters()):
+        yield "the model has weights on the meta device, which have no values yet"
+        return
+    if any(part._compiled_call_impl is not None for part in model.modules()):
+        yield "parts of the model are compiled: torch.compile reads weights where they were"
+    layers = repeated_layers(model)
+    units = [weights for _, weights in frozen_weights(model)]
+    if not layers:
+        yield "the model has no repeated layers (no list of modules of one class)"
+    elif not units:
+        yield (
+            f"none of its {len(layers)} layers has frozen weights: streaming is for LoRA and QLoRA,"
+            " whose base is not trained"
+        )
+    elif not 1 <= resident_layers <= len(units):
+        yield f"resident_layers is a number of layers from 1 to {len(units)}, got {resident_layers}"

@@ -1,0 +1,187 @@
+"""What others see of a weight that may be away: its shape at once, its right value if they ask."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from trainer_plugins.streaming.weight import Weight
+
+_OF_THE_PARAMETER = frozenset(
+    (
+        *("requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_is_view", "_base"),
+        *("register_hook", "_backward_hooks", "_version", "_has_compatible_shallow_copy_type"),
+    )
+)
+"""Functions of torch that ask what the parameter is, and read no byte."""
+
+_OF_THE_SHAPE = frozenset(
+    (
+        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous"),
+        *("dtype", "is_floating_point", "is_complex", "element_size", "itemsize", "nbytes"),
+        *("device", "get_device", "is_cuda", "is_cpu", "is_meta", "layout", "untyped_storage"),
+    )
+)
+"""Functions of torch that ask how the weight lies in memory, and read no byte."""
+
+
+class Keeper(Protocol):
+    """Describes who has the weights: the `Stream` of a model."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Return whether a layer computes forward or backward now."""
+
+    is_saving: bool
+
+    def weight_of(self, shown: torch.Tensor) -> Weight: ...
+
+    def bring(self, weights: Iterable[Weight]) -> None:
+        """Have the layers of these weights on the card."""
+
+    def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
+        """Keep the layers of these weights on the card as long as somebody else holds them."""
+
+
+class Guarded:
+    """Answers for a parameter whose bytes may be away. Mixed into its class while it is streamed.
+
+    Inside of a layer's forward and backward nothing but the layer's own code asks, and gets the
+    parameter. Anybody else gets the right value too: the layer comes to the card, and stays while
+    what they got lives. What they write is kept.
+    """
+
+    keeper: Keeper
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _answer(cls.keeper, func, args, kwargs or {})
+
+    def to(self, *args: Any, **kwargs: Any) -> object:
+        """Move or convert the weight. bitsandbytes has a `to` of its own, which makes a new one."""
+        assert isinstance(self, torch.nn.Parameter)
+        if _changes_nothing(self, *args, **kwargs):
+            return self
+        return super().to(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        """Copy the weight as what it was: the copy is not streamed."""
+        assert isinstance(self, torch.nn.Parameter)
+        guard, weight = type(self), self.keeper.weight_of(self)
+        self.keeper.bring([weight])
+        self.__class__ = guard.__mro__[2]
+        copy_of: Callable[..., object] = type(self).__deepcopy__
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                copy: object = copy_of(self, memo)
+        finally:
+            self.__class__ = guard
+        return copy
+
+
+def guarded(kind: type, keeper: Keeper) -> type:
+    """Return a subclass of a class of parameters that answers for weights that are away.
+
+    It has the same name: libraries tell quantised weights by it.
+    """
+    return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__, "keeper": keeper})
+
+
+def _answer(
+    keeper: Keeper, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> object:
+    name = getattr(func, "__name__", "")
+    is_set = name == "__set__"
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name in _OF_THE_PARAMETER:
+        return func(*args, **kwargs)
+    weights = {id(one): keeper.weight_of(one) for one in _guarded_in((args, kwargs))}
+    if name in _OF_THE_SHAPE:
+        there = {key: weight.on_card for key, weight in weights.items()}
+        return func(*_replaced(args, there), **_replaced(kwargs, there))
+    if keeper.is_computing:
+        keeper.bring(weights.values())
+        return func(*args, **kwargs)
+    if name == "detach" and keeper.is_saving:
+        return keeper.weight_of(args[0]).host.detach()
+    if name == "data_ptr":
+        return keeper.weight_of(args[0]).host.data_ptr()  # two weights never have the same
+    if is_set and name == "data":
+        _set(keeper, *args)
+        return None
+    keeper.bring(weights.values())
+    theirs = {key: weight.on_card.detach() for key, weight in weights.items()}
+    result = func(*_replaced(args, theirs), **_replaced(kwargs, theirs))
+    if any(result is one for one in theirs.values()):  # of a function in place
+        result = args[0]
+    del theirs
+    keeper.lend(weights.values(), is_written=_writes(name, kwargs))
+    return result
+
+
+def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
+    """Write through what somebody assigns to `weight.data`, as merging adapters does.
+
+    Raises:
+        RuntimeError: it has another shape, dtype or device.
+    """
+    weight = keeper.weight_of(shown)
+    if value is shown:
+        return
+    for name in ("shape", "dtype", "device"):
+        old, new = getattr(weight.on_card, name), getattr(value, name)
+        if old != new:
+            raise RuntimeError(
+                f"a weight of {name} {old} cannot become {new} while it is streamed: most of its"
+                " layers are in main memory. Call remove() of what stream_base returned before"
+            )
+    keeper.bring([weight])
+    weight.on_card.data.copy_(value.detach())
+    keeper.lend([weight], is_written=True)
+
+
+def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Tell whether a `.to()` asks for the device and the dtype that the weight has."""
+    if kwargs.pop("copy", False):
+        return False
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    here = torch.empty(0, device=device).device if device is not None else shown.device
+    return here == shown.device and dtype in (None, shown.dtype)
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Tell by its name whether a function writes to its tensors."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs
+
+
+def _guarded_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, Guarded):
+        assert isinstance(value, torch.Tensor)
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _guarded_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _guarded_in(each)
+
+
+def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, Guarded):
+        return by[id(value)]
+    if isinstance(value, (tuple, list)):
+        each = [_replaced(one, by) for one in value]
+        return type(value)(each) if type(value) in (tuple, list) else value
+    if isinstance(value, dict):
+        return {name: _replaced(one, by) for name, one in value.items()}
+    return value

@@ -1,0 +1,70 @@
+"""Find the repeated layers of a model, and the frozen weights that are theirs alone."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_KINDS = ("Parameter", "Params4bit")
+"""The classes of weights that are streamed. Others (int8 of bitsandbytes, DTensor, torchao) keep
+tensors of their own beside the weight."""
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model in their order: those of an encoder, then those of a decoder.
+
+    They are the members of the outermost lists of modules in which a class comes twice.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        members = list(child.children())
+        kinds = Counter(type(member) for member in members)
+        if isinstance(child, nn.ModuleList) and kinds and kinds.most_common(1)[0][1] > 1:
+            found += members
+        else:
+            found += repeated_layers(child)
+    return found
+
+
+def frozen_weights(model: nn.Module) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
+    """Yield each layer that has frozen matrices, and those that no other module has too.
+
+    Vectors (norms, biases) stay on the card. What bitsandbytes keeps beside a matrix of 4 bits, its
+    scales, is no parameter, and goes with it.
+    """
+    layers = repeated_layers(model)
+    inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
+    owners: dict[int, set[int]] = {}
+    for part in model.modules():
+        for weight in part.parameters(recurse=False):
+            owners.setdefault(id(weight), set()).add(inside.get(id(part), -1))
+    for layer in layers:
+        weights = [weight for weight in dict.fromkeys(layer.parameters()) if is_streamable(weight)]
+        own: list[torch.Tensor] = [weight for weight in weights if len(owners[id(weight)]) == 1]
+        if own:
+            yield layer, [*own, *_scales(layer)]
+
+
+def is_streamable(weight: nn.Parameter) -> bool:
+    """Tell whether a weight is a frozen matrix of a known kind."""
+    is_known = type(weight).__name__ in _KINDS or isinstance(weight, FakeTensor)
+    is_quantised = getattr(weight, "bnb_quantized", True)  # if not, its first move does that
+    return (
+        is_known
+        and not weight.requires_grad
+        and weight.ndim > 1
+        and weight.dtype != torch.int8
+        and is_quantised
+    )
+
+
+def _scales(layer: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the scales of the matrices of 4 bits in a layer: one number for 64 weights."""
+    for part in layer.modules():
+        state = getattr(part, "quant_state", None)
+        if state is None:
+            state = getattr(getattr(part, "weight", None), "quant_state", None)
+        if state is not None:
+            yield state.absmax

@@ -1,0 +1,347 @@
+"""Stream: the frozen weights of a model's layers come to the card when they are needed."""
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trainer_plugins.streaming.guard import Guarded, guarded
+from trainer_plugins.streaming.layers import frozen_weights
+from trainer_plugins.streaming.weight import Weight
+
+logger = logging.getLogger(__name__)
+
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a model by which DDP leaves parameters out of its first broadcast."""
+
+_NAME = "_streamed_by"
+
+
+def stream_of(model: nn.Module) -> "Stream | None":
+    """Return what streams a model; None if it is not streamed."""
+    return getattr(model, _NAME, None)
+
+
+class _Layer:
+    """Holds the frozen weights of one layer. Its place among the layers is its number."""
+
+    def __init__(self, number: int, weights: list[Weight]) -> None:
+        self.number, self.weights = number, weights
+        self.num_bytes = sum(weight.num_bytes for weight in weights)
+        self.is_written = False
+        self._ready: torch.cuda.Event | None = None
+
+    def fetch(self, stream: torch.cuda.Stream | None) -> None:
+        """Take memory on the card and fill it; on a side stream `wait` tells when that is done."""
+        try:
+            for weight in self.weights:
+                weight.allocate()
+        except BaseException:
+            self.drop()
+            raise
+        if stream is None:
+            for weight in self.weights:
+                weight.fill()
+            return
+        # The memory may have been another layer's, whose kernels still run.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for weight in self.weights:
+                weight.fill(non_blocking=True)
+            self._ready = stream.record_event()
+
+    def wait(self) -> None:
+        """Have the kernels that come now wait for the copy."""
+        if self._ready is not None:
+            torch.cuda.current_stream().wait_event(self._ready)
+            self._ready = None
+
+    def drop(self) -> None:
+        """Give the memory back; what somebody has written is kept."""
+        self.wait()  # a layer fetched in vain: its copy ends before its memory is another's
+        if self.is_written:
+            for weight in self.weights:
+                weight.write_back()
+            self.is_written = False
+        for weight in self.weights:
+            weight.drop()
+
+    @property
+    def is_held(self) -> bool:
+        return any(weight.is_held for weight in self.weights)
+
+
+class Stream:
+    """Streams the frozen weights of one model until `remove` is called, or its `with` block ends.
+
+    A layer is fetched before its forward, and again when the gradient of its output is known: that
+    is before its backward, and before its activations are computed again. While it computes, the
+    next one is fetched. The layer that was used longest ago goes.
+
+    Args:
+        model: its other weights are moved to the card, and stay there.
+        device: the card.
+        resident_layers: how many layers are on the card at most, 1 or more.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, resident_layers: int = 2) -> None:
+        self.num_fetched = self.fetched_bytes = 0
+        """How many layers were copied to the card so far, and their bytes."""
+
+        self.resident_layers = resident_layers
+        self._device = torch.empty(0, device=device).device  # with its index
+        self._model = model
+        self._handles: list[Any] = []
+        self._here: OrderedDict[int, None] = OrderedDict()
+        self._last, self._direction, self._depth = -1, 1, 0
+        self.is_saving = False
+        """Whether a layer is asked for its `state_dict`."""
+
+        is_cuda = self._device.type == "cuda"
+        self._side = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._guards: dict[type, type] = {}
+        self._layers: list[_Layer] = []
+        self._layer_of: dict[int, _Layer] = {}
+        self._weights: dict[int, Weight] = {}
+        pins = is_cuda and _can_pin()
+        try:
+            for module, shown in frozen_weights(model):
+                self._add(module, [Weight(one, self._device, pins) for one in shown])
+            nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
+        except BaseException:
+            self._let_go()
+            for weight in self._weights.values():
+                weight.shown.data = weight.host
+            raise
+        names = [name for name, one in model.named_parameters() if id(one) in self._weights]
+        setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
+        setattr(model, _NAME, self)
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers are streamed."""
+        return len(self._layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes in main memory: of all weights that are streamed."""
+        return sum(layer.num_bytes for layer in self._layers)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes on the card: of the largest layers, as many as stay there."""
+        sizes = sorted((layer.num_bytes for layer in self._layers), reverse=True)
+        return sum(sizes[: self.resident_layers])
+
+    @property
+    def is_computing(self) -> bool:
+        """Return whether a layer computes forward or backward now."""
+        return self._depth > 0 or torch._C._current_graph_task_id() != -1
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Make a copy, and a pickle, of the model one that is not streamed."""
+        return type(None), ()
+
+    def weight_of(self, shown: torch.Tensor) -> Weight:
+        """Return what is known of a parameter that is streamed."""
+        return self._weights[id(shown)]
+
+    def need(self, number: int) -> None:
+        """Have a layer on the card, and the one that comes next in the direction we are going."""
+        if number != self._last:
+            self._direction = 1 if number > self._last else -1
+            self._last = number
+        self._bring([number])
+        self._layers[number].wait()
+        following = number + self._direction
+        if self.resident_layers > 1 and 0 <= following < len(self._layers):
+            self._bring([following, number])
+
+    def bring(self, weights: Iterable[Weight]) -> None:
+        """Have the layers of these weights on the card, all at once."""
+        numbers = list({self._layer_of[id(weight)].number for weight in weights})
+        self._bring(numbers)
+        for number in numbers:
+            self._layers[number].wait()
+
+    def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
+        """Remember that somebody may write to these weights, who holds them or has just done so."""
+        for weight in weights:
+            layer = self._layer_of[id(weight)]
+            layer.is_written = layer.is_written or is_written or weight.is_held
+
+    def release(self) -> None:
+        """Take every layer off the card, as after an error; but none that somebody holds."""
+        self._make_room(0)
+
+    def remove(self) -> None:
+        """Bring everything to the card, and end the streaming. A second call does nothing.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit there. Then nothing has changed.
+        """
+        if stream_of(self._model) is not self:
+            return
+        try:
+            self.bring(self._weights.values())
+        except BaseException:
+            self.release()
+            raise
+        self._let_go()
+        ours = {name for name, one in self._model.named_parameters() if id(one) in self._weights}
+        left = [name for name in getattr(self._model, DDP_IGNORES) if name not in ours]
+        if left:
+            setattr(self._model, DDP_IGNORES, left)
+        else:
+            delattr(self._model, DDP_IGNORES)
+        delattr(self._model, _NAME)
+
+    def _let_go(self) -> None:
+        """Remove the hooks, and make the parameters again what they were."""
+        for handle in self._handles:
+            handle.remove()
+        for weight in self._weights.values():
+            if isinstance(weight.shown, Guarded):
+                weight.shown.__class__ = type(weight.shown).__mro__[2]
+
+    def _add(self, module: nn.Module, weights: list[Weight]) -> None:
+        number = len(self._layers)
+        self._layers.append(_Layer(number, weights))
+        for weight in weights:
+            self._layer_of[id(weight)] = self._layers[-1]
+            self._weights[id(weight.shown)] = weight
+            kind = type(weight.shown)
+            if isinstance(weight.shown, nn.Parameter) and not isinstance(weight.shown, FakeTensor):
+                if kind not in self._guards:
+                    self._guards[kind] = guarded(kind, self)
+                weight.shown.__class__ = self._guards[kind]
+        hooked: Any = module  # torch's hooks are not typed
+        self._handles += [
+            hooked.register_forward_pre_hook(_Hook(self._enter, number)),
+            hooked.register_forward_hook(
+                _Hook(self._leave, number), with_kwargs=True, always_call=True
+            ),
+            hooked.register_state_dict_pre_hook(_Hook(self._before_state_dict, number)),
+            hooked.register_state_dict_post_hook(_Hook(self._after_state_dict, number)),
+        ]
+
+    def _enter(self, number: int, *_: object) -> None:
+        self._depth += 1
+        self.need(number)
+
+    def _leave(
+        self, number: int, _: object, args: object, kwargs: object, output: object = None
+    ) -> None:
+        """Have the layer fetched again as soon as the gradient of one of its outputs is known."""
+        self._depth -= 1
+        if not torch.is_grad_enabled():
+            return
+        # Of what goes through all layers (T5's position_bias) the gradient is known last.
+        passed_on = {id(one) for one in _tensors((args, kwargs))}
+        one: Any
+        for one in _tensors(output):
+            if one.grad_fn is not None and id(one) not in passed_on:
+                one.register_hook(_Hook(self._gradient_is_known, number))
+
+    def _gradient_is_known(self, number: int, _: torch.Tensor) -> None:
+        self.need(number)
+
+    def _before_state_dict(self, number: int, *_: object) -> None:
+        layer = self._layers[number]
+        if not all(isinstance(weight.shown, nn.Parameter) for weight in layer.weights):
+            self.bring(layer.weights)  # bitsandbytes writes its scales, too
+        self.is_saving = True
+
+    def _after_state_dict(
+        self, number: int, _: object, state: dict[str, Any], prefix: str, *__: object
+    ) -> None:
+        """Give the copies in main memory: of a weight that is away a file would get no bytes."""
+        self.is_saving = False
+        host = {
+            weight.on_card.untyped_storage()._cdata: weight.host
+            for weight in self._layers[number].weights
+            if not isinstance(weight.shown, Guarded)
+        }
+        for name, value in state.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor):
+                state[name] = host.get(value.untyped_storage()._cdata, value)
+
+    def _bring(self, numbers: list[int]) -> None:
+        """Have these layers on the card; the last one is that used last."""
+        absent = [number for number in numbers if number not in self._here]
+        self._make_room(self.resident_layers - len(absent), keep=numbers)
+        for number in absent:
+            self._layers[number].fetch(self._side)
+            self._here[number] = None
+            self.num_fetched += 1
+            self.fetched_bytes += self._layers[number].num_bytes
+        for number in numbers:
+            self._here.move_to_end(number)
+
+    def _make_room(self, num_left: int, keep: Iterable[int] = ()) -> None:
+        """Take layers off the card, the one used longest ago first, until so many are left."""
+        for number in list(self._here):
+            if len(self._here) <= num_left:
+                return
+            layer = self._layers[number]
+            if number not in keep and not (layer.is_written and layer.is_held):
+                del self._here[number]
+                layer.drop()
+
+
+class _Hook:
+    """Calls a method for one layer; in a copy of the module, and in a pickle, it does nothing."""
+
+    def __init__(self, method: Callable[..., None], number: int) -> None:
+        self._method, self._number = method, number
+
+    def __call__(self, *args: object) -> None:
+        self._method(self._number, *args)
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, in place of a hook of the model that this one is a copy of."""
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+@functools.cache
+def _can_pin() -> bool:
+    """Tell whether main memory can be pinned here; if not it is said, and copies are slower."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        logger.warning(
+            "main memory cannot be pinned here (%s), so copies to the card wait for it: look at"
+            " ulimit -l",
+            str(error).partition("\n")[0],
+        )
+        return False
+    return True

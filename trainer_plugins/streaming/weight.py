@@ -1,0 +1,88 @@
+"""One frozen weight: in main memory always, on the card sometimes."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class Weight:
+    """Keeps a copy of a tensor in main memory, and one storage on the card, empty or full.
+
+    The storage is the same for the whole run, only its bytes come and go. So whatever autograd or
+    a custom Function has kept of the weight (a transposed view, `ctx.B` of bitsandbytes) reads the
+    right bytes again. FSDP does so too (torch/distributed/utils.py, _free_storage).
+
+    While the bytes are away the tensor itself shows NaN in its shape: an empty storage would be
+    read at address 0 by code that torch does not know of.
+
+    Args:
+        shown: the parameter, or what a quantised one carries beside it.
+        device: the card.
+        pins: whether the copy in main memory is pinned, so that a card computes while it is read.
+    """
+
+    def __init__(self, shown: torch.Tensor, device: torch.device, pins: bool) -> None:
+        value = shown.detach()
+        self.shown = shown
+        if pins or value.device == device:
+            self.host = torch.empty_like(value, device="cpu", pin_memory=pins).copy_(value)
+        else:
+            self.host = value
+        is_there = value.device == device and _is_alone(value)
+        self.on_card = value if is_there else torch.empty_like(value, device=device)
+        nothing = float("nan") if value.is_floating_point() else 0
+        one = torch.full((1,), nothing, dtype=value.dtype, device=device)
+        self._away = one.expand(value.shape)
+        self._is_swapped = not isinstance(value, FakeTensor)  # fake tensors have no bytes to read
+        if not self._is_swapped:
+            shown.data = self.on_card
+        del value
+        self.drop()
+        self._num_holders = 0
+        """How many tensors share the storage if nobody else has one; 0 until it was filled once."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the weight."""
+        return self.host.numel() * self.host.element_size()
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether somebody else has a tensor on the storage, as `weight.data` gives one."""
+        return _num_holders(self.on_card) > self._num_holders
+
+    def allocate(self) -> None:
+        """Take the memory on the card, which may not be there."""
+        self.on_card.untyped_storage().resize_(self.num_bytes)
+
+    def fill(self, non_blocking: bool = False) -> None:
+        """Copy the bytes to the card. Autograd does not see it: the values are those it knows."""
+        self.on_card.data.copy_(self.host, non_blocking=non_blocking)
+        self._show(self.on_card)
+        self._num_holders = self._num_holders or _num_holders(self.on_card)
+
+    def drop(self) -> None:
+        """Give the memory on the card back."""
+        self._show(self._away)
+        self.on_card.untyped_storage().resize_(0)
+
+    def _show(self, value: torch.Tensor) -> None:
+        if self._is_swapped:
+            with torch._C.DisableTorchFunctionSubclass():  # not by way of `guard.py`
+                self.shown.data = value
+
+    def write_back(self) -> None:
+        """Keep what somebody has written to the weight on the card."""
+        self.host.copy_(self.on_card)
+
+
+def _is_alone(value: torch.Tensor) -> bool:
+    """Tell whether a tensor fills its storage, and only its parameter shares it."""
+    storage = value.untyped_storage()
+    is_whole = storage.nbytes() == value.numel() * value.element_size()
+    return is_whole and (isinstance(value, FakeTensor) or _num_holders(value) == 2)
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    """Return how many tensors share a storage."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself
