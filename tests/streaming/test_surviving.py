@@ -40,7 +40,9 @@ def test_a_run_that_dies_at_its_first_row_trains(simgpu, tmp_path, caplog) -> No
         caplog.clear()
         with survive_oom(running, ladder=ladder):
             running.train()
-            memo = next(c for c in running.callback_handler.callbacks if isinstance(c, SurvivalMemo))
+            memo = next(
+                c for c in running.callback_handler.callbacks if isinstance(c, SurvivalMemo)
+            )
             return running.state.global_step, memo.rungs
 
     simgpu.set_capacity(38 * MIB)

@@ -43,7 +43,9 @@ def test_reading(pair) -> None:
         assert repr(mine) == repr(theirs)
     both = first_and_last(model)
     assert torch.equal(torch.cat(both), torch.cat(first_and_last(resident)))
-    assert torch.equal(torch.stack(torch._foreach_norm(both)), torch.stack([one.norm() for one in both]))
+    assert torch.equal(
+        torch.stack(torch._foreach_norm(both)), torch.stack([one.norm() for one in both])
+    )
 
 
 def test_what_needs_no_bytes_fetches_none(pair) -> None:
