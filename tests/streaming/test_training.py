@@ -143,6 +143,23 @@ def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
     assert small.train().global_step == 5
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_too(simgpu, tmp_path, tied) -> None:
+    sizes = {"vocab_size": 2048, "tie_word_embeddings": tied}
+    resident = trainer(tmp_path, model=adapted(base(**sizes)))
+    resident.train()
+    expected, evaluation = learned(resident), resident.evaluate()["eval_loss"]
+    del resident
+
+    streamed = trainer(tmp_path, StreamBase(1, with_embeddings=True), model=adapted(base(**sizes)))
+    layers = stream(streamed)
+    streamed.train()
+
+    assert layers.num_layers == 6 + (0 if tied else 2)
+    assert are_equal(learned(streamed), expected)
+    assert streamed.evaluate()["eval_loss"] == evaluation
+
+
 def test_it_ends_and_the_card_has_the_base_again(simgpu, tmp_path) -> None:
     running = trainer(tmp_path)
     resident_bytes = torch.accelerator.memory_allocated()
