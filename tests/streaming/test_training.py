@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -141,6 +142,24 @@ def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
     assert "waits in main memory; 2 of them are on the card" in caplog.text
     assert stream(small).num_layers == 12
     assert small.train().global_step == 5
+
+
+def test_a_model_that_was_loaded_to_main_memory(simgpu, tmp_path) -> None:
+    resident = trainer(tmp_path / "run")
+    resident.train()
+    expected = learned(resident)
+    del resident
+    base().save_pretrained(tmp_path / "base")
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", device_map="cpu", attention_dropout=0.1
+    )
+    streamed = trainer(tmp_path / "run", StreamBase(), model=adapted(loaded))
+    streamed.train()
+
+    assert getattr(loaded, "hf_device_map", {"": 0}) == {"": 0}  # older transformers set it
+    assert {one.device.type for one in streamed.model.parameters()} == {"simgpu"}
+    assert are_equal(learned(streamed), expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])

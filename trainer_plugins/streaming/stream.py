@@ -130,6 +130,9 @@ class Stream:
             for weight in self._weights.values():
                 weight.shown.data = weight.host
             raise
+        for part in model.modules():
+            if "hf_device_map" in vars(part):  # of `from_pretrained(device_map="cpu")`
+                part.hf_device_map = {"": self._device.index}
         names = [name for name, one in model.named_parameters() if id(one) in self._weights]
         setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
         setattr(model, _NAME, self)
