@@ -1,6 +1,7 @@
 """A run whose base is streamed is the run without it, bit for bit, on a card too small for the other."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -145,15 +146,14 @@ def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
 
 
 def test_a_model_that_was_loaded_to_main_memory(simgpu, tmp_path) -> None:
-    resident = trainer(tmp_path / "run")
+    base().save_pretrained(tmp_path / "base")
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "base")
+    resident = trainer(tmp_path / "run", model=adapted(load()))
     resident.train()
     expected = learned(resident)
     del resident
-    base().save_pretrained(tmp_path / "base")
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", device_map="cpu", attention_dropout=0.1
-    )
+    loaded = load(device_map="cpu")
     streamed = trainer(tmp_path / "run", StreamBase(), model=adapted(loaded))
     streamed.train()
 
