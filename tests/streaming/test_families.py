@@ -61,7 +61,11 @@ def test_the_same_steps(simgpu, name, checkpointing) -> None:
         and not getattr(transformers, name).supports_gradient_checkpointing
     ):
         pytest.skip("it has no checkpointing")
-    expected = steps(frozen(name, checkpointing).to(CARD))
+    try:
+        expected = steps(frozen(name, checkpointing).to(CARD))
+    except RuntimeError as error:
+        assert "through the graph a second time" in str(error)  # transformers 4.57, Whisper
+        pytest.skip("it cannot be trained so without us either")
 
     model = frozen(name, checkpointing)
     stream = Stream(model, CARD, 1)
