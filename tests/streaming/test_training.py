@@ -61,7 +61,7 @@ def test_the_same_weights_losses_and_evaluation(
     assert losses(streamed) == expected_losses
     assert are_equal(learned(streamed), expected)
     saved_bytes = peak_bytes - torch.accelerator.max_memory_allocated()
-    assert saved_bytes == pytest.approx(layers.num_bytes - layers.resident_bytes, rel=0.05)
+    assert saved_bytes == pytest.approx(layers.num_bytes - layers.resident_bytes, rel=0.1)
     assert streamed.evaluate()["eval_loss"] == evaluation
 
 
