@@ -85,7 +85,8 @@ def pictures(make):
 
 def adapters(make):
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules="all-linear"))
-    return make(model=model, gradient_checkpointing=True, bf16=True)
+    lean = {"gradient_checkpointing": True, "bf16": True}
+    return make(model=model, **lean, gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def a_stream(make):

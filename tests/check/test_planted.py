@@ -84,6 +84,7 @@ def many_words(make):
 def eager_attention(make):
     model = tiny_llama(max_position_embeddings=2048)
     model.set_attn_implementation("eager")
+    model.config.use_cache = False  # older Trainers leave it on
     trainer = make(model=model, **ROWS)
     trainer.train_dataset = rows_of([2000] * 8)
     return trainer
@@ -244,6 +245,7 @@ def test_a_planted_fault_is_found_by_its_code(plant, make_trainer, simgpu) -> No
         trainer.train()
 
     found = [line.split("]")[0].strip(" [") for line in str(refused.value).splitlines()[1:]]
-    assert found == [PLANTED[plant]]
+    # The oldest versions that are allowed have faults of their own.
+    assert [code for code in found if code != "known-version"] == [PLANTED[plant]]
     assert trainer.state.global_step == 0
     assert vars(trainer).pop("ref_model", None) is not None or plant is not reference_model

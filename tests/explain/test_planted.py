@@ -96,10 +96,10 @@ def test_activations_of_one_long_row(train) -> None:
         return tiny_llama(num_hidden_layers=12, max_position_embeddings=2048)
 
     settings = {"rows": 1, "length": 2048, "per_device_train_batch_size": 1, "max_steps": 1}
-    said = train(24, model=deep(), **settings)
+    said = train(28, model=deep(), **settings)
     assert said.code == "capacity"
     assert said.do == "--gradient_checkpointing True"
-    assert train(24, model=deep(), **settings | said.flags) is None
+    assert train(28, model=deep(), **settings | said.flags) is None
 
 
 def test_outputs_that_an_evaluation_keeps(train) -> None:

@@ -61,7 +61,8 @@ def test_the_same_weights_losses_and_evaluation(
     assert losses(streamed) == expected_losses
     assert are_equal(learned(streamed), expected)
     saved_bytes = peak_bytes - torch.accelerator.max_memory_allocated()
-    assert saved_bytes == pytest.approx(layers.num_bytes - layers.resident_bytes, rel=0.1)
+    # In bf16 over a base in float32 the resident run may keep the casts of more layers, too.
+    assert saved_bytes > 0.95 * (layers.num_bytes - layers.resident_bytes)
     assert streamed.evaluate()["eval_loss"] == evaluation
 
 
@@ -197,8 +198,9 @@ def test_it_ends_and_the_card_has_the_base_again(simgpu, tmp_path) -> None:
 
 def test_what_cannot_be_streamed_is_said_and_nothing_is_moved(simgpu, tmp_path, caplog) -> None:
     full = trainer(tmp_path, StreamBase(), model=base())
-    assert "none of its 6 layers has frozen weights" in caplog.text
+    full.train()
     assert stream_of(full.model) is None
+    assert caplog.text.count("none of its 6 layers has frozen weights") == 1
     with pytest.raises(ValueError, match="from 1 to 6, got 7"):
         stream_base(trainer(tmp_path), resident_layers=7)
     flat = trainer(tmp_path, model=adapted(base(num_hidden_layers=1)))

@@ -60,6 +60,7 @@ class StreamBase(RunCallback):
             raise ValueError(f"on_refusal is 'warn' or 'error', got {on_refusal!r}")
         self._resident_layers, self._with_embeddings = resident_layers, with_embeddings
         self._allow_generation = allow_generation
+        self._said = ""
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
         _wrap_trainer()
 
@@ -80,7 +81,8 @@ class StreamBase(RunCallback):
         **kwargs: object,
     ) -> None:
         self.begin_run()
-        self._stream_now()
+        if not self.is_second(state):
+            self._stream_now()
 
     def move(self, trainer: Trainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
         """Move a model to the card of a Trainer: streamed, if that is asked for or needed."""
@@ -103,7 +105,9 @@ class StreamBase(RunCallback):
             said = f"the base of this run cannot be streamed: {'; '.join(reasons)}"
             if self._is_strict:
                 raise ValueError(said)
-            logger.warning(said)
+            if said != self._said:  # once, though each beginning of a training asks again
+                logger.warning(said)
+            self._said = said
             return None
         stream = Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
         with self.harmless():
