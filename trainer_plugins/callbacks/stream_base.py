@@ -60,6 +60,11 @@ class StreamBase(RunCallback):
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
         _wrap_trainer()
 
+    @property
+    def layers_asked(self) -> int | None:
+        """Return how many layers are to be on the card, as plans ask; None: only where needed."""
+        return self._resident_layers if self._is_asked else None
+
     def on_init_end(
         self,
         args: TrainingArguments,

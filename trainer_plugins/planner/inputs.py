@@ -96,6 +96,9 @@ class ConfigInputs:
     num_labels: int | None = None
     """The classes of a classifier; None is as the config says."""
 
+    resident_layers: int | None = None
+    """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
+
     trainer: str | None = None
     """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
 
@@ -187,6 +190,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         num_gpus=run.num_gpus or 0,
         launch_file=os.fspath(file) if file is not None else None,
         has_padding=run.has_padding,
+        resident_layers=details.resident_layers,
     )
 
 

@@ -157,6 +157,11 @@ class Stream:
         """Return what is known of a parameter that is streamed."""
         return self._weights[id(shown)]
 
+    def in_main_memory(self, shown: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor that is streamed; any other tensor is returned unchanged."""
+        weight = self._weights.get(id(shown))
+        return shown if weight is None else weight.host
+
     def need(self, number: int) -> None:
         """Have a layer on the card, and the one that comes next in the direction we are going."""
         if number != self._last:

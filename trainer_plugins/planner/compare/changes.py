@@ -9,9 +9,11 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.planner.compare.switches import (
     LORA,
+    STREAM,
     as_flags,
     half_as_long,
     with_adapter,
+    with_base_streamed,
     with_flags,
 )
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
@@ -72,6 +74,7 @@ SWITCHES = (
     _flags("8bit-optimizer", optim="adamw_bnb_8bit"),
     _flags("liger", use_liger_kernel=True),
     _Switch("lora", LORA, with_adapter),
+    _Switch("stream", f"{STREAM} (the callback StreamBase)", with_base_streamed),
     _Switch("expandable-segments", "{ALLOC_CONF}=expandable_segments:True", _expandable),
     _Switch("length/2", "half of --seq-length", half_as_long),
 )
@@ -107,6 +110,7 @@ _OTHER_NAMES = {
     "adamw_torch_fused": "fused-optimizer",
     "adamw_bnb_8bit": "8bit-optimizer",
     "chunked-loss": "liger",
+    "stream-base": "stream",
 }
 
 

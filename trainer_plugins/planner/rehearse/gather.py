@@ -21,6 +21,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
+from trainer_plugins.streaming.stream import stream_of
 
 _MOST_ROWS_READ = 20_000
 _COUNTED = (
@@ -106,7 +107,21 @@ def request_of(
         deepspeed=_deepspeed(trainer),
         has_padding=has_padding,
         is_packed=_is_packed(batch),
+        resident_layers=_resident_layers(trainer),
     )
+
+
+def _resident_layers(trainer: Any) -> int | None:
+    """Return how many layers of its base a Trainer has on the card; None if it streams none.
+
+    On a CPU, where a plan for a card is made, `StreamBase` has not begun.
+    """
+    stream = stream_of(trainer.model)
+    if stream is not None or trainer.args.device.type != "cpu":
+        return None if stream is None else stream.resident_layers
+    callbacks = (getattr(each, "stream_base", each) for each in trainer.callback_handler.callbacks)
+    asked = (getattr(each, "layers_asked", None) for each in callbacks)
+    return next((layers for layers in asked if layers is not None), None)
 
 
 def _evaluation_of(trainer: Any) -> tuple[object, int]:
