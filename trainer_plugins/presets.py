@@ -19,6 +19,7 @@ REPORTER = "trainer_plugins.callbacks.OOMReporter"
 PREFLIGHT = "trainer_plugins.callbacks.Preflight"
 STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
 SURVIVE = "trainer_plugins.survival.SurviveOOM"
+STREAM = "trainer_plugins.callbacks.StreamBase"
 
 _SAFE = (
     STRATEGY,

@@ -160,6 +160,7 @@ def _stream_base_of(trainer: Trainer) -> StreamBase | None:
     """Return the `StreamBase` that a Trainer has, or will have when its constructor is done."""
     handler = getattr(trainer, "callback_handler", None)
     lists = [handler.callbacks] if handler is not None else _given_to_constructors()
+    # `SurviveOOM` has one of its own.
     found = (getattr(each, "stream_base", each) for one in lists for each in one)
     return next((each for each in found if isinstance(each, StreamBase)), None)
 

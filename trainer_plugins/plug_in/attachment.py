@@ -176,9 +176,11 @@ def _wrap() -> None:
 def _around_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: "Trainer", *args: object, **kwargs: object) -> None:  # noqa: N807
+        # `StreamBase` finds itself among them, by their name, when the Trainer moves its model.
+        callbacks = _made()
         init(self, *args, **kwargs)
-        if _state.make is not None:
-            _reach(self, _state.make)
+        if callbacks is not None:
+            _reach(self, callbacks)
 
     return __init__
 
@@ -193,17 +195,30 @@ def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
     return add_callback
 
 
-def _reach(trainer: "Trainer", make: "Callable[[], list[TrainerCallback]]") -> None:
+def _made() -> "list[TrainerCallback] | None":
+    """Make the callbacks for a Trainer that is about to be built; None if nothing is attached."""
+    if _state.make is None:
+        return None
+    with _harmless("a Trainer"):
+        return _state.make()
+    return []
+
+
+def _reach(trainer: "Trainer", callbacks: "list[TrainerCallback]") -> None:
     _state.num_built += 1
+    with _harmless(type(trainer).__name__):
+        insert(trainer, callbacks)
+
+
+@contextmanager
+def _harmless(who: str) -> Iterator[None]:
+    """Log an error of somebody's preset, or of an unusual Trainer: it must not stop training."""
     try:
-        insert(trainer, make())
-    # An error of somebody's preset, or of an unusual Trainer; it must not stop the training.
+        yield
     except Exception:
         if not _state.has_failed:
             _state.has_failed = True
-            logger.exception(
-                "%s trains without our callbacks; this is logged once", type(trainer).__name__
-            )
+            logger.exception("%s trains without our callbacks; this is logged once", who)
 
 
 def _trainer_class() -> "type[Trainer] | None":

@@ -5,7 +5,15 @@ from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer_plugins.presets import CUDA_CACHE, REPORTER, SURVIVE, WATCHDOG, nearest, preset
+from trainer_plugins.presets import (
+    CUDA_CACHE,
+    REPORTER,
+    STREAM,
+    SURVIVE,
+    WATCHDOG,
+    nearest,
+    preset,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -29,7 +37,13 @@ _PARAMETERS = {
     "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
     "memory_on_refusal": (SURVIVE, "on_refusal"),
     "memory_vouch_for_loss": (SURVIVE, "vouch_for_loss"),
+    "memory_stream_base": (STREAM, "when"),
+    "memory_resident_layers": (STREAM, "resident_layers"),
 }
+
+_NO = "no"
+_STREAM_BASE = (_NO, "needed", "always")
+_LADDER_THAT_STREAMS = ("checkpointing", "offload", "stream")
 
 
 @dataclass
@@ -113,6 +127,18 @@ class MemoryArguments:
         },
     )
 
+    memory_stream_base: str = field(
+        default=_NO,
+        metadata={
+            "help": "Keep the frozen base of a LoRA or QLoRA run in main memory: no; needed, if it"
+            " does not fit, and as the last rung of the preset survive; always. (StreamBase)"
+        },
+    )
+    memory_resident_layers: int = field(
+        default=2,
+        metadata={"help": "How many layers of that base are on the card at most. (StreamBase)"},
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.memory_prometheus_dir, os.PathLike):
             self.memory_prometheus_dir = os.fspath(self.memory_prometheus_dir)
@@ -124,7 +150,8 @@ class MemoryArguments:
                     f"{option.name} takes a value of type {kind_of(option).__name__}, got {value!r}"
                 )
             target = _PARAMETERS.get(option.name)
-            if target and target[0] not in has and value != option.default:
+            # StreamBase is added to any preset.
+            if target and target[0] not in (*has, STREAM) and value != option.default:
                 name = target[0].rpartition(".")[2]
                 raise ValueError(
                     f"{option.name} is for {name}, which is not in the preset {self.memory_preset}"
@@ -143,6 +170,16 @@ class MemoryArguments:
             )
         if self.memory_on_refusal not in ("warn", "error"):
             raise ValueError(f"memory_on_refusal is warn or error, got {self.memory_on_refusal!r}")
+        if self.memory_stream_base not in _STREAM_BASE:
+            raise ValueError(
+                f"memory_stream_base is one of {', '.join(_STREAM_BASE)}, got"
+                f" {self.memory_stream_base!r}"
+            )
+        if self.memory_resident_layers < 1:
+            raise ValueError(
+                f"memory_resident_layers counts layers, 1 or more, got"
+                f" {self.memory_resident_layers}"
+            )
         if not 0 <= self.memory_min_reclaimable_fraction <= 1:
             got = self.memory_min_reclaimable_fraction
             raise ValueError(
@@ -174,7 +211,10 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
         ValueError: the preset names a class that cannot be imported.
     """
     callbacks: list[TrainerCallback] = []
-    for dotted in preset(args.memory_preset).callbacks:
+    wanted = preset(args.memory_preset).callbacks
+    if args.memory_stream_base != _NO and STREAM not in wanted:
+        wanted = (*wanted, STREAM)
+    for dotted in wanted:
         module, _, name = dotted.rpartition(".")
         try:
             cls = getattr(import_module(module), name)
@@ -185,8 +225,10 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
         taken = {
             parameter: getattr(args, option)
             for option, (of, parameter) in _PARAMETERS.items()
-            if of == dotted
+            if of == dotted and getattr(args, option) != _NO  # of a preset that has StreamBase
         }
+        if dotted == SURVIVE and args.memory_stream_base == "needed":
+            taken["ladder"] = _LADDER_THAT_STREAMS
         callbacks.append(cls(**taken))
     return callbacks
 

@@ -52,8 +52,31 @@ def refusals(
     """List every reason why the base of a run cannot be streamed; empty if it can."""
     return [
         *_of_the_run(trainer, allow_generation),
-        *_of_the_model(model, resident_layers),
+        *model_refusals(model, resident_layers),
     ]
+
+
+def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
+    """Yield every reason why the base of a model cannot be streamed, in whatever run."""
+    if stream_of(model) is not None:
+        yield "its base is streamed already"
+        return
+    if any(one.device.type == "meta" for one in model.parameters()):
+        yield "the model has weights on the meta device, which have no values yet"
+        return
+    if any(part._compiled_call_impl is not None for part in model.modules()):
+        yield "parts of the model are compiled: torch.compile reads weights where they were"
+    layers = repeated_layers(model)
+    units = [weights for _, weights in frozen_weights(model)]
+    if not layers:
+        yield "the model has no repeated layers (no list of modules of one class)"
+    elif not units:
+        yield (
+            f"none of its {len(layers)} layers has frozen weights: streaming is for LoRA and QLoRA,"
+            " whose base is not trained"
+        )
+    elif not 1 <= resident_layers <= len(units):
+        yield f"resident_layers is a number of layers from 1 to {len(units)}, got {resident_layers}"
 
 
 def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
@@ -117,25 +140,3 @@ def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
             "this run generates, which copies the whole base for each token: allow_generation=True"
             " if that is what you want"
         )
-
-
-def _of_the_model(model: nn.Module, resident_layers: int) -> Iterator[str]:
-    if stream_of(model) is not None:
-        yield "its base is streamed already"
-        return
-    if any(one.device.type == "meta" for one in model.parameters()):
-        yield "the model has weights on the meta device, which have no values yet"
-        return
-    if any(part._compiled_call_impl is not None for part in model.modules()):
-        yield "parts of the model are compiled: torch.compile reads weights where they were"
-    layers = repeated_layers(model)
-    units = [weights for _, weights in frozen_weights(model)]
-    if not layers:
-        yield "the model has no repeated layers (no list of modules of one class)"
-    elif not units:
-        yield (
-            f"none of its {len(layers)} layers has frozen weights: streaming is for LoRA and QLoRA,"
-            " whose base is not trained"
-        )
-    elif not 1 <= resident_layers <= len(units):
-        yield f"resident_layers is a number of layers from 1 to {len(units)}, got {resident_layers}"

@@ -10,7 +10,8 @@ from trainer_plugins.streaming.weight import Weight
 _OF_THE_PARAMETER = frozenset(
     (
         *("requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_is_view", "_base"),
-        *("register_hook", "_backward_hooks", "_version", "_has_compatible_shallow_copy_type"),
+        *("register_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+        "_has_compatible_shallow_copy_type",
     )
 )
 """Functions of torch that ask what the parameter is, and read no byte."""

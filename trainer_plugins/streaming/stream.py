@@ -64,15 +64,20 @@ class _Layer:
     def drop(self) -> None:
         """Give the memory back; what somebody has written is kept."""
         self.wait()  # a layer fetched in vain: its copy ends before its memory is another's
-        if self.is_written:
-            for weight in self.weights:
-                weight.write_back()
-            self.is_written = False
+        self.write_back()
+        self.is_written = False
         for weight in self.weights:
             weight.drop()
 
+    def write_back(self) -> None:
+        """Keep what somebody has written to the weights on the card, if anybody could."""
+        if self.is_written:
+            for weight in self.weights:
+                weight.write_back()
+
     @property
     def is_held(self) -> bool:
+        """Tell whether somebody else has a tensor on the storage of a weight."""
         return any(weight.is_held for weight in self.weights)
 
 
@@ -266,6 +271,7 @@ class Stream:
         layer = self._layers[number]
         if not all(isinstance(weight.shown, nn.Parameter) for weight in layer.weights):
             self.bring(layer.weights)  # bitsandbytes writes its scales, too
+        layer.write_back()
         self.is_saving = True
 
     def _after_state_dict(

@@ -7,7 +7,7 @@ from transformers import Trainer
 from trainer_plugins.survival.attempt.marks import holds_here
 from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.exact.losses import VOUCH, Family, Unknown, family_of
-from trainer_plugins.survival.limit.ladder import RUNGS, descend
+from trainer_plugins.survival.limit.ladder import RUNGS, STREAM, descend
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.together import roll_call
 from trainer_plugins.survival.refusals import refusals
@@ -69,7 +69,8 @@ def survive_oom(
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
         ladder: what to switch on, in order, when even the smallest piece does not fit:
             "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2
-            and ZeRO-3).
+            and ZeRO-3); and only if you name it "stream", with which the frozen base waits there
+            (see `stream_base`).
         plan_first: compute the longest rows before step 1, to know beforehand how many fit at once.
             It leaves no trace.
         on_refusal: what to do if the result would not be exact, or is not known to be: "error"
@@ -113,7 +114,7 @@ def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) 
     """
     if min_micro_batch < 1:
         raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
-    if isinstance(ladder, str) or any(rung not in RUNGS for rung in ladder):
-        raise ValueError(f"ladder is a tuple of names out of {RUNGS}, got {ladder!r}")
+    if isinstance(ladder, str) or not {*ladder} <= {*RUNGS, STREAM}:
+        raise ValueError(f"ladder is a tuple of names out of {(*RUNGS, STREAM)}, got {ladder!r}")
     if on_refusal not in ("error", "warn"):
         raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")

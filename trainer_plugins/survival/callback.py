@@ -7,8 +7,9 @@ from functools import partial
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks.stream_base import StreamBase
 from trainer_plugins.survival.attach import check_options, survive_oom
-from trainer_plugins.survival.limit.ladder import RUNGS
+from trainer_plugins.survival.limit.ladder import RESIDENT_LAYERS, RUNGS, STREAM
 from trainer_plugins.survival.memo import SurvivalMemo
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ class SurviveOOM(RunCallback):
 
     Args:
         min_micro_batch: as for `survive_oom`.
-        ladder: as for `survive_oom`.
+        ladder: as for `survive_oom`. With "stream" a frozen base that does not fit when the Trainer
+            moves it to the card is streamed then.
         plan_first: as for `survive_oom`.
         on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends
             it before step 1.
@@ -41,6 +43,9 @@ class SurviveOOM(RunCallback):
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal)
+        self.stream_base = StreamBase(RESIDENT_LAYERS, when="needed") if STREAM in ladder else None
+        """Streams a base that does not fit when the Trainer moves it."""
+
         self._attach = partial(
             survive_oom,
             min_micro_batch=min_micro_batch,

@@ -44,7 +44,7 @@ class Offload:
             handle.remove()
 
     def _enter(self, model: nn.Module, _: object) -> None:
-        self._weights = {_address(one) for one in (*model.parameters(), *model.buffers())}
+        self._weights = {_storage(one) for one in (*model.parameters(), *model.buffers())}
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         self._entered.append(hooks)
@@ -53,7 +53,7 @@ class Offload:
         self._entered.pop().__exit__()
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        if tensor.device.type == "cpu" or _address(tensor) in self._weights:
+        if tensor.device.type == "cpu" or _storage(tensor) in self._weights:
             return tensor
         return tensor.device, tensor.to("cpu")
 
@@ -65,5 +65,6 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     return tensor.to(device)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage(tensor: torch.Tensor) -> int:
+    # not the address of its bytes, which come and go if the base is streamed
+    return int(tensor.untyped_storage()._cdata)

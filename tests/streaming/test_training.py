@@ -1,0 +1,177 @@
+"""A run whose base is streamed is the run without it, bit for bit, on a card too small for the other."""
+
+import gc
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.streaming.lora import adapted, are_equal, base, learned, losses, trainer
+from trainer_plugins import StreamBase, stream_base
+from trainer_plugins.streaming.stream import stream_of
+from trainer_plugins.units import MIB
+
+CHECKPOINTING = {
+    "none": {},
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "not reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "accumulation", "precision"),
+    [("none", 1, {}), ("reentrant", 3, {}), ("not reentrant", 3, {"bf16": True})],
+)
+def test_the_same_weights_losses_and_evaluation(
+    simgpu, tmp_path, checkpointing, accumulation, precision
+) -> None:
+    arguments = {
+        "gradient_accumulation_steps": accumulation,
+        **CHECKPOINTING[checkpointing],
+        **precision,
+    }
+    torch.accelerator.reset_peak_memory_stats()
+    resident = trainer(tmp_path, **arguments)
+    resident.train()
+    evaluation = resident.evaluate()["eval_loss"]
+    expected = learned(resident)
+    peak_bytes = torch.accelerator.max_memory_allocated()
+    expected_losses = losses(resident)
+    del resident
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+
+    streamed = trainer(tmp_path, StreamBase(), **arguments)
+    stream = stream_of(streamed.model)
+    streamed.train()
+
+    assert stream.num_layers == 6
+    # Forward brings all layers but those that stay, backward too; the first pass brings all.
+    passes = 5 * accumulation
+    assert stream.num_fetched == 2 * (6 - 2) * passes + 2
+    assert losses(streamed) == expected_losses
+    assert are_equal(learned(streamed), expected)
+    saved_bytes = peak_bytes - torch.accelerator.max_memory_allocated()
+    assert saved_bytes == pytest.approx(stream.num_bytes - stream.resident_bytes, rel=0.05)
+    assert streamed.evaluate()["eval_loss"] == evaluation
+
+
+def test_generating_saving_loading_and_merging(simgpu, tmp_path) -> None:
+    prompt = torch.arange(1, 9)[None]
+    runs = {}
+    for name, callbacks in (("resident", ()), ("streamed", (StreamBase(1),))):
+        trained = trainer(tmp_path / name, *callbacks)
+        trained.train()
+        trained.save_model(str(tmp_path / name / "adapter"))
+        model = trained.model.eval()
+        ids = prompt.to("simgpu")
+        runs[name] = {
+            "words": model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5
+            ).cpu(),
+            "state": {key: value.cpu().clone() for key, value in model.state_dict().items()},
+            "loaded": PeftModel.from_pretrained(base(), tmp_path / name / "adapter").state_dict(),
+        }
+        torch.save(model.state_dict(), tmp_path / name / "whole.pt")
+        runs[name]["file"] = torch.load(tmp_path / name / "whole.pt", map_location="cpu")
+        assert (stream_of(model) is not None) == (name == "streamed")
+        runs[name]["merged"] = {
+            key: value.cpu() for key, value in model.merge_and_unload().state_dict().items()
+        }
+        del model, trained
+    assert torch.equal(runs["resident"].pop("words"), runs["streamed"].pop("words"))
+    for what, expected in runs["resident"].items():
+        assert are_equal(runs["streamed"][what], expected), what
+
+
+def test_a_checkpoint_is_resumed_from(simgpu, tmp_path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    results = []
+    for name, callbacks in (("resident", []), ("streamed", [StreamBase])):
+        first = trainer(tmp_path / name, *(each() for each in callbacks), **saving)
+        first.args.max_steps = 3
+        first.train()
+        del first
+        second = trainer(tmp_path / name, *(each() for each in callbacks), **saving)
+        second.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path / name)))
+        assert second.state.global_step == 5
+        results.append(learned(second))
+        del second
+
+    assert are_equal(*results)
+
+
+LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
+"""A base of 33 MiB."""
+
+
+def test_a_base_that_does_not_fit_trains(simgpu, tmp_path) -> None:
+    simgpu.set_capacity(18 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        trainer(tmp_path, model=adapted(base(**LARGE)))
+
+    lean = CHECKPOINTING["not reentrant"]
+    trained = trainer(tmp_path, StreamBase(), model=adapted(base(**LARGE)), **lean)
+    trained.train()
+
+    assert trained.state.global_step == 5
+    assert stream_of(trained.model).num_bytes > 32 * MIB
+    assert torch.accelerator.max_memory_reserved() <= 18 * MIB
+
+
+def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
+    roomy = trainer(tmp_path, StreamBase(when="needed"))
+    assert stream_of(roomy.model) is None
+    del roomy
+    gc.collect()
+    torch.accelerator.empty_cache()
+    simgpu.set_capacity(18 * MIB)
+
+    lean = CHECKPOINTING["not reentrant"]
+    small = trainer(tmp_path, StreamBase(when="needed"), model=adapted(base(**LARGE)), **lean)
+
+    assert "out of memory" in caplog.text
+    assert "waits in main memory; 2 of them are on the card" in caplog.text
+    assert stream_of(small.model).num_layers == 12
+    assert small.train().global_step == 5
+
+
+def test_it_ends_and_the_card_has_the_base_again(simgpu, tmp_path) -> None:
+    running = trainer(tmp_path)
+    resident_bytes = torch.accelerator.memory_allocated()
+    before = {name: value.cpu() for name, value in running.model.state_dict().items()}
+
+    with stream_base(running, resident_layers=1) as stream:
+        assert torch.accelerator.memory_allocated() < resident_bytes - 0.9 * stream.num_bytes
+        running.evaluate()
+
+    assert torch.accelerator.memory_allocated() == pytest.approx(resident_bytes, rel=0.01)
+    assert stream_of(running.model) is None
+    assert {type(one) for one in running.model.parameters()} == {torch.nn.Parameter}
+    assert are_equal(running.model.state_dict(), before)
+    assert running.train().global_step == 5
+
+
+def test_what_cannot_be_streamed_is_said_and_nothing_is_moved(simgpu, tmp_path, caplog) -> None:
+    full = trainer(tmp_path, StreamBase(), model=base())
+    assert "none of its 6 layers has frozen weights" in caplog.text
+    assert stream_of(full.model) is None
+    with pytest.raises(ValueError, match="from 1 to 6, got 7"):
+        stream_base(trainer(tmp_path), resident_layers=7)
+    with pytest.raises(ValueError, match="no repeated layers"):
+        model = adapted(base(num_hidden_layers=1))
+        stream_base(trainer(tmp_path, model=model))
+    once = trainer(tmp_path, StreamBase())
+    with pytest.raises(ValueError, match="streamed already"):
+        stream_base(once)
+    with pytest.raises(ValueError, match="turn it off"):
+        trainer(tmp_path, StreamBase(on_refusal="error"), torch_compile=True)
+    with pytest.raises(ValueError, match="'always' or 'needed'"):
+        StreamBase(when="sometimes")
