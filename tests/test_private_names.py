@@ -30,6 +30,7 @@ _OURS = {
         "_activations_on_the_host",
         "_generate_before_guards",
         "_memory_callbacks",
+        "_streamed_by",
     ),  # what we leave on others' objects
 }
 

@@ -179,7 +179,7 @@ def test_help_names_the_group(tmp_path: Path) -> None:
     assert "trainer_plugins/attach: method_args, process\n" in shown
     callbacks = (
         "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, oom_reporter,"
-        " preflight, release_earlier_runs, strategy_in_force, survive_oom"
+        " preflight, release_earlier_runs, strategy_in_force, stream_base, survive_oom"
     )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown
 
