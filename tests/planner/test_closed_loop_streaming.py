@@ -3,6 +3,8 @@
 The base is most of each model, so that a layer more or less on the card would be seen.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -21,16 +23,16 @@ from trainer_plugins import StreamBase
 peft = pytest.importorskip("peft")
 
 VOCABULARY = 300
-REENTRANT = {
+REENTRANT: dict[str, Any] = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": True},
 }
-CHECKPOINTING = {
+CHECKPOINTING: dict[str, Any] = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }
-ACCUMULATION = {"gradient_accumulation_steps": 3}
-AUTOCAST = {"bf16": True}
+ACCUMULATION: dict[str, Any] = {"gradient_accumulation_steps": 3}
+AUTOCAST: dict[str, Any] = {"bf16": True}
 
 
 def with_lora(model, dropout: float):
@@ -40,18 +42,18 @@ def with_lora(model, dropout: float):
 
 
 def llama() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes, **heads))
 
 
 def gpt2() -> GPT2LMHeadModel:
-    sizes = {"n_embd": 192, "n_layer": 5, "n_head": 4, "n_positions": 64}
+    sizes = {"n_embd": 192, "n_layer": 4, "n_head": 4, "n_positions": 64}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
 def t5() -> T5ForConditionalGeneration:
-    sizes = {"d_model": 192, "d_kv": 48, "d_ff": 512, "num_layers": 4, "num_heads": 4}
+    sizes = {"d_model": 192, "d_kv": 48, "d_ff": 512, "num_layers": 3, "num_heads": 4}
     ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, **ids))
 
@@ -76,18 +78,14 @@ def streamed(model, layers: int, dropout: float = 0.0, **arguments):
 
 
 RUNS = {
-    "two layers": streamed(llama, 2),
-    "one layer, accumulation": streamed(llama, 1, **ACCUMULATION),
-    "three layers, dropout": streamed(llama, 3, 0.1),
-    "checkpointing": streamed(llama, 2, **CHECKPOINTING),
-    "checkpointing, one layer": streamed(llama, 1, 0.1, **CHECKPOINTING),
-    "checkpointing, accumulation": streamed(llama, 3, 0.1, **CHECKPOINTING, **ACCUMULATION),
-    "reentrant": streamed(llama, 2, **REENTRANT),
-    "reentrant, dropout": streamed(llama, 1, 0.1, **REENTRANT, **ACCUMULATION),
-    "autocast": streamed(llama, 2, 0.1, **AUTOCAST, **ACCUMULATION),
+    "two layers": streamed(llama, 2, 0.1, **ACCUMULATION),
+    "three layers": streamed(llama, 3),
+    "checkpointing": streamed(llama, 1, 0.1, **CHECKPOINTING),
+    "checkpointing, accumulation": streamed(llama, 2, **CHECKPOINTING, **ACCUMULATION),
+    "reentrant": streamed(llama, 2, 0.1, **REENTRANT),
+    "reentrant, accumulation": streamed(llama, 1, **REENTRANT, **ACCUMULATION),
+    "autocast": streamed(llama, 1, 0.1, **AUTOCAST),
     "gpt2": streamed(gpt2, 2, 0.1, **ACCUMULATION),
-    "gpt2, checkpointing": streamed(gpt2, 1, **CHECKPOINTING),
-    "t5": streamed(t5, 2, 0.1, **ACCUMULATION),
     "t5, checkpointing": streamed(t5, 3, **CHECKPOINTING),
 }
 LOOP = Loop(RUNS)

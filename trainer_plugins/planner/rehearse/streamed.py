@@ -83,10 +83,9 @@ class Streaming:
 
         def step(*args: object, **kwargs: object) -> object:
             before = stream.fetched_bytes
-            try:
-                return training_step(*args, **kwargs)
-            finally:
-                self._copied_bytes.append(stream.fetched_bytes - before)
+            loss = training_step(*args, **kwargs)
+            self._copied_bytes.append(stream.fetched_bytes - before)
+            return loss
 
         trainer.training_step = step
 
