@@ -72,7 +72,7 @@ def test_what_contributors_are_sent_to_is_there() -> None:
 
 def test_the_files_that_take_turns_are_there_and_each_turn_has_some() -> None:
     lines = [line.split() for line in (ROOT / "tests" / "turns.txt").read_text().splitlines()]
-    assert {turn for turn, _ in lines} == {"0", "1", "2", "3"}
+    assert {turn for turn, _ in lines} == set("01234567")
     assert [name for _, name in lines if not (ROOT / name).is_file()] == []
 
 

@@ -6,15 +6,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from trainer_plugins.streaming.stream import Stream, stream_of
+
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "vocab_size": 256}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
-def base(dtype: torch.dtype = torch.float32, **config) -> transformers.LlamaForCausalLM:
-    """Six layers of 0.7 MiB in float32; the same weights every time."""
+def base(**config) -> transformers.LlamaForCausalLM:
+    """Six layers of 0.7 MiB; the same weights every time."""
     torch.manual_seed(0)
     sizes = {**SIZES, **HEADS, "pad_token_id": 0, "attention_dropout": 0.1, **config}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(dtype)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
 def adapted(model: nn.Module | None = None, **lora) -> PeftModel:
@@ -62,6 +64,13 @@ def trainer(folder, *callbacks, model=None, trainer_class=Trainer, **arguments) 
         eval_dataset=rows(6),
         callbacks=list(callbacks),
     )
+
+
+def stream(trained: Trainer) -> Stream:
+    """What streams the base of its model, which is streamed."""
+    found = stream_of(trained.model)
+    assert found is not None
+    return found
 
 
 def losses(trained: Trainer) -> list[float]:

@@ -1,5 +1,7 @@
 """Architectures of every make: a step with a streamed base is the step without it, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -22,7 +24,7 @@ MODES = (None, {"use_reentrant": True}, {"use_reentrant": False})
 
 def frozen(name: str, checkpointing: dict[str, bool] | None) -> nn.Module:
     """All matrices of the layers are frozen; norms, embeddings and heads learn."""
-    model = tiny_model(getattr(transformers, name))
+    model: Any = tiny_model(getattr(transformers, name))
     for layer in repeated_layers(model):
         for weight in layer.parameters():
             weight.requires_grad_(weight.ndim == 1)

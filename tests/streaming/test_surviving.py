@@ -1,14 +1,14 @@
 """Streaming and surviving together: the last rung, and an OOM anywhere in a step with a streamed base."""
 
 import gc
+import inspect
 
 import pytest
 import torch
 
-from tests.streaming.lora import adapted, base, trainer
+from tests.streaming.lora import adapted, base, stream, trainer
 from tests.survival.failing import Run, off_by_steps
 from trainer_plugins import StreamBase, SurviveOOM, survive_oom
-from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.units import MIB
 
@@ -28,7 +28,7 @@ def test_a_run_that_dies_before_its_first_row_trains(simgpu, tmp_path, caplog) -
     trained.train()
 
     assert trained.state.global_step == 5
-    assert stream_of(trained.model).num_layers == 12
+    assert stream(trained).num_layers == 12
     assert "waits in main memory" in caplog.text
     assert "copies" in caplog.text
 
@@ -57,7 +57,7 @@ def test_a_run_that_dies_at_its_first_row_trains(simgpu, tmp_path, caplog) -> No
 
 
 def test_it_is_asked_for_by_name(simgpu, tmp_path) -> None:
-    assert "stream" not in SurviveOOM.__init__.__defaults__[1]
+    assert "stream" not in inspect.signature(SurviveOOM).parameters["ladder"].default
     with pytest.raises(ValueError, match="'stream'"):
         SurviveOOM(ladder=("streaming",))
 
@@ -69,7 +69,7 @@ def one_step(folder, checkpoints: bool, fail_at=None) -> Run:
     running = trainer(folder, StreamBase(1), model=model, max_steps=1, **lean)
     with survive_oom(running, plan_first=False):
         ran = Run(running, fail_at)
-    assert stream_of(running.model).num_layers == 3
+    assert stream(running).num_layers == 3
     return ran
 
 

@@ -1,13 +1,15 @@
 """A run whose base is streamed is the run without it, bit for bit, on a card too small for the other."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.streaming.lora import adapted, are_equal, base, learned, losses, trainer
+from tests.streaming.lora import adapted, are_equal, base, learned, losses, stream, trainer
 from trainer_plugins import StreamBase, stream_base
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import MIB
@@ -49,17 +51,17 @@ def test_the_same_weights_losses_and_evaluation(
     torch.accelerator.reset_peak_memory_stats()
 
     streamed = trainer(tmp_path, StreamBase(), **arguments)
-    stream = stream_of(streamed.model)
+    layers = stream(streamed)
     streamed.train()
 
-    assert stream.num_layers == 6
+    assert layers.num_layers == 6
     # Forward brings all layers but those that stay, backward too; the first pass brings all.
     passes = 5 * accumulation
-    assert stream.num_fetched == 2 * (6 - 2) * passes + 2
+    assert layers.num_fetched == 2 * (6 - 2) * passes + 2
     assert losses(streamed) == expected_losses
     assert are_equal(learned(streamed), expected)
     saved_bytes = peak_bytes - torch.accelerator.max_memory_allocated()
-    assert saved_bytes == pytest.approx(stream.num_bytes - stream.resident_bytes, rel=0.05)
+    assert saved_bytes == pytest.approx(layers.num_bytes - layers.resident_bytes, rel=0.05)
     assert streamed.evaluate()["eval_loss"] == evaluation
 
 
@@ -122,7 +124,7 @@ def test_a_base_that_does_not_fit_trains(simgpu, tmp_path) -> None:
     trained.train()
 
     assert trained.state.global_step == 5
-    assert stream_of(trained.model).num_bytes > 32 * MIB
+    assert stream(trained).num_bytes > 32 * MIB
     assert torch.accelerator.max_memory_reserved() <= 18 * MIB
 
 
@@ -139,8 +141,42 @@ def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
 
     assert "out of memory" in caplog.text
     assert "waits in main memory; 2 of them are on the card" in caplog.text
-    assert stream_of(small.model).num_layers == 12
+    assert stream(small).num_layers == 12
     assert small.train().global_step == 5
+
+
+def test_a_model_that_was_loaded_to_main_memory(simgpu, tmp_path) -> None:
+    base().save_pretrained(tmp_path / "base")
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "base")
+    resident = trainer(tmp_path / "run", model=adapted(load()))
+    resident.train()
+    expected = learned(resident)
+    del resident
+
+    loaded = load(device_map="cpu")
+    streamed = trainer(tmp_path / "run", StreamBase(), model=adapted(loaded))
+    streamed.train()
+
+    assert getattr(loaded, "hf_device_map", {"": 0}) == {"": 0}  # older transformers set it
+    assert {one.device.type for one in streamed.model.parameters()} == {"simgpu"}
+    assert are_equal(learned(streamed), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_too(simgpu, tmp_path, tied) -> None:
+    sizes = {"vocab_size": 2048, "tie_word_embeddings": tied}
+    resident = trainer(tmp_path, model=adapted(base(**sizes)))
+    resident.train()
+    expected, evaluation = learned(resident), resident.evaluate()["eval_loss"]
+    del resident
+
+    streamed = trainer(tmp_path, StreamBase(1, with_embeddings=True), model=adapted(base(**sizes)))
+    layers = stream(streamed)
+    streamed.train()
+
+    assert layers.num_layers == 6 + (0 if tied else 2)
+    assert are_equal(learned(streamed), expected)
+    assert streamed.evaluate()["eval_loss"] == evaluation
 
 
 def test_it_ends_and_the_card_has_the_base_again(simgpu, tmp_path) -> None:
@@ -148,8 +184,8 @@ def test_it_ends_and_the_card_has_the_base_again(simgpu, tmp_path) -> None:
     resident_bytes = torch.accelerator.memory_allocated()
     before = {name: value.cpu() for name, value in running.model.state_dict().items()}
 
-    with stream_base(running, resident_layers=1) as stream:
-        assert torch.accelerator.memory_allocated() < resident_bytes - 0.9 * stream.num_bytes
+    with stream_base(running, resident_layers=1) as layers:
+        assert torch.accelerator.memory_allocated() < resident_bytes - 0.9 * layers.num_bytes
         running.evaluate()
 
     assert torch.accelerator.memory_allocated() == pytest.approx(resident_bytes, rel=0.01)
@@ -165,9 +201,9 @@ def test_what_cannot_be_streamed_is_said_and_nothing_is_moved(simgpu, tmp_path, 
     assert stream_of(full.model) is None
     with pytest.raises(ValueError, match="from 1 to 6, got 7"):
         stream_base(trainer(tmp_path), resident_layers=7)
+    flat = trainer(tmp_path, model=adapted(base(num_hidden_layers=1)))
     with pytest.raises(ValueError, match="no repeated layers"):
-        model = adapted(base(num_hidden_layers=1))
-        stream_base(trainer(tmp_path, model=model))
+        stream_base(flat)
     once = trainer(tmp_path, StreamBase())
     with pytest.raises(ValueError, match="streamed already"):
         stream_base(once)

@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig
 from transformers import ByT5Tokenizer
 
-from tests.streaming.lora import are_equal, base, learned, losses
+from tests.streaming.lora import are_equal, base, learned, losses, stream
 from trainer_plugins import StreamBase
 from trainer_plugins.streaming.stream import stream_of
 
@@ -62,11 +62,11 @@ def test_the_same_losses_and_adapters(simgpu, tmp_path, kind) -> None:
     del resident
 
     streamed = made(kind, tmp_path, StreamBase(1))
-    stream = stream_of(streamed.model)
+    layers = stream(streamed)
     streamed.train()
 
-    assert stream.num_layers == 6
-    assert stream.num_fetched >= 3 * 2 * 2 * (6 - 1)
+    assert layers.num_layers == 6
+    assert layers.num_fetched >= 3 * 2 * 2 * (6 - 1)
     assert losses(streamed) == expected_losses
     assert are_equal(learned(streamed), expected)
 
@@ -100,4 +100,4 @@ def test_generation_is_refused_unless_it_is_asked_for(simgpu, tmp_path, caplog) 
 
     asked = grpo(StreamBase(allow_generation=True))
     asked.train()
-    assert stream_of(asked.model).num_fetched > 4 * 6
+    assert stream(asked).num_fetched > 4 * 6

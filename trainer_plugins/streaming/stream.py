@@ -92,9 +92,16 @@ class Stream:
         model: its other weights are moved to the card, and stay there.
         device: the card.
         resident_layers: how many layers are on the card at most, 1 or more.
+        with_embeddings: stream embeddings and head too, each as one more layer.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, resident_layers: int = 2) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        resident_layers: int = 2,
+        with_embeddings: bool = False,
+    ) -> None:
         self.num_fetched = self.fetched_bytes = 0
         """How many layers were copied to the card so far, and their bytes."""
 
@@ -115,7 +122,7 @@ class Stream:
         self._weights: dict[int, Weight] = {}
         pins = is_cuda and _can_pin()
         try:
-            for module, shown in frozen_weights(model):
+            for module, shown in frozen_weights(model, with_embeddings):
                 self._add(module, [Weight(one, self._device, pins) for one in shown])
             nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
         except BaseException:
@@ -123,6 +130,9 @@ class Stream:
             for weight in self._weights.values():
                 weight.shown.data = weight.host
             raise
+        for part in model.modules():
+            if "hf_device_map" in vars(part):  # of `from_pretrained(device_map="cpu")`
+                part.hf_device_map = {"": self._device.index}
         names = [name for name, one in model.named_parameters() if id(one) in self._weights]
         setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
         setattr(model, _NAME, self)

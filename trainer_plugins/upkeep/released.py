@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from trainer_plugins.devices import open_device
 from trainer_plugins.record.oom_record import Held
+from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, what_is_held
@@ -132,6 +133,9 @@ def _let_go(trainer: Trainer) -> None:
     modules = {id(value): value for value in vars(trainer).values() if isinstance(value, nn.Module)}
     for module in modules.values():
         module.zero_grad(set_to_none=True)
+        if (stream := stream_of(module)) is not None:  # most of it is in main memory already
+            stream.release()
+            continue
         kinds = [device.type for device in {tensor.device for tensor in _tensors(module)}]
         if kinds == [trainer.args.device.type] != ["cpu"]:
             _ComesBack(module)

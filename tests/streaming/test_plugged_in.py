@@ -1,0 +1,80 @@
+"""Streaming by an option, with no change to the script: it acts before the model is on the card."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.streaming.lora import adapted, are_equal, base, learned, stream, trainer
+from trainer_plugins import MemoryArguments, attached, callbacks_from_args, released
+from trainer_plugins.streaming.stream import stream_of
+from trainer_plugins.units import MIB
+
+LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
+"""A base of 33 MiB."""
+
+
+@pytest.mark.parametrize("preset", ["observe", "memory_safe", "survive"])
+def test_attached_to_somebodys_script(simgpu, tmp_path, preset) -> None:
+    alone = trainer(tmp_path / "alone")
+    alone.train()
+    expected = learned(alone)
+    del alone
+    gc.collect()
+
+    with attached(preset, stream_base="always", resident_layers=1):
+        trained = trainer(tmp_path)
+    layers = stream(trained)
+    trained.train()
+
+    assert are_equal(learned(trained), expected)
+    # No callback of a preset reads a weight that is away. SurviveOOM computes the longest rows once more.
+    in_a_step = 2 * (6 - 1)
+    assert layers.num_fetched <= 5 * in_a_step + 1 + (preset == "survive") * in_a_step
+
+
+def test_what_does_not_fit_by_an_option(simgpu, tmp_path) -> None:
+    simgpu.set_capacity(20 * MIB)
+    with attached("survive", stream_base="needed"):
+        trained = trainer(tmp_path, model=adapted(base(**LARGE)))
+    assert stream(trained).num_layers == 12
+    trained.train()
+    assert trained.state.global_step == 5
+
+
+def test_what_fits_is_left_alone(simgpu, tmp_path) -> None:
+    with attached("memory_safe", stream_base="needed"):
+        trained = trainer(tmp_path)
+    assert stream_of(trained.model) is None
+
+
+def test_the_users_own_callback_is_kept(simgpu, tmp_path) -> None:
+    from trainer_plugins import StreamBase
+
+    with attached("observe", stream_base="always", resident_layers=2):
+        trained = trainer(tmp_path, StreamBase(resident_layers=3))
+    assert stream(trained).resident_layers == 3
+    assert sum(isinstance(one, StreamBase) for one in trained.callback_handler.callbacks) == 1
+
+
+def test_options_that_are_wrong_are_refused_before_anything() -> None:
+    with pytest.raises(ValueError, match="one of no, needed, always"):
+        MemoryArguments(memory_stream_base="yes")
+    with pytest.raises(ValueError, match="1 or more, got 0"):
+        MemoryArguments(memory_resident_layers=0)
+    names = [type(one).__name__ for one in callbacks_from_args(MemoryArguments())]
+    assert "StreamBase" not in names
+
+
+def test_what_is_released_between_runs(simgpu, tmp_path) -> None:
+    with attached("observe", stream_base="always"):
+        trained = trainer(tmp_path)
+    trained.train()
+    resident_bytes = stream(trained).resident_bytes
+    before_bytes = torch.accelerator.memory_allocated()
+
+    given_back = released(trained)
+
+    assert given_back.freed_bytes >= resident_bytes
+    assert torch.accelerator.memory_allocated() <= before_bytes - resident_bytes
+    assert trained.evaluate()["eval_loss"] > 0
