@@ -159,12 +159,13 @@ def test_a_search_streams_where_nothing_fits_without():
     assert dict(found.not_tried)[STREAMED].startswith("streaming the base is slower, and single")
 
 
-@pytest.mark.parametrize(("when", "layers"), [("always", 3), ("needed", None)])
-def test_a_trainer_is_planned_as_its_callback_says(tmp_path, when, layers):
+@pytest.mark.parametrize(("when", "asked"), [("always", (3, True)), ("needed", (None, False))])
+def test_a_trainer_is_planned_as_its_callback_says(tmp_path, when, asked):
     """On a machine without a card, where the callback itself can do nothing."""
     model = with_lora(llama(), 0.0)
-    trainer = run(tmp_path, model, data=rows(), callbacks=[StreamBase(3, when=when)])
-    assert request_of(trainer, CARD, "", 1, None).resident_layers == layers
+    trainer = run(tmp_path, model, data=rows(), callbacks=[StreamBase(3, True, when=when)])
+    request = request_of(trainer, CARD, "", 1, None)
+    assert (request.resident_layers, request.streams_embeddings) == asked
 
 
 def test_the_command_says_how_many_layers_are_on_the_card(tmp_path):

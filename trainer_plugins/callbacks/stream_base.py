@@ -64,9 +64,12 @@ class StreamBase(RunCallback):
         _wrap_trainer()
 
     @property
-    def layers_asked(self) -> int | None:
-        """Return how many layers are to be on the card, as plans ask; None: only where needed."""
-        return self._resident_layers if self._is_asked else None
+    def asked(self) -> tuple[int, bool] | None:
+        """Return for plans how many layers stay on the card, and whether embeddings are streamed.
+
+        None: it streams only where that is needed.
+        """
+        return (self._resident_layers, self._with_embeddings) if self._is_asked else None
 
     def on_init_end(
         self,

@@ -25,6 +25,7 @@ PANELS = {
         "bnb_4bit_quant_storage",
         "prepare_kbit",
         "stream_base",
+        "stream_embeddings",
     ),
     "The machine": (
         "gpu",

@@ -152,6 +152,9 @@ class PlanRequest:
     resident_layers: int | None = None
     """How many layers of the frozen base are on the card, if it is streamed (`StreamBase`)."""
 
+    streams_embeddings: bool = False
+    """Whether embeddings and head are streamed with it."""
+
     @property
     def gpus_per_node(self) -> int:
         """Return the cards in each node, once `launched.resolved` has filled in both numbers."""

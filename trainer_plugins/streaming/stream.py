@@ -105,7 +105,7 @@ class Stream:
         self.num_fetched = self.fetched_bytes = 0
         """How many layers were copied to the card so far, and their bytes."""
 
-        self.resident_layers = resident_layers
+        self.resident_layers, self.with_embeddings = resident_layers, with_embeddings
         self._device = torch.empty(0, device=device).device  # with its index
         self._model = model
         self._handles: list[Any] = []

@@ -93,6 +93,7 @@ def request_of(
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
     if has_padding is None:
         has_padding = is_padded
+    resident_layers, streams_embeddings = _streamed(trainer)
     here = _card_here(args.device) if card is None else None
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
     return PlanRequest(
@@ -107,21 +108,25 @@ def request_of(
         deepspeed=_deepspeed(trainer),
         has_padding=has_padding,
         is_packed=_is_packed(batch),
-        resident_layers=_resident_layers(trainer),
+        resident_layers=resident_layers,
+        streams_embeddings=streams_embeddings,
     )
 
 
-def _resident_layers(trainer: Any) -> int | None:
-    """Return how many layers of its base a Trainer has on the card; None if it streams none.
+def _streamed(trainer: Any) -> tuple[int | None, bool]:
+    """Return how many layers of its base a Trainer has on the card, and if embeddings are streamed.
 
-    On a CPU, where a plan for a card is made, `StreamBase` has not begun.
+    None if it streams nothing. On a CPU, where a plan for a card is made, `StreamBase` has not
+    begun.
     """
     stream = stream_of(trainer.model)
-    if stream is not None or trainer.args.device.type != "cpu":
-        return None if stream is None else stream.resident_layers
+    if stream is not None:
+        return stream.resident_layers, stream.with_embeddings
+    if trainer.args.device.type != "cpu":
+        return None, False
     callbacks = (getattr(each, "stream_base", each) for each in trainer.callback_handler.callbacks)
-    asked = (getattr(each, "layers_asked", None) for each in callbacks)
-    return next((layers for layers in asked if layers is not None), None)
+    asked = (getattr(each, "asked", None) for each in callbacks)
+    return next((each for each in asked if each is not None), (None, False))
 
 
 def _evaluation_of(trainer: Any) -> tuple[object, int]:

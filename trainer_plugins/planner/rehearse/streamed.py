@@ -30,6 +30,7 @@ class Streaming:
 
     def __init__(self, request: PlanRequest) -> None:
         self._resident_layers = request.resident_layers
+        self._with_embeddings = request.streams_embeddings
         # a Trainer was refused when it was made, if nobody had asked for this by name
         self._allows_generation = isinstance(request.source, TrainerSource)
         self._copied_bytes: list[int] = []
@@ -70,7 +71,7 @@ class Streaming:
         reasons = refusals(trainer, model, resident_layers, self._allows_generation)
         if reasons:
             raise PlanError(f"the base of this run cannot be streamed: {'; '.join(reasons)}")
-        Stream(model, trainer.args.device, resident_layers)
+        Stream(model, trainer.args.device, resident_layers, self._with_embeddings)
         if quantised.has_stand_ins(model):
             quantised.place(model, trainer.args.device)  # what is no parameter
 
