@@ -63,13 +63,13 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def streamed(model, layers: int, dropout: float = 0.0, **arguments):
+def streamed(model, layers: int, dropout: float = 0.0, embeddings: bool = False, **arguments):
     def make(folder):
         return run(
             folder,
             with_lora(model(), dropout),
             data=rows(),
-            callbacks=[StreamBase(resident_layers=layers, on_refusal="error")],
+            callbacks=[StreamBase(layers, embeddings, on_refusal="error")],
             per_device_train_batch_size=4,
             **arguments,
         )
@@ -85,6 +85,7 @@ RUNS = {
     "reentrant": streamed(llama, 2, 0.1, **REENTRANT),
     "reentrant, accumulation": streamed(llama, 1, **REENTRANT, **ACCUMULATION),
     "autocast": streamed(llama, 1, 0.1, **AUTOCAST),
+    "embeddings": streamed(llama, 2, embeddings=True, **CHECKPOINTING),
     "gpt2": streamed(gpt2, 2, 0.1, **ACCUMULATION),
     "t5, checkpointing": streamed(t5, 3, **CHECKPOINTING),
 }

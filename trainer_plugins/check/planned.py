@@ -125,7 +125,7 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
         summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
         evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
         f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
-        remedy=f"The callback StreamBase, or stream_base in a preset{several}",
+        remedy=f"Add the callback StreamBase (--memory_stream_base always){several}",
         amount=float(streamed.nvidia_smi_peak_bytes),
     )
 
