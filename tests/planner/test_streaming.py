@@ -67,6 +67,10 @@ def small(resident_layers: int | None, lora_r: int | None = 4, **source: Any) ->
 CARD = Card(name="small", capacity_bytes=130 * MIB, capability=(8, 0), context_bytes=0)
 """Too small for the base of 134 MB in bf16."""
 
+BASE = Streamed(
+    num_layers=LAYERS, resident_layers=2, num_bytes=1, copied_bytes_per_micro_batch=25 * 10**8
+).with_step_of(1)
+
 RUNS = {
     "resident": small(None),
     "one layer": small(1),
@@ -134,9 +138,6 @@ def test_a_run_that_does_not_fit_is_told_that_it_would_and_what_that_costs(outco
 def test_a_search_streams_where_nothing_fits_without():
     asked = SearchRequest(run=replace(small(None), card=CARD), lengths=(32,))
     args = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    base = Streamed(
-        num_layers=5, resident_layers=2, num_bytes=1, copied_bytes_per_micro_batch=25 * 10**8
-    )
 
     def streamed(request: PlanRequest) -> MemoryPlan:
         if request.resident_layers is None:
@@ -145,7 +146,7 @@ def test_a_search_streams_where_nothing_fits_without():
         assert isinstance(flags, tuple)
         given = dict(zip(flags[::2], flags[1::2], strict=True))
         steps = int(given["--gradient_accumulation_steps"])
-        return replace(NOTHING, fits=True, streamed=base.with_step_of(steps))
+        return replace(NOTHING, fits=True, streamed=BASE.with_step_of(steps))
 
     found = search(asked, args, streamed, lambda request: (streamed(request), True))
     assert found.best is not None
@@ -183,11 +184,16 @@ def test_what_streaming_would_save_is_asked_by_name():
 
     def predict_all(requests):
         asked.extend(requests)
-        return [NOTHING for _ in requests]
+        return [
+            NOTHING if each.resident_layers is None else replace(NOTHING, streamed=BASE)
+            for each in requests
+        ]
 
-    reasons = [explain(run, ("stream",), predict_all)[1][0].reason for run in runs]
+    saved = [explain(run, ("stream",), predict_all)[1][0] for run in runs]
     assert [each.resident_layers for each in asked] == [None, 2, None, 2]
-    assert reasons == [
+    assert "--stream-base 2" in saved[0].how
+    assert "at least 0.100 s a step" in saved[0].how
+    assert [each.reason for each in saved] == [
         None,
         "this run trains all its weights, and a frozen base is streamed: see lora",
         "this run already streams its base",

@@ -16,7 +16,7 @@ from trainer_plugins.planner.compare.switches import (
     with_base_streamed,
     with_flags,
 )
-from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, at_least
 from trainer_plugins.planner.request import PlanRequest
 
 _SEVERAL = "+"
@@ -168,6 +168,8 @@ def _switches(change: str) -> list[_Switch]:
 def _saved(change: str, how: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
     if isinstance(after, PlanError):
         return Saved(change=change, how=how, reason=str(after))
+    if after.streamed is not None and before.streamed is None:
+        how += f"; {at_least(after.streamed.copy_seconds_per_step)}"
     return Saved(
         change=change,
         how=how,
