@@ -64,7 +64,7 @@ class StreamBase(RunCallback):
         _wrap_trainer()
 
     @property
-    def asked(self) -> tuple[int, bool] | None:
+    def asked_to_stream(self) -> tuple[int, bool] | None:
         """Return for plans how many layers stay on the card, and whether embeddings are streamed.
 
         None: it streams only where that is needed.

@@ -125,7 +125,7 @@ def _streamed(trainer: Any) -> tuple[int | None, bool]:
     if trainer.args.device.type != "cpu":
         return None, False
     callbacks = (getattr(each, "stream_base", each) for each in trainer.callback_handler.callbacks)
-    asked = (getattr(each, "asked", None) for each in callbacks)
+    asked = (getattr(each, "asked_to_stream", None) for each in callbacks)
     return next((each for each in asked if each is not None), (None, False))
 
 
