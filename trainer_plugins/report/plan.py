@@ -54,19 +54,19 @@ def details(plan: MemoryPlan) -> list[str]:
     """Say what the verdict rests on."""
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU"
     if plan.capacity_bytes is None:
-        return [f"{peak}. Name a card with --gpu to learn whether that fits", *streamed(plan)]
+        return [f"{peak}. Name a card with --gpu to learn whether that fits", *_streamed(plan)]
     if plan.fits_card:
         if plan.num_flushes:
             peak += f", after releasing the whole cache {plan.num_flushes} times"
-        return [peak, *streamed(plan)]
+        return [peak, *_streamed(plan)]
     lines = [f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak}"]
     if plan.failed_request_bytes is not None:
         failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
         lines.append(f"The allocator fails on {failed}")
-    return [*lines, *streamed(plan)]
+    return [*lines, *_streamed(plan)]
 
 
-def streamed(plan: MemoryPlan) -> list[str]:
+def _streamed(plan: MemoryPlan) -> list[str]:
     """Say what streaming the base costs; nothing if it is not streamed."""
     base = plan.streamed
     if base is None:
