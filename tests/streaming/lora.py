@@ -1,5 +1,7 @@
 """LoRA runs small enough to train in a blink, whose base is most of what is on the card."""
 
+from typing import Any
+
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,11 +21,13 @@ def base(**config) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
-def adapted(model: nn.Module | None = None, **lora) -> PeftModel:
+def adapted(model: Any = None, **lora) -> PeftModel:
     """With adapters that matter from the first step: by themselves they begin with zeros."""
     torch.manual_seed(1)
     settings = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, **lora}
-    model = get_peft_model(model if model is not None else base(), LoraConfig(**settings))
+    model = model if model is not None else base()
+    model.enable_input_require_grads()  # for reentrant checkpointing
+    model = get_peft_model(model, LoraConfig(**settings))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight.data, std=0.02)

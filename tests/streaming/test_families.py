@@ -1,5 +1,6 @@
 """Architectures of every make: a step with a streamed base is the step without it, bit for bit."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.survival.classes.tiny import tiny_model
 from trainer_plugins.streaming.layers import repeated_layers
 from trainer_plugins.streaming.stream import Stream
 
+IS_OLD = version("transformers").startswith("4.")
 CARD = torch.device("simgpu:0")
 FAMILIES = (
     *("LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"),
@@ -61,6 +63,8 @@ def test_the_same_steps(simgpu, name, checkpointing) -> None:
         and not getattr(transformers, name).supports_gradient_checkpointing
     ):
         pytest.skip("it has no checkpointing")
+    if IS_OLD and name.startswith("Whisper") and checkpointing == {"use_reentrant": True}:
+        pytest.skip("transformers 4.57 cannot train it so without us either")
     expected = steps(frozen(name, checkpointing).to(CARD))
 
     model = frozen(name, checkpointing)

@@ -64,7 +64,11 @@ def test_it_is_asked_for_by_name(simgpu, tmp_path) -> None:
 
 def one_step(folder, checkpoints: bool, fail_at=None) -> Run:
     """One row, which is computed again as it is: dropout draws other numbers for pieces."""
-    lean = {"gradient_checkpointing": checkpoints, "per_device_train_batch_size": 1}
+    lean = {
+        "gradient_checkpointing": checkpoints,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "per_device_train_batch_size": 1,
+    }
     model = adapted(base(num_hidden_layers=3))
     running = trainer(folder, StreamBase(1), model=model, max_steps=1, **lean)
     with survive_oom(running, plan_first=False):

@@ -61,7 +61,7 @@ def test_the_same_weights_losses_and_evaluation(
     assert losses(streamed) == expected_losses
     assert are_equal(learned(streamed), expected)
     saved_bytes = peak_bytes - torch.accelerator.max_memory_allocated()
-    assert saved_bytes == pytest.approx(layers.num_bytes - layers.resident_bytes, rel=0.05)
+    assert saved_bytes == pytest.approx(layers.num_bytes - layers.resident_bytes, rel=0.1)
     assert streamed.evaluate()["eval_loss"] == evaluation
 
 
@@ -207,7 +207,9 @@ def test_what_cannot_be_streamed_is_said_and_nothing_is_moved(simgpu, tmp_path, 
     once = trainer(tmp_path, StreamBase())
     with pytest.raises(ValueError, match="streamed already"):
         stream_base(once)
-    with pytest.raises(ValueError, match="turn it off"):
-        trainer(tmp_path, StreamBase(on_refusal="error"), torch_compile=True)
+    compiled = adapted()
+    compiled.base_model.model.lm_head.compile()
+    with pytest.raises(ValueError, match="parts of the model are compiled"):
+        trainer(tmp_path, StreamBase(on_refusal="error"), model=compiled)
     with pytest.raises(ValueError, match="'always' or 'needed'"):
         StreamBase(when="sometimes")

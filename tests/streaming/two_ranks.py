@@ -28,7 +28,12 @@ def run(*callbacks) -> dict[str, object]:
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
-    lean = {"gradient_checkpointing": True, "max_steps": 3, "ddp_find_unused_parameters": False}
+    lean = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "max_steps": 3,
+        "ddp_find_unused_parameters": False,
+    }
     trained = trainer(FOLDER, *callbacks, model=adapted(base(**SIZES)), **lean)
     stream = stream_of(trained.model)
     trained.train()

@@ -70,6 +70,9 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
     if any(one.device.type == "meta" for one in model.parameters()):
         yield "the model has weights on the meta device, which have no values yet"
         return
+    placed = getattr(model, "hf_device_map", None) or {}
+    if len({str(device) for device in placed.values()} - {"cpu", "disk"}) > 1:
+        yield "the model is spread over several cards, each of which has a part of it already"
     if any(part._compiled_call_impl is not None for part in model.modules()):
         yield "parts of the model are compiled: torch.compile reads weights where they were"
     layers = repeated_layers(model)
@@ -132,8 +135,6 @@ def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
         yield "FSDP places the weights itself: it has cpu_offload for this"
     if args.n_gpu > 1:
         yield f"nn.DataParallel copies the model to {args.n_gpu} cards: start one process a card"
-    if getattr(trainer, "is_model_parallel", False):
-        yield "the model is spread over several cards, each of which has a part of it already"
     plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
     backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
     if args.torch_compile or backend != "NO":
