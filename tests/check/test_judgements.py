@@ -24,7 +24,7 @@ from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.extensions import ExtensionLock
 from trainer_plugins.launch.lint import read_document
-from trainer_plugins.planner.plan import Category, MemoryPlan, MomentPeak
+from trainer_plugins.planner.plan import Category, MemoryPlan, MomentPeak, Streamed
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.units import GIB, MIB
@@ -201,6 +201,28 @@ def test_one_change_gives_one_finding(facts: Facts, code: str, severity: Severit
     (found,) = judge(facts).findings
     assert (found.code, found.severity) == (code, severity)
     assert judge(facts).worst == severity
+
+
+def test_a_streamed_base_that_would_fit_is_told_beside_the_plan() -> None:
+    base = Streamed(
+        num_layers=32,
+        resident_layers=2,
+        num_bytes=13 * GIB,
+        copied_bytes_per_micro_batch=25 * 10**9,
+    ).with_step_of(4)
+    does_not_fit = plan(90 * GIB, fits=False, failed_request_bytes=GIB, num_gpus=2)
+    facts = replace(HEALTHY, plan=does_not_fit)
+    fits = replace(plan(70 * GIB, fits=True, num_gpus=2), streamed=base)
+
+    found = judge(replace(facts, streamed_plan=fits)).findings
+    assert [each.code for each in found] == ["plan-does-not-fit", "streaming-would-fit"]
+    assert "70.00 GiB" in found[1].summary
+    assert "at least 4.0 s a step at 25 GB/s" in found[1].evidence
+    assert "one copy of the base for all 2 ranks" in found[1].remedy
+
+    too_large = replace(fits, fits=False, failed_request_bytes=GIB)
+    found = judge(replace(facts, streamed_plan=too_large)).findings
+    assert [each.code for each in found] == ["plan-does-not-fit"]
 
 
 def test_adapters_that_help_not_are_told_beside_the_plan() -> None:

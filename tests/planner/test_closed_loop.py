@@ -94,7 +94,14 @@ class TwiceTheLoss(Trainer):
 
 
 def run(
-    tmp_path, model, trainer_class=Trainer, data=None, evaluation=None, metrics=None, **arguments
+    tmp_path,
+    model,
+    trainer_class=Trainer,
+    data=None,
+    evaluation=None,
+    metrics=None,
+    callbacks=None,
+    **arguments,
 ):
     args_class = Seq2SeqTrainingArguments if trainer_class is Seq2SeqTrainer else TrainingArguments
     settings = {
@@ -114,6 +121,7 @@ def run(
         train_dataset=data if data is not None else rows(),
         eval_dataset=evaluation,
         compute_metrics=metrics,
+        callbacks=callbacks,
     )
 
 

@@ -64,6 +64,14 @@ class StreamBase(RunCallback):
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
         _wrap_trainer()
 
+    @property
+    def asked_to_stream(self) -> tuple[int, bool] | None:
+        """Return for plans how many layers stay on the card, and whether embeddings are streamed.
+
+        None: it streams only where that is needed.
+        """
+        return (self._resident_layers, self._with_embeddings) if self._is_asked else None
+
     def on_init_end(
         self,
         args: TrainingArguments,

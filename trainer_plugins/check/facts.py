@@ -276,6 +276,9 @@ class Facts:
     data: DataFacts | None = None
     run: RunSettings | None = None
     plan: MemoryPlan | None = None
+    streamed_plan: MemoryPlan | None = None
+    """The plan of the same run with its frozen base streamed, if the run does not fit."""
+
     no_plan: str = ""
     """Why there is no plan, if one was asked for."""
 

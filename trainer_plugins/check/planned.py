@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from trainer_plugins.check.facts import Facts, Line
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.units import percent, size
 
 _NARROW = 0.05
@@ -17,7 +17,8 @@ def card(facts: Facts) -> Line | None:
     if plan is None:
         return _unplanned(facts)
     found = _too_large(plan) or _crowded(plan, facts) or _tight(plan)
-    return Line("the card", _numbers(plan), tuple(filter(None, (found, _adapters(plan)))))
+    more = (_adapters(plan), _streamed(plan, facts.streamed_plan))
+    return Line("the card", _numbers(plan), tuple(filter(None, (found, *more))))
 
 
 def main_memory(facts: Facts) -> Line | None:
@@ -104,6 +105,28 @@ def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
         evidence=f"predicted for {plan.moment}; others hold the rest",
         remedy="Stop the other processes, or choose another card by CUDA_VISIBLE_DEVICES",
         amount=float(plan.nvidia_smi_peak_bytes),
+    )
+
+
+def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
+    """Tell that the run fits if its frozen base waits in main memory."""
+    if streamed is None or streamed.streamed is None or not streamed.fits:
+        return None
+    base = streamed.streamed
+    several = (
+        f"; DeepSpeed ZeRO-3 with offload_param keeps one copy of the base for all"
+        f" {plan.num_gpus} ranks, where streaming keeps one for each"
+        if plan.num_gpus > 1
+        else ""
+    )
+    return Finding(
+        code="streaming-would-fit",
+        severity=Severity.INFO,
+        summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
+        evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
+        f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
+        remedy=f"Add the callback StreamBase (--memory_stream_base always){several}",
+        amount=float(streamed.nvidia_smi_peak_bytes),
     )
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trainer_plugins.check import Checklist
     from trainer_plugins.check.facts import Facts, RunSettings
     from trainer_plugins.launch.lint import Document
+    from trainer_plugins.planner.plan import MemoryPlan
+    from trainer_plugins.planner.request import PlanRequest
 
 _EXIT_BAD_INPUT = 2
 _EXIT_CODES = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 3}
@@ -147,9 +149,24 @@ def _with_model(facts: "Facts", given: Mapping[str, Any], flags: list[str]) -> "
     named = {**given, "gpu": given["gpu"] or here}
     try:
         request = plan_request(named, flags)
-        return replace(facts, plan=predict_one(request, given["timeout"]))
+        plan = predict_one(request, given["timeout"])
     except NotPredicted as error:
         return replace(facts, no_plan=str(error))
+    return replace(facts, plan=plan, streamed_plan=_streamed(request, plan, given["timeout"]))
+
+
+def _streamed(request: "PlanRequest", plan: "MemoryPlan", seconds: float) -> "MemoryPlan | None":
+    """Plan a run that does not fit with its frozen base streamed; None if that is refused."""
+    from trainer_plugins.planner.compare.switches import with_base_streamed
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.planner.run import predict_one
+
+    if plan.fits_card is not False:
+        return None
+    try:
+        return predict_one(with_base_streamed(request), seconds)
+    except PlanError:
+        return None
 
 
 def _model(config: Mapping[str, object], run: "RunSettings") -> Any:

@@ -78,6 +78,13 @@ _PrepareKbit: TypeAlias = Annotated[
     bool | None,
     typer.Option(help="Whether prepare_model_for_kbit_training gets a quantised base. It does."),
 ]
+_StreamBase: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Stream the frozen base (StreamBase): K layers on the card."),
+]
+_StreamEmbeddings: TypeAlias = Annotated[
+    bool, typer.Option("--stream-embeddings", help="With --stream-base: embeddings and head too.")
+]
 _Gpu: TypeAlias = Annotated[
     str | None, typer.Option(help="The card: h100-80gb, or a size as in 24GiB.")
 ]
@@ -164,6 +171,8 @@ def plan(
     bnb_4bit_compute_dtype: _ComputeDtype = None,
     bnb_4bit_quant_storage: _QuantStorage = None,
     prepare_kbit: _PrepareKbit = None,
+    stream_base: _StreamBase = None,
+    stream_embeddings: _StreamEmbeddings = False,
     gpu: _Gpu = None,
     vllm_utilization: _VllmUtilization = None,
     num_gpus: _NumGpus = None,
@@ -229,6 +238,8 @@ def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest
         has_metrics=given["metrics"],
         quantization_config=_quantisation(given),
         prepare_kbit=given["prepare_kbit"],
+        resident_layers=given["stream_base"],
+        streams_embeddings=given["stream_embeddings"],
     )
     run = RunInputs(
         gpu=given["gpu"],

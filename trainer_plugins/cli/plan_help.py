@@ -24,6 +24,8 @@ PANELS = {
         "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage",
         "prepare_kbit",
+        "stream_base",
+        "stream_embeddings",
     ),
     "The machine": (
         "gpu",

@@ -96,6 +96,12 @@ class ConfigInputs:
     num_labels: int | None = None
     """The classes of a classifier; None is as the config says."""
 
+    resident_layers: int | None = None
+    """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
+
+    streams_embeddings: bool = False
+    """Whether embeddings and head are streamed with it."""
+
     trainer: str | None = None
     """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
 
@@ -166,6 +172,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
     arguments = arguments_to_send(details.training_args)
     if isinstance(arguments, tuple):
         _check_flags(arguments)
+    if details.streams_embeddings and details.resident_layers is None:
+        raise PlanError("--stream-embeddings belongs to --stream-base")
     config = _config(given)
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
@@ -187,6 +195,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         num_gpus=run.num_gpus or 0,
         launch_file=os.fspath(file) if file is not None else None,
         has_padding=run.has_padding,
+        resident_layers=details.resident_layers,
+        streams_embeddings=details.streams_embeddings,
     )
 
 

@@ -66,6 +66,7 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
         top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
         groups_at_peak=_groups(live),
         planned=watched.planned,
+        streamed=watched.streamed,
         moments=shown.moments,
         num_flushes=on_card.num_flushes if on_card is not None else 0,
         failed_request_bytes=on_card.failed_request_bytes if on_card is not None else None,

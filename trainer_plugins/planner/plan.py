@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 Moment = Literal[
@@ -168,6 +168,46 @@ class Proposal:
     host_ram_bytes_per_node: int
 
 
+BUS_BYTES_PER_SECOND = 25_000_000_000
+"""What a card reads of pinned main memory over PCIe 4.0 x16: 24.8 GB/s on an A100, by nvbandwidth
+(forums.developer.nvidia.com/t/352186)."""
+
+
+def at_least(copy_seconds: float) -> str:
+    """Say that a step cannot be faster than its copies over the bus."""
+    rate = f"{BUS_BYTES_PER_SECOND / 1e9:.0f} GB/s (PCIe 4.0 x16)"
+    digits = 1 if copy_seconds >= 1 else 3
+    return f"at least {copy_seconds:.{digits}f} s a step at {rate}, not yet measured on a GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """Describes a frozen base that is streamed. Sizes in bytes, for one card."""
+
+    num_layers: int
+    resident_layers: int
+    """How many of them are on the card."""
+
+    num_bytes: int
+    """The weights that wait in main memory."""
+
+    copied_bytes_per_micro_batch: int
+    """What its forward and backward copy over the bus."""
+
+    copied_bytes_per_step: int = 0
+    copy_seconds_per_step: float = 0.0
+    """How long that takes at `BUS_BYTES_PER_SECOND`."""
+
+    def with_step_of(self, num_micro_batches: int) -> "Streamed":
+        """Return the same for steps of so many micro-batches."""
+        copied_bytes = num_micro_batches * self.copied_bytes_per_micro_batch
+        return replace(
+            self,
+            copied_bytes_per_step=copied_bytes,
+            copy_seconds_per_step=copied_bytes / BUS_BYTES_PER_SECOND,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
@@ -270,6 +310,9 @@ class MemoryPlan:
     planned: Mapping[str, str] = field(default_factory=dict)
     """What was planned, by name: the model, rows, length, dtype, optimizer, launch, command."""
 
+    streamed: Streamed | None = None
+    """How the frozen base is streamed; None if it is not."""
+
     proposals: tuple[Proposal, ...] = ()
     """With what the run would fit, if that was asked for; the least costly first."""
 
@@ -333,6 +376,8 @@ class MemoryPlan:
                 Proposal(**{**each, "changes": tuple(each["changes"])})
                 for each in fields.get("proposals", ())
             )
+            if fields.get("streamed") is not None:
+                fields["streamed"] = Streamed(**fields["streamed"])
             fields["timeline"] = tuple(
                 (moment, now, held) for moment, now, held in fields["timeline"]
             )

@@ -16,6 +16,9 @@ MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 """The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
 
+RESIDENT_LAYERS = 2
+"""How many layers of a streamed base are on the card by default: one computes, the next comes."""
+
 OPTIMIZER_STEPS = 3
 """How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
 second step is the first that has them. Reserved memory grows until the third: only then do blocks
@@ -145,6 +148,12 @@ class PlanRequest:
 
     is_packed: bool = False
     """Whether a row holds several sequences, which only position ids tell apart."""
+
+    resident_layers: int | None = None
+    """How many layers of the frozen base are on the card, if it is streamed (`StreamBase`)."""
+
+    streams_embeddings: bool = False
+    """Whether embeddings and head are streamed with it."""
 
     @property
     def gpus_per_node(self) -> int:

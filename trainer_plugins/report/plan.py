@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
 
@@ -54,16 +54,28 @@ def details(plan: MemoryPlan) -> list[str]:
     """Say what the verdict rests on."""
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU"
     if plan.capacity_bytes is None:
-        return [f"{peak}. Name a card with --gpu to learn whether that fits"]
+        return [f"{peak}. Name a card with --gpu to learn whether that fits", *_streamed(plan)]
     if plan.fits_card:
-        if not plan.num_flushes:
-            return [peak]
-        return [f"{peak}, after releasing the whole cache {plan.num_flushes} times"]
+        if plan.num_flushes:
+            peak += f", after releasing the whole cache {plan.num_flushes} times"
+        return [peak, *_streamed(plan)]
     lines = [f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak}"]
     if plan.failed_request_bytes is not None:
         failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
         lines.append(f"The allocator fails on {failed}")
-    return lines
+    return [*lines, *_streamed(plan)]
+
+
+def _streamed(plan: MemoryPlan) -> list[str]:
+    """Say what streaming the base costs; nothing if it is not streamed."""
+    base = plan.streamed
+    if base is None:
+        return []
+    return [
+        f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is streamed:"
+        f" {base.resident_layers} of them are on the card. Each step copies"
+        f" {size(base.copied_bytes_per_step)} over the bus: {at_least(base.copy_seconds_per_step)}"
+    ]
 
 
 def moment_of(plan: MemoryPlan) -> str:

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import Saved
-from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult
-from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.compare.lines import AS_GIVEN, STREAMED, SearchLine, SearchResult
+from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.units import GIB, size
 
 
@@ -55,7 +55,8 @@ def line_in_words(line: SearchLine) -> str:
     if not line.fits:
         return f"{begin}: {size(-line.margin_bytes)} short with {line.micro_batch} row(s) at once"
     steps = f"{line.micro_batch} x {line.accumulation_steps} rows"
-    return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare"
+    bus = f"; {at_least(line.copy_seconds_per_step)}" if line.copy_seconds_per_step else ""
+    return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare{bus}"
 
 
 def _cells(line: SearchLine, one_length: bool) -> list[str]:
@@ -84,7 +85,9 @@ def _to_copy(best: SearchLine) -> list[str]:
     ]
     if not best.is_safe:
         lines.append("  It leaves less free than plans are known to be wrong: it may fail")
-    if best.strategy != AS_GIVEN:
+    if best.strategy == STREAMED:
+        lines.append(f"  stream  the callback StreamBase; {at_least(best.copy_seconds_per_step)}")
+    elif best.strategy != AS_GIVEN:
         launch = f"trainer-plugins configs copy {best.strategy}"
         lines.append(f"  launch  accelerate's config {best.strategy} ({launch})")
     return lines

@@ -105,7 +105,7 @@ class Stream:
         self.num_fetched = self.fetched_bytes = 0
         """How many layers were copied to the card so far, and their bytes."""
 
-        self.resident_layers = resident_layers
+        self.resident_layers, self.with_embeddings = resident_layers, with_embeddings
         self._device = torch.empty(0, device=device).device  # with its index
         self._model = model
         self._handles: list[Any] = []
@@ -176,6 +176,11 @@ class Stream:
     def weight_of(self, shown: torch.Tensor) -> Weight:
         """Return what is known of a parameter that is streamed."""
         return self._weights[id(shown)]
+
+    def in_main_memory(self, shown: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor that is streamed; any other tensor is returned unchanged."""
+        weight = self._weights.get(id(shown))
+        return shown if weight is None else weight.host
 
     def need(self, number: int) -> None:
         """Have a layer on the card, and the one that comes next: before it in a backward pass."""

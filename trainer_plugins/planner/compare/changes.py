@@ -9,12 +9,14 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.planner.compare.switches import (
     LORA,
+    STREAM,
     as_flags,
     half_as_long,
     with_adapter,
+    with_base_streamed,
     with_flags,
 )
-from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, at_least
 from trainer_plugins.planner.request import PlanRequest
 
 _SEVERAL = "+"
@@ -72,6 +74,7 @@ SWITCHES = (
     _flags("8bit-optimizer", optim="adamw_bnb_8bit"),
     _flags("liger", use_liger_kernel=True),
     _Switch("lora", LORA, with_adapter),
+    _Switch("stream", f"{STREAM} (the callback StreamBase)", with_base_streamed),
     _Switch("expandable-segments", "{ALLOC_CONF}=expandable_segments:True", _expandable),
     _Switch("length/2", "half of --seq-length", half_as_long),
 )
@@ -107,6 +110,7 @@ _OTHER_NAMES = {
     "adamw_torch_fused": "fused-optimizer",
     "adamw_bnb_8bit": "8bit-optimizer",
     "chunked-loss": "liger",
+    "stream-base": "stream",
 }
 
 
@@ -164,6 +168,8 @@ def _switches(change: str) -> list[_Switch]:
 def _saved(change: str, how: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
     if isinstance(after, PlanError):
         return Saved(change=change, how=how, reason=str(after))
+    if after.streamed is not None and before.streamed is None:
+        how += f"; {at_least(after.streamed.copy_seconds_per_step)}"
     return Saved(
         change=change,
         how=how,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
 from trainer_plugins.planner.compare.switches import source_of, with_flags
-from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed
 from trainer_plugins.planner.rehearse.watch import Watched, read_arguments
 from trainer_plugins.planner.request import PlanRequest
 
@@ -56,7 +56,12 @@ class Foresight:
         Raises:
             PlanError: a prediction in full would raise the same.
         """
-        short = _with_few_steps(request)
+        num_micro_steps = read_arguments(request).gradient_accumulation_steps
+        plan = self._probed(request, _with_few_steps(request, num_micro_steps))
+        base = plan.streamed
+        return plan if base is None else replace(plan, streamed=base.with_step_of(num_micro_steps))
+
+    def _probed(self, request: PlanRequest, short: PlanRequest) -> MemoryPlan:
         seen = self._seen(short, 2)
         if seen is None:
             return self._judge(request, self._watch(short))
@@ -118,7 +123,19 @@ def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
         num_parameters=num_parameters,
         num_trainable_parameters=num_trainable,
         host=replace(seen[0].host, tensor_bytes=trace.host_peak_bytes, pinned_bytes=pinned),
+        streamed=_streamed(seen[0].streamed, seen[1].streamed, num_more),
     )
+
+
+def _streamed(first: Streamed | None, second: Streamed | None, num_more: int) -> Streamed | None:
+    """Continue the figures of a base that is streamed: each is even in layers."""
+    if first is None or second is None:
+        return None
+    numbers = {
+        name: getattr(first, name) + num_more * (getattr(second, name) - getattr(first, name))
+        for name in ("num_layers", "num_bytes", "copied_bytes_per_micro_batch")
+    }
+    return replace(first, **numbers)
 
 
 def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> MemoryPlan:
@@ -146,6 +163,7 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
             first.host_pinned_bytes_per_node, second.host_pinned_bytes_per_node
         ),
         host_shortage=None,
+        streamed=_streamed(first.streamed, second.streamed, num_more),
         fits=None if second.capacity_bytes is None else peak <= second.capacity_bytes,
         breakdown={
             name: further(first.breakdown.get(name, 0), num_bytes)
@@ -157,8 +175,7 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
     )
 
 
-def _with_few_steps(request: PlanRequest) -> PlanRequest:
-    num_micro_steps = read_arguments(request).gradient_accumulation_steps
+def _with_few_steps(request: PlanRequest, num_micro_steps: int) -> PlanRequest:
     few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
     return replace(
         with_flags(request, gradient_accumulation_steps=few), num_steps=_STEPS_OF_A_PROBE

@@ -22,6 +22,9 @@ ON_MANY = (
 LINES = "lines"
 """The file, beside that of the requests, to which each line is written when it is found."""
 
+STREAMED = "stream_base"
+"""The name for the strategy that streams the base of an adapter; it has no launch file."""
+
 AS_GIVEN = "as given"
 """The name for the strategy of a run that brings its own."""
 
@@ -39,7 +42,8 @@ class SearchRequest:
     @property
     def num_ways(self) -> int:
         """Return how many ways to run are tried at most."""
-        return 2 * len(self.lengths) * len(ON_ONE_CARD if self.run.num_gpus <= 1 else ON_MANY)
+        shipped = ON_ONE_CARD if self.run.num_gpus <= 1 else ON_MANY
+        return 2 * len(self.lengths) * (len(shipped) + 1)  # and the base streamed
 
     @property
     def device(self) -> str:
@@ -60,7 +64,7 @@ class SearchLine:
     """
 
     strategy: str
-    """The name of a shipped launch file, or `AS_GIVEN`."""
+    """The name of a shipped launch file, `STREAMED` or `AS_GIVEN`."""
 
     gradient_checkpointing: bool
     sequence_length: int
@@ -76,6 +80,9 @@ class SearchLine:
     host_ram_bytes_per_node: int
     in_full: bool
     """Whether all layers were run for these figures; else they are extrapolated from few layers."""
+
+    copy_seconds_per_step: float = 0.0
+    """How long a step copies a streamed base at least, at `BUS_BYTES_PER_SECOND`."""
 
     is_safe: bool = True
     """Whether it fits even if the plan is as far off as any was."""

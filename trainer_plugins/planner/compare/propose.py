@@ -18,14 +18,16 @@ from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import (
     IN_4_BITS,
     LORA,
+    STREAM,
     as_flags,
     half_as_long,
     source_of,
     with_adapter,
     with_base_in_4_bits,
+    with_base_streamed,
     with_flags,
 )
-from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal
+from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal, at_least
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.trainer import Arguments, optimizer_name
 from trainer_plugins.units import size
@@ -244,7 +246,8 @@ class Proposer:
         source = source_of(self._run)
         rows, steps, plan = tried.rows, self._rows // tried.rows, tried.plan
         words = tuple(each.words for each in tried.changes)
-        prices = [each.price for each in tried.changes]
+        time = at_least(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
+        prices = [each.price.format(time=time) for each in tried.changes]
         flags = [each.flags.format(length=_half(source)) for each in tried.changes]
         if rows != self._args.per_device_train_batch_size:
             words = (_rows(rows, steps), *words)
@@ -359,14 +362,19 @@ def _changes(run: PlanRequest, args: Arguments, plan: MemoryPlan) -> list[_Chang
 
 
 def _adapters(run: PlanRequest, args: Arguments, of_batch: dict[Category, float]) -> list[_Change]:
-    """Return the ways to train an adapter, on the base as it is or in 4 bits."""
+    """Return the ways to train an adapter: on the base as it is, streamed, or in 4 bits."""
     source, found = source_of(run), []
+    is_alone = run.launch_file is None and not args.deepspeed and not args.fsdp
+    if source.peft is not None and run.resident_layers is None and is_alone:
+        price = "the same training; the base comes over the bus, {time}"
+        most: dict[Category, float] = {"frozen weights": 1.0}
+        found.append(_Change("base streamed", price, STREAM, with_base_streamed, most))
     states: dict[Category, float] = {**of_batch, "gradients": 1.0, "optimizer states": 1.0}
     if source.peft is None:
         price = "trains an adapter and not the weights"
         found.append(_Change("LoRA", price, LORA, with_adapter, states))
     is_whole = source.quantisation is None and "quantization_config" not in source.config
-    if is_whole and run.launch_file is None and not args.deepspeed and not args.fsdp:
+    if is_whole and is_alone:
         price = "the base is rounded to 4 bits, needs bitsandbytes"
         words, flags = "base in 4 bits", IN_4_BITS
         if source.peft is None:

@@ -17,12 +17,13 @@ from trainer_plugins.planner.compare.lines import (
     AS_GIVEN,
     ON_MANY,
     ON_ONE_CARD,
+    STREAMED,
     SearchLine,
     SearchRequest,
     SearchResult,
 )
 from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
-from trainer_plugins.planner.compare.switches import source_of, with_flags
+from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -48,7 +49,7 @@ class _Way:
     @property
     def offloads(self) -> bool:
         """Return whether parts of the run are in main memory, which is slower."""
-        return "offload" in self.strategy
+        return "offload" in self.strategy or self.strategy == STREAMED
 
     def request(self, run: PlanRequest, micro_batch: int, rows: int) -> PlanRequest:
         changed = with_flags(
@@ -58,7 +59,8 @@ class _Way:
             gradient_checkpointing=self.gradient_checkpointing,
         )
         source = replace(source_of(changed), sequence_length=self.sequence_length)
-        return replace(changed, source=source, launch_file=self.launch_file)
+        changed = replace(changed, source=source, launch_file=self.launch_file)
+        return with_base_streamed(changed) if self.strategy == STREAMED else changed
 
 
 Probe = Callable[[PlanRequest], MemoryPlan]
@@ -121,22 +123,27 @@ def search(
 
 def _ways(run: PlanRequest, args: Any, lengths: Sequence[int]) -> Iterator[_Way]:
     """Return all ways to run, those without offload first."""
-    strategies = sorted(_strategies(run, args), key=lambda each: "offload" in each[0])
-    for strategy, launch_file in strategies:
-        for gradient_checkpointing in (False, True):
-            for length in lengths:
-                yield _Way(strategy, launch_file, gradient_checkpointing, length)
+    ways = [
+        _Way(strategy, launch_file, gradient_checkpointing, length)
+        for strategy, launch_file in _strategies(run, args)
+        for gradient_checkpointing in (False, True)
+        for length in lengths
+    ]
+    yield from sorted(ways, key=lambda way: way.offloads)
 
 
 def _strategies(run: PlanRequest, args: Any) -> list[tuple[str, str | None]]:
     if (
         run.launch_file is not None
+        or run.resident_layers is not None
         or getattr(args, "deepspeed", None)
         or getattr(args, "fsdp", None)
     ):
         return [(AS_GIVEN, run.launch_file)]
     shipped = configs.names()
     found: list[tuple[str, str | None]] = []
+    if source_of(run).peft is not None:
+        found.append((STREAMED, None))
     for name, has_file in ON_ONE_CARD if run.num_gpus == 1 else ON_MANY:
         wide = f"{name}_multinode"
         chosen = wide if run.num_gpus > _CARDS_OF_A_MACHINE and wide in shipped else name
@@ -226,7 +233,8 @@ class _Search:
     def _cannot_be_best(self, way: _Way) -> str | None:
         safe = {other: line for other, line in self.found.items() if line.is_safe}
         if way.offloads and (without := next((each for each in safe if not each.offloads), None)):
-            return f"offload is slower, and {without.name} fits without it"
+            slower = "streaming the base" if way.strategy == STREAMED else "offload"
+            return f"{slower} is slower, and {without.name} fits without it"
         plain = safe.get(replace(way, gradient_checkpointing=False))
         if way.gradient_checkpointing and plain and plain.micro_batch == self._rows:
             return "all rows at once fit without it"
@@ -271,5 +279,6 @@ class _Search:
             margin_bytes=plan.margin_bytes or 0,
             host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
             in_full=in_full,
+            copy_seconds_per_step=plan.streamed.copy_seconds_per_step if plan.streamed else 0.0,
             is_safe=is_safe(plan),
         )

@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
 
 LORA = "--lora-r 16 --lora-target all-linear"
 """The flags for what `with_adapter` does."""
 
 IN_4_BITS = "--load-in-4bit --bnb-4bit-compute-dtype bfloat16"
 """The flags for what `with_base_in_4_bits` does."""
+
+STREAM = f"--stream-base {RESIDENT_LAYERS}"
+"""The flag for what `with_base_streamed` does."""
 
 _LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 
@@ -46,6 +49,19 @@ def with_base_in_4_bits(run: PlanRequest) -> PlanRequest:
     source = source_of(run)
     base: dict[str, object] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
     return replace(run, source=replace(source, peft=source.peft or _LORA, quantisation=base))
+
+
+def with_base_streamed(run: PlanRequest) -> PlanRequest:
+    """Keep the frozen base in main memory, but for a few layers.
+
+    Raises:
+        PlanError: the run already does so, or trains all its weights.
+    """
+    if run.resident_layers is not None:
+        raise PlanError("this run already streams its base")
+    if source_of(run).peft is None:
+        raise PlanError("this run trains all its weights, and a frozen base is streamed: see lora")
+    return replace(run, resident_layers=RESIDENT_LAYERS)
 
 
 def half_as_long(run: PlanRequest) -> PlanRequest:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trainer_plugins.planner.pretend import attention
+from trainer_plugins.planner.pretend import attention, streams
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.units import GIB
@@ -367,6 +367,7 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
         "max_memory_reserved": lambda device=None: tracker.allocated_bytes,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: {},
+        **streams.answers(tracker),
     }
     for name, answer in answers.items():
         patches.set(torch.cuda, name, answer)

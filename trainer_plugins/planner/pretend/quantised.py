@@ -294,7 +294,7 @@ def quantise(
     Args:
         model: as transformers makes it from a config, on the host.
         config: a BitsAndBytesConfig.
-        device: the card.
+        device: the card; or the host, from which it is streamed.
         dtype: of the weights, as loaded.
         is_packed: whether the checkpoint holds the packed weights already.
     """
@@ -326,7 +326,8 @@ def quantise(
             parameter.data = parameter.data.to(device)
     model.to(device)  # buffers
     model.hf_quantizer = quantizer
-    model.hf_device_map = card
+    if device.type != "cpu":  # accelerate would keep it there
+        model.hf_device_map = card
     return quantizer.postprocess_model(model, config=model.config)
 
 

@@ -15,6 +15,7 @@ from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
 from trainer_plugins.planner.rehearse.model import adapter_of, model_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
+from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Streaming
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, text_of
 
@@ -22,7 +23,10 @@ _PADDED = "batches have padding, which is the worse case; see --no-padding"
 
 
 def rehearsal_of(
-    source: ConfigSource | TrainerSource, has_padding: bool | None, output_dir: str
+    source: ConfigSource | TrainerSource,
+    has_padding: bool | None,
+    output_dir: str,
+    streaming: Streaming,
 ) -> Rehearsed:
     """Make the Trainer of a request, with its model on the card, and its batches.
 
@@ -32,12 +36,23 @@ def rehearsal_of(
     """
     args = arguments_of(source)
     if isinstance(source, TrainerSource):
-        return _of_trainer(source, args, has_padding, output_dir)
-    return _of_config(source, args, has_padding, output_dir)
+        rehearsed = _of_trainer(source, args, has_padding, output_dir, streaming)
+    else:
+        home = torch.device("cpu") if streaming.is_asked else args.device
+        with streaming.instead_of_moving():
+            rehearsed = _of_config(source, args, has_padding, output_dir, home)
+        streaming.begin(rehearsed.trainer)
+    if streaming.is_asked and quantised.has_stand_ins(rehearsed.trainer.model):
+        rehearsed.assumptions.append(LOADED_TO_MAIN_MEMORY)
+    return rehearsed
 
 
 def _of_config(
-    source: ConfigSource, args: Arguments, has_padding: bool | None, output_dir: str
+    source: ConfigSource,
+    args: Arguments,
+    has_padding: bool | None,
+    output_dir: str,
+    home: torch.device,
 ) -> Rehearsed:
     import transformers
 
@@ -49,8 +64,10 @@ def _of_config(
                 f"got {number:,}"
             )
     if (loop := loop_of(source)) is not None:
-        return _of_loop(loop, source, rehearsed_arguments(args, output_dir), has_padding, args)
-    model, assumptions = model_of(source, args.device)
+        return _of_loop(
+            loop, source, rehearsed_arguments(args, output_dir), has_padding, args, home
+        )
+    model, assumptions = model_of(source, home)
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:
@@ -83,7 +100,12 @@ def _of_config(
 
 
 def _of_loop(
-    loop: Loop, source: ConfigSource, args: Any, has_padding: bool | None, given: Arguments
+    loop: Loop,
+    source: ConfigSource,
+    args: Any,
+    has_padding: bool | None,
+    given: Arguments,
+    home: torch.device,
 ) -> Rehearsed:
     """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
     if text_of(given.eval_strategy).lower() != "no" or given.do_eval:
@@ -91,10 +113,10 @@ def _of_loop(
     if args.device.type == "cuda":
         fused_head.kernels_take_nothing()
     adapter = adapter_of(source.peft) if source.peft is not None else None
-    model, assumptions = model_of(source, args.device)
+    model, assumptions = model_of(source, home)
     models = iter([model])  # the one that is trained is built once
     trainer, said = make(
-        loop, source, args, lambda: next(models, None) or model_of(source, args.device)[0], adapter
+        loop, source, args, lambda: next(models, None) or model_of(source, home)[0], adapter
     )
     if has_padding is None:
         said.append(_PADDED)
@@ -112,12 +134,16 @@ def _of_loop(
 
 
 def _of_trainer(
-    source: TrainerSource, args: Arguments, has_padding: bool | None, output_dir: str
+    source: TrainerSource,
+    args: Arguments,
+    has_padding: bool | None,
+    output_dir: str,
+    streaming: Streaming,
 ) -> Rehearsed:
     if b"bitsandbytes" in source.trainer:  # its layers are unpickled by name
         quantised.stand_in_for_bitsandbytes()
     sent = ship.loads(source.trainer)
-    trainer = _revived(sent, rehearsed_arguments(args, output_dir))
+    trainer = _revived(sent, rehearsed_arguments(args, output_dir), streaming)
     if trainer.args.device.type == "cuda":
         fused_head.kernels_take_nothing()
     batch = ship.loads(source.batch)
@@ -134,7 +160,7 @@ def _of_trainer(
     )
 
 
-def _revived(sent: dict[str, Any], args: Any) -> Any:
+def _revived(sent: dict[str, Any], args: Any, streaming: Streaming) -> Any:
     """Restore the user's Trainer; make anew what belongs to a process or a device."""
     import transformers
     from transformers.trainer_callback import (
@@ -164,6 +190,7 @@ def _revived(sent: dict[str, Any], args: Any) -> Any:
     )
     if rollout.generates(trainer):
         rollout.revive(trainer)
+    streaming.begin(trainer)
     if quantised.has_stand_ins(trainer.model):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:

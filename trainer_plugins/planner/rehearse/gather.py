@@ -21,6 +21,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
+from trainer_plugins.streaming.stream import stream_of
 
 _MOST_ROWS_READ = 20_000
 _COUNTED = (
@@ -92,6 +93,7 @@ def request_of(
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
     if has_padding is None:
         has_padding = is_padded
+    resident_layers, streams_embeddings = _streamed(trainer)
     here = _card_here(args.device) if card is None else None
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
     return PlanRequest(
@@ -106,7 +108,25 @@ def request_of(
         deepspeed=_deepspeed(trainer),
         has_padding=has_padding,
         is_packed=_is_packed(batch),
+        resident_layers=resident_layers,
+        streams_embeddings=streams_embeddings,
     )
+
+
+def _streamed(trainer: Any) -> tuple[int | None, bool]:
+    """Return how many layers of its base a Trainer has on the card, and if embeddings are streamed.
+
+    None if it streams nothing. On a CPU, where a plan for a card is made, `StreamBase` has not
+    begun.
+    """
+    stream = stream_of(trainer.model)
+    if stream is not None:
+        return stream.resident_layers, stream.with_embeddings
+    if trainer.args.device.type != "cpu":
+        return None, False
+    callbacks = (getattr(each, "stream_base", each) for each in trainer.callback_handler.callbacks)
+    asked = (getattr(each, "asked_to_stream", None) for each in callbacks)
+    return next((each for each in asked if each is not None), (None, False))
 
 
 def _evaluation_of(trainer: Any) -> tuple[object, int]:

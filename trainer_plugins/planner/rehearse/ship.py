@@ -12,6 +12,7 @@ import torch
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.by_value import ByValue
 from trainer_plugins.planner.trainer import bare_optimizer
+from trainer_plugins.streaming.stream import Stream, stream_of
 
 # Attributes that the other process makes anew or never needs. All others of the user's Trainer are
 # sent, so that a subclass finds what its constructor has set.
@@ -64,27 +65,31 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         name for name, value in others.items() if not _can_be_sent(value, ByValue(_can_be_sent))
     )
     sent = {name: value for name, value in others.items() if name not in left_out}
-    return dumps({**essential, "others": sent}), left_out
+    return dumps({**essential, "others": sent}, stream_of(trainer.model)), left_out
 
 
-def dumps(value: object) -> bytes:
+def dumps(value: object, stream: Stream | None = None) -> bytes:
     """Pickle a value, with shapes in place of tensors.
+
+    Args:
+        value: what is sent.
+        stream: what streams weights in it: those that are away have no bytes here.
 
     Raises:
         pickle.PicklingError: something in it cannot be pickled, whatever error that raised.
     """
     by_value = ByValue(_can_be_sent)
     try:
-        return _dumps(value, by_value)
+        return _dumps(value, by_value, stream)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         last = by_value.last_class
         where = f" (the last class of the script that was sent is {last})" if last else ""
         raise pickle.PicklingError(f"{error}{where}") from error
 
 
-def _dumps(value: object, by_value: ByValue) -> bytes:
+def _dumps(value: object, by_value: ByValue, stream: Stream | None = None) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, by_value).dump(value)
+    _Pickler(file, by_value, stream).dump(value)
     return file.getvalue()
 
 
@@ -106,9 +111,9 @@ def loads(content: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, by_value: ByValue) -> None:
+    def __init__(self, file: io.BytesIO, by_value: ByValue, stream: Stream | None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._by_value = by_value
+        self._by_value, self._stream = by_value, stream
         self._without_bytes: list[torch.Tensor] = []
 
     def reducer_override(self, value: object) -> Any:
@@ -135,6 +140,8 @@ class _Pickler(pickle.Pickler):
         return self._by_value.reduce(value)
 
     def _shape_of(self, tensor: torch.Tensor) -> "_ShapeOf":
+        if self._stream is not None:
+            tensor = self._stream.in_main_memory(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() == 0:
             self._without_bytes.append(tensor)  # kept, so that no other tensor gets its id

@@ -10,7 +10,7 @@ import torch
 
 from trainer_plugins.launch.main_memory import HostNeed
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import PlanError, Streamed
 from trainer_plugins.planner.pretend import eight_bit, fake_cuda
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.rehearse import refusals, rollout
@@ -19,6 +19,7 @@ from trainer_plugins.planner.rehearse.build import rehearsal_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
 from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
+from trainer_plugins.planner.rehearse.streamed import Streaming
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.sharded.launched import resolved
 from trainer_plugins.planner.sharded.ranks import forget_accelerate
@@ -41,6 +42,8 @@ class Watched:
     assumptions: tuple[str, ...]
     planned: Mapping[str, str]
     """What was rehearsed, by name, for people."""
+
+    streamed: Streamed | None
 
 
 @contextmanager
@@ -81,9 +84,9 @@ def watch(request: PlanRequest) -> Watched:
         args = arguments_of(request.source)
         refusals.refuse_arguments(args)
         rollout.check_card(args, request.card)
-        strategy = strategy_of(request, args)
+        strategy, streaming = strategy_of(request, args), Streaming(request)
         with strategy.around(tracker):
-            rehearsed, notes = _rehearsed(request, strategy, tracker, folder)
+            rehearsed, notes = _rehearsed(request, strategy, streaming, tracker, folder)
         if tracker.masks_pick_all:
             rehearsed.assumptions.append(
                 "a mask, as in x[mask], is counted as if it selects everything: the worst case"
@@ -114,15 +117,18 @@ def watch(request: PlanRequest) -> Watched:
         ),
         assumptions=tuple(rehearsed.assumptions),
         planned=planned,
+        streamed=streaming.figures(rehearsed.trainer),
     )
 
 
 def _rehearsed(
-    request: PlanRequest, strategy: Strategy, tracker: Tracker, folder: str
+    request: PlanRequest, strategy: Strategy, streaming: Streaming, tracker: Tracker, folder: str
 ) -> tuple[Rehearsed, list[str]]:
     """Build the Trainer and run it; return also which figures are less reliable because of it."""
     progress.step("building the model")
-    rehearsed = told_in_one_line(lambda: rehearsal_of(request.source, request.has_padding, folder))
+    rehearsed = told_in_one_line(
+        lambda: rehearsal_of(request.source, request.has_padding, folder, streaming)
+    )
     trainer = rehearsed.trainer
     tracker.has_padding = rehearsed.has_padding
     trainer.args.max_steps = request.num_steps
@@ -131,6 +137,7 @@ def _rehearsed(
     tracker.vocabulary = _vocabulary_of(trainer.model)
     states = eight_bit.stand_in(trainer)
     strategy.prepare(trainer)
+    streaming.count(trainer)
     progress.step("rehearsing the training")
     told_in_one_line(lambda: rehearse(rehearsed, tracker))
     if (fsdp := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:

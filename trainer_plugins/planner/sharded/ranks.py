@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.planner.plan import NotPredicted
-from trainer_plugins.planner.pretend import streams
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -54,8 +53,6 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
             dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
         stack.callback(forget_accelerate)
         stack.callback(dist.destroy_process_group)
-        for name, answer in streams.answers(tracker).items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(
             patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream)
         )
