@@ -1,9 +1,11 @@
 """A run whose base is streamed is the run without it, bit for bit, on a card too small for the other."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -141,6 +143,40 @@ def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
     assert "waits in main memory; 2 of them are on the card" in caplog.text
     assert stream(small).num_layers == 12
     assert small.train().global_step == 5
+
+
+def test_a_model_that_was_loaded_to_main_memory(simgpu, tmp_path) -> None:
+    base().save_pretrained(tmp_path / "base")
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "base")
+    resident = trainer(tmp_path / "run", model=adapted(load()))
+    resident.train()
+    expected = learned(resident)
+    del resident
+
+    loaded = load(device_map="cpu")
+    streamed = trainer(tmp_path / "run", StreamBase(), model=adapted(loaded))
+    streamed.train()
+
+    assert getattr(loaded, "hf_device_map", {"": 0}) == {"": 0}  # older transformers set it
+    assert {one.device.type for one in streamed.model.parameters()} == {"simgpu"}
+    assert are_equal(learned(streamed), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_too(simgpu, tmp_path, tied) -> None:
+    sizes = {"vocab_size": 2048, "tie_word_embeddings": tied}
+    resident = trainer(tmp_path, model=adapted(base(**sizes)))
+    resident.train()
+    expected, evaluation = learned(resident), resident.evaluate()["eval_loss"]
+    del resident
+
+    streamed = trainer(tmp_path, StreamBase(1, with_embeddings=True), model=adapted(base(**sizes)))
+    layers = stream(streamed)
+    streamed.train()
+
+    assert layers.num_layers == 6 + (0 if tied else 2)
+    assert are_equal(learned(streamed), expected)
+    assert streamed.evaluate()["eval_loss"] == evaluation
 
 
 def test_it_ends_and_the_card_has_the_base_again(simgpu, tmp_path) -> None:

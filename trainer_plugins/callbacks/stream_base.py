@@ -33,6 +33,7 @@ class StreamBase(RunCallback):
 
     Args:
         resident_layers: as for `stream_base`.
+        with_embeddings: as for `stream_base`.
         allow_generation: as for `stream_base`.
         when: "always"; or "needed", only if the model does not fit on the card of some rank when
             the Trainer moves it there. `SurviveOOM` has a rung for later: `ladder=(..., "stream")`.
@@ -45,6 +46,7 @@ class StreamBase(RunCallback):
     def __init__(
         self,
         resident_layers: int = 2,
+        with_embeddings: bool = False,
         allow_generation: bool = False,
         when: str = "always",
         on_refusal: str = "warn",
@@ -56,7 +58,8 @@ class StreamBase(RunCallback):
             raise ValueError(f"when is 'always' or 'needed', got {when!r}")
         if on_refusal not in ("warn", "error"):
             raise ValueError(f"on_refusal is 'warn' or 'error', got {on_refusal!r}")
-        self._resident_layers, self._allow_generation = resident_layers, allow_generation
+        self._resident_layers, self._with_embeddings = resident_layers, with_embeddings
+        self._allow_generation = allow_generation
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
         _wrap_trainer()
 
@@ -102,7 +105,7 @@ class StreamBase(RunCallback):
                 raise ValueError(said)
             logger.warning(said)
             return None
-        stream = Stream(model, trainer.args.device, self._resident_layers)
+        stream = Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
         with self.harmless():
             finding = begun(stream, why)
             logger.log(finding.severity, "%s", finding)

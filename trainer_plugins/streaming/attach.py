@@ -14,13 +14,17 @@ from trainer_plugins.units import size
 
 
 def stream_base(
-    trainer: Trainer, *, resident_layers: int = 2, allow_generation: bool = False
+    trainer: Trainer,
+    *,
+    resident_layers: int = 2,
+    with_embeddings: bool = False,
+    allow_generation: bool = False,
 ) -> Stream:
     """Keep the frozen base of a Trainer's model in main memory, and a few layers of it on the card.
 
     Each layer comes to the card before it computes, and again before its backward; the next one is
     copied meanwhile. Weights, losses and gradients are those of a run without it, bit for bit. It
-    is for LoRA and QLoRA: what is trained stays on the card, and so do embeddings and head.
+    is for LoRA and QLoRA: what is trained stays on the card.
 
     Cost: main memory of the base's size on each rank, pinned on CUDA. Each micro-batch copies the
     base over the bus twice, but for the layers that stay; prefer rows to gradient accumulation.
@@ -31,6 +35,8 @@ def stream_base(
             not fit, use the callback `StreamBase`: a Trainer moves its model when it is built.
         resident_layers: how many layers are on the card at most. From 2 on the next one is copied
             while one computes.
+        with_embeddings: stream the embeddings and the head too, unless they are tied, each as one
+            more layer. They are large: count them when you choose `resident_layers`.
         allow_generation: stream also if the run generates, which copies the base for each token.
 
     Returns:
@@ -43,7 +49,7 @@ def stream_base(
     reasons = reasons or main_memory_lacks(trainer.model, trainer.args.device)
     if reasons:
         raise ValueError(f"stream_base cannot stream this run: {'; '.join(reasons)}")
-    return Stream(trainer.model, trainer.args.device, resident_layers)
+    return Stream(trainer.model, trainer.args.device, resident_layers, with_embeddings)
 
 
 def refusals(

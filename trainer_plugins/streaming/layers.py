@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,13 +29,22 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def frozen_weights(model: nn.Module) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
+def frozen_weights(
+    model: nn.Module, with_embeddings: bool = False
+) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
     """Yield each layer that has frozen matrices, and those that no other module has too.
 
-    Vectors (norms, biases) stay on the card. What bitsandbytes keeps beside a matrix of 4 bits, its
-    scales, is no parameter, and goes with it.
+    Embeddings and head come first and last, if they are asked for and are not tied. Vectors (norms,
+    biases) stay on the card. What bitsandbytes keeps beside a matrix of 4 bits, its scales, is no
+    parameter, and goes with it.
     """
     layers = repeated_layers(model)
+    if with_embeddings and layers:
+        layers = [
+            *_of(model, "get_input_embeddings"),
+            *layers,
+            *_of(model, "get_output_embeddings"),
+        ]
     inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
     owners: dict[int, set[int]] = {}
     for part in model.modules():
@@ -45,6 +55,12 @@ def frozen_weights(model: nn.Module) -> Iterator[tuple[nn.Module, list[torch.Ten
         own: list[torch.Tensor] = [weight for weight in weights if len(owners[id(weight)]) == 1]
         if own:
             yield layer, [*own, *_scales(own)]
+
+
+def _of(model: Any, getter: str) -> list[nn.Module]:
+    """Return the embeddings, or the head, of a model that has some."""
+    found = getattr(model, getter)() if hasattr(model, getter) else None
+    return [found] if isinstance(found, nn.Module) else []
 
 
 def is_streamable(weight: nn.Parameter) -> bool:

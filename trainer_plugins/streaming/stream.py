@@ -28,10 +28,10 @@ def stream_of(model: nn.Module) -> "Stream | None":
 
 
 class _Layer:
-    """Holds the frozen weights of one layer. Its place among the layers is its number."""
+    """Holds the frozen weights of one layer."""
 
-    def __init__(self, number: int, weights: list[Weight]) -> None:
-        self.number, self.weights = number, weights
+    def __init__(self, weights: list[Weight]) -> None:
+        self.weights = weights
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.is_written = False
         self._ready: torch.cuda.Event | None = None
@@ -92,9 +92,16 @@ class Stream:
         model: its other weights are moved to the card, and stay there.
         device: the card.
         resident_layers: how many layers are on the card at most, 1 or more.
+        with_embeddings: stream embeddings and head too, each as one more layer.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, resident_layers: int = 2) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        resident_layers: int = 2,
+        with_embeddings: bool = False,
+    ) -> None:
         self.num_fetched = self.fetched_bytes = 0
         """How many layers were copied to the card so far, and their bytes."""
 
@@ -103,7 +110,9 @@ class Stream:
         self._model = model
         self._handles: list[Any] = []
         self._here: OrderedDict[int, None] = OrderedDict()
-        self._last, self._direction, self._depth = -1, 1, 0
+        self._depth = 0
+        """How many layers compute forward now, one inside another."""
+
         self.is_saving = False
         """Whether a layer is asked for its `state_dict`."""
 
@@ -111,12 +120,14 @@ class Stream:
         self._side = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
         self._guards: dict[type, type] = {}
         self._layers: list[_Layer] = []
-        self._layer_of: dict[int, _Layer] = {}
+        self._number_of: dict[int, int] = {}
+        """The layer of a `Weight`, by its id."""
+
         self._weights: dict[int, Weight] = {}
         pins = is_cuda and _can_pin()
         try:
-            for module, shown in frozen_weights(model):
-                self._add(module, [Weight(one, self._device, pins) for one in shown])
+            for module, shown in frozen_weights(model, with_embeddings):
+                self._add(module, shown, pins)
             nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
             for weight in self._weights.values():
                 state = getattr(weight.shown, "quant_state", None)
@@ -127,6 +138,10 @@ class Stream:
             for weight in self._weights.values():
                 weight.shown.data = weight.host
             raise
+        part: Any
+        for part in model.modules():
+            if "hf_device_map" in vars(part):  # of `from_pretrained(device_map="cpu")`
+                part.hf_device_map = {"": self._device.index}
         names = [name for name, one in model.named_parameters() if id(one) in self._weights]
         setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
         setattr(model, _NAME, self)
@@ -150,7 +165,7 @@ class Stream:
     @property
     def is_computing(self) -> bool:
         """Return whether a layer computes forward or backward now."""
-        return self._depth > 0 or torch._C._current_graph_task_id() != -1
+        return self._depth > 0 or _is_in_backward()
 
     def __enter__(self) -> "Stream":
         return self
@@ -167,19 +182,16 @@ class Stream:
         return self._weights[id(shown)]
 
     def need(self, number: int) -> None:
-        """Have a layer on the card, and the one that comes next in the direction we are going."""
-        if number != self._last:
-            self._direction = 1 if number > self._last else -1
-            self._last = number
+        """Have a layer on the card, and the one that comes next: before it in a backward pass."""
         self._bring([number])
         self._layers[number].wait()
-        following = number + self._direction
+        following = number + (-1 if _is_in_backward() else 1)
         if self.resident_layers > 1 and 0 <= following < len(self._layers):
             self._bring([following, number])
 
     def bring(self, weights: Iterable[Weight]) -> None:
         """Have the layers of these weights on the card, all at once."""
-        numbers = list({self._layer_of[id(weight)].number for weight in weights})
+        numbers = list({self._number_of[id(weight)] for weight in weights})
         self._bring(numbers)
         for number in numbers:
             self._layers[number].wait()
@@ -187,7 +199,7 @@ class Stream:
     def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
         """Remember that somebody may write to these weights, who holds them or has just done so."""
         for weight in weights:
-            layer = self._layer_of[id(weight)]
+            layer = self._layers[self._number_of[id(weight)]]
             layer.is_written = layer.is_written or is_written or weight.is_held
 
     def release(self) -> None:
@@ -224,17 +236,17 @@ class Stream:
             if isinstance(weight.shown, Guarded):
                 weight.shown.__class__ = type(weight.shown).__mro__[2]
 
-    def _add(self, module: nn.Module, weights: list[Weight]) -> None:
+    def _add(self, module: nn.Module, shown: list[torch.Tensor], pins: bool) -> None:
         number = len(self._layers)
-        self._layers.append(_Layer(number, weights))
-        for weight in weights:
-            self._layer_of[id(weight)] = self._layers[-1]
-            self._weights[id(weight.shown)] = weight
-            kind = type(weight.shown)
-            if isinstance(weight.shown, nn.Parameter) and not isinstance(weight.shown, FakeTensor):
+        for one in shown:
+            self._weights[id(one)] = Weight(one, self._device, pins)
+            kind = type(one)
+            if isinstance(one, nn.Parameter) and not isinstance(one, FakeTensor):
                 if kind not in self._guards:
                     self._guards[kind] = guarded(kind, self)
-                weight.shown.__class__ = self._guards[kind]
+                one.__class__ = self._guards[kind]
+        self._layers.append(_Layer([self._weights[id(one)] for one in shown]))
+        self._number_of.update(dict.fromkeys(map(id, self._layers[-1].weights), number))
         hooked: Any = module  # torch's hooks are not typed
         self._handles += [
             hooked.register_forward_pre_hook(_Hook(self._enter, number)),
@@ -247,6 +259,7 @@ class Stream:
 
     def _enter(self, number: int, *_: object) -> None:
         self._depth += 1
+        self.is_saving = False  # a `state_dict` that raised has left it
         self.need(number)
 
     def _leave(
@@ -329,6 +342,11 @@ def _no_hook() -> Callable[..., None]:
 
 def _nothing(*_: object) -> None:
     """Do nothing, in place of a hook of the model that this one is a copy of."""
+
+
+def _is_in_backward() -> bool:
+    """Tell whether autograd runs in this thread: also while it computes activations again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
