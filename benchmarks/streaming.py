@@ -56,7 +56,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT": ("OPTForCausalLM", {**_BERT, "ffn_dim": 192, "word_embed_proj_dim": 64}),
     "T5": (
         "T5ForConditionalGeneration",
-        {**_TEXT, "d_model": 64, "d_ff": 192, "d_kv": 16, "num_layers": 2, "num_heads": 4},
+        {
+            **_TEXT,
+            "d_model": 64,
+            "d_ff": 192,
+            "d_kv": 16,
+            "decoder_start_token_id": 0,
+            "num_layers": 2,
+            "num_heads": 4,
+        },
     ),
     "BERT": ("BertForMaskedLM", _BERT),
     "Whisper": (
@@ -88,7 +96,11 @@ def model_of(name: str, dropout: float, **changed: Any) -> nn.Module:
     for part in base.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = dropout
-    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout)
+    if name == "Whisper":  # sound goes through no embeddings, whose output PEFT has learn
+        base.model.encoder.conv1.register_forward_hook(lambda *seen: seen[-1].requires_grad_())
+    # The experts of Mixtral are no linear layers, and PEFT's adapters of them know no dropout.
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if name == "Mixtral" else "all-linear"
+    lora = LoraConfig(r=4, target_modules=targets, lora_dropout=dropout)
     model: Any = get_peft_model(base, lora)
     for weight_name, weight in model.named_parameters():
         if "lora_B" in weight_name:  # zeros, which would keep the gradients of A at zero

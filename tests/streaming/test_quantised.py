@@ -20,7 +20,7 @@ CARD = torch.device("simgpu:0")
 @pytest.fixture(autouse=True)
 def _kernels_are_not_compiled() -> Iterator[None]:
     """On the simulated card those in plain torch are used, and Inductor knows no such device."""
-    with torch.compiler.set_stance("force_eager"):
+    with torch._dynamo.config.patch(disable=True):
         yield
 
 
