@@ -61,7 +61,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "d_model": 64,
             "d_ff": 192,
             "d_kv": 16,
-            "decoder_start_token_id": 0,
             "num_layers": 2,
             "num_heads": 4,
         },
@@ -90,6 +89,8 @@ def model_of(name: str, dropout: float, **changed: Any) -> nn.Module:
     model_class: Any = getattr(transformers, class_name)
     config = model_class.config_class(**{**sizes, **changed})
     _set_dropout(config, dropout)
+    if name == "T5":
+        config.decoder_start_token_id = 0
     config._experts_implementation = "eager"  # the grouped product counts on a real card
     torch.manual_seed(0)
     base = model_class._from_config(config, attn_implementation="sdpa")

@@ -19,9 +19,14 @@ CARD = torch.device("simgpu:0")
 
 @pytest.fixture(autouse=True)
 def _kernels_are_not_compiled() -> Iterator[None]:
-    """On the simulated card those in plain torch are used, and Inductor knows no such device."""
+    """On the simulated card those in plain torch are used, and Inductor knows no such device.
+
+    The tables that bitsandbytes keeps there for all layers go with the test.
+    """
     with torch._dynamo.config.patch(disable=True):
         yield
+    getattr(bitsandbytes.backends.utils, "_code_4bit_cache", {}).clear()
+    bitsandbytes.functional.name2qmap.clear()
 
 
 def four_bits(linear: nn.Linear, doubly: bool) -> nn.Module:
@@ -42,7 +47,9 @@ def eight_bits(linear: nn.Linear) -> nn.Module:
     made = bitsandbytes.nn.Linear8bitLt(
         linear.in_features, linear.out_features, bias=False, has_fp16_weights=False
     )
-    made.weight = bitsandbytes.nn.Int8Params(linear.weight.data, has_fp16_weights=False)
+    made.weight = bitsandbytes.nn.Int8Params(
+        linear.weight.data, requires_grad=False, has_fp16_weights=False
+    )
     return made
 
 
