@@ -53,13 +53,13 @@ def eight_bits(linear: nn.Linear) -> nn.Module:
     return made
 
 
-def quantised(make) -> nn.Module:
-    """LoRA on a base in main memory, quantised where it is."""
+def quantised(make, device="cpu") -> nn.Module:
+    """LoRA on a base that is quantised on a device, in main memory unless told otherwise."""
     model = base(attention_dropout=0.0, num_hidden_layers=3)
     for layer in repeated_layers(model):
         for name, part in list(layer.named_modules()):
             if isinstance(part, nn.Linear):
-                layer.set_submodule(name, make(part).to("cpu"))
+                layer.set_submodule(name, make(part).to(device))
     return adapted(model)
 
 
@@ -103,14 +103,14 @@ def test_four_bits(simgpu, tmp_path, doubly, use_reentrant, resident_layers) -> 
 
 
 def test_eight_bits_stay(simgpu) -> None:
-    expected, model = quantised(eight_bits), quantised(eight_bits)
+    expected, model = (quantised(eight_bits, CARD) for _ in range(2))
     assert any("has frozen weights" in said for said in model_refusals(model, 1))
 
     down = model.base_model.model.model.layers  # a base of which some is not quantised
     for layer in down:
-        layer.mlp.down_proj.base_layer = nn.Linear(352, 128, bias=False).requires_grad_(False)
+        layer.mlp.down_proj = nn.Linear(352, 128, bias=False).requires_grad_(False)
     for mine, theirs in zip(down, expected.base_model.model.model.layers, strict=True):
-        theirs.mlp.down_proj.base_layer = copy.deepcopy(mine.mlp.down_proj.base_layer)
+        theirs.mlp.down_proj = copy.deepcopy(mine.mlp.down_proj)
     nn.Module.to(expected, CARD)
     stream = Stream(model, CARD, 1)
 
