@@ -70,6 +70,6 @@ def test_an_unknown_benchmark_is_refused_before_anything_is_installed() -> None:
 
     assert done.returncode == 2
     assert (
-        "there are reading, callbacks, start, configs, survival, prediction, several, search, sharding, traces and house"
+        "there are reading, callbacks, start, configs, survival, prediction, several, search, sharding, streaming, traces and house"
         in done.stderr
     )

@@ -1,7 +1,7 @@
 """Find the repeated layers of a model, and the frozen weights that are theirs alone."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def frozen_weights(
         weights = [weight for weight in dict.fromkeys(layer.parameters()) if is_streamable(weight)]
         own: list[torch.Tensor] = [weight for weight in weights if len(owners[id(weight)]) == 1]
         if own:
-            yield layer, [*own, *_scales(layer)]
+            yield layer, [*own, *_scales(own)]
 
 
 def _of(model: Any, getter: str) -> list[nn.Module]:
@@ -76,11 +76,9 @@ def is_streamable(weight: nn.Parameter) -> bool:
     )
 
 
-def _scales(layer: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the scales of the matrices of 4 bits in a layer: one number for 64 weights."""
-    for part in layer.modules():
-        state = getattr(part, "quant_state", None)
-        if state is None:
-            state = getattr(getattr(part, "weight", None), "quant_state", None)
+def _scales(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the scales of matrices of 4 bits: one number for 64 weights."""
+    for weight in weights:
+        state = getattr(weight, "quant_state", None)
         if state is not None:
             yield state.absmax

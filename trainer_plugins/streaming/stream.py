@@ -129,6 +129,10 @@ class Stream:
             for module, shown in frozen_weights(model, with_embeddings):
                 self._add(module, shown, pins)
             nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
+            for weight in self._weights.values():
+                state = getattr(weight.shown, "quant_state", None)
+                if state is not None:  # tables of bitsandbytes, which move only if their weight does
+                    state.to(self._device)
         except BaseException:
             self._let_go()
             for weight in self._weights.values():
