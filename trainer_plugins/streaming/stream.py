@@ -131,7 +131,7 @@ class Stream:
             nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
             for weight in self._weights.values():
                 state = getattr(weight.shown, "quant_state", None)
-                if state is not None:  # tables of bitsandbytes, which move only if their weight does
+                if state is not None:  # of bitsandbytes: its tables move only with their weight
                     state.to(self._device)
         except BaseException:
             self._let_go()

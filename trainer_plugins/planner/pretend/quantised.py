@@ -362,6 +362,13 @@ def place(model: Any, device: torch.device) -> None:
     base.hf_device_map = {"": device}
 
 
+def tell_weights(model: torch.nn.Module) -> None:
+    """Let each weight of 4 bits know its state, as bitsandbytes' own class of weights does."""
+    for part in model.modules():
+        if isinstance(part, Linear4bit):
+            vars(part.weight)["quant_state"] = part.quant_state
+
+
 def has_stand_ins(model: torch.nn.Module) -> bool:
     """Return whether a model has layers of this file."""
     return any(isinstance(part, _Quantised) for part in model.modules())

@@ -71,6 +71,7 @@ class Streaming:
         reasons = refusals(trainer, model, resident_layers, self._allows_generation)
         if reasons:
             raise PlanError(f"the base of this run cannot be streamed: {'; '.join(reasons)}")
+        quantised.tell_weights(model)
         Stream(model, trainer.args.device, resident_layers, self._with_embeddings)
         if quantised.has_stand_ins(model):
             quantised.place(model, trainer.args.device)  # what is no parameter
