@@ -23,6 +23,8 @@ _HOMES = {
     "PlanError": "planner",
     "Preflight": "callbacks",
     "PreflightError": "callbacks",
+    "Rehearsal": "survival",
+    "RehearsalError": "survival",
     "ReleaseEarlierRuns": "callbacks",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
@@ -36,6 +38,7 @@ _HOMES = {
     "plan_run": "planner",
     "protect": "plug_in.protection",
     "read_timeline": "record.timeline",
+    "rehearse": "survival",
     "released": "upkeep.released",
     "report_oom": "upkeep.post_mortem",
     "survive_oom": "survival",
@@ -54,6 +57,8 @@ __all__ = [
     "PlanError",
     "Preflight",
     "PreflightError",
+    "Rehearsal",
+    "RehearsalError",
     "ReleaseEarlierRuns",
     "StrategyInForce",
     "SurviveOOM",
@@ -67,6 +72,7 @@ __all__ = [
     "plan_run",
     "protect",
     "read_timeline",
+    "rehearse",
     "released",
     "report_oom",
     "survive_oom",
@@ -92,7 +98,13 @@ if TYPE_CHECKING:
     from trainer_plugins.plug_in.protection import protect
     from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.report.html.draw import draw
-    from trainer_plugins.survival import SurviveOOM, survive_oom
+    from trainer_plugins.survival import (
+        Rehearsal,
+        RehearsalError,
+        SurviveOOM,
+        rehearse,
+        survive_oom,
+    )
     from trainer_plugins.upkeep.generation import generation_memory
     from trainer_plugins.upkeep.post_mortem import report_oom
     from trainer_plugins.upkeep.released import released
