@@ -32,9 +32,8 @@ class LongestRows:
         return len(self._rows)
 
     def batch(self, num: int) -> Any:
-        """Collate the last ones: the short one, which is padded, is among them."""
-        rows = self._rows[len(self._rows) - num :]
-        return self._collate([self._dataset[index] for index in rows])
+        """Collate the longest ones; the short one, which is padded, is the last of all."""
+        return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
 def longest_rows(dataset: Any, num: int) -> list[int]:

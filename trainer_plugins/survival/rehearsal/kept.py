@@ -18,7 +18,7 @@ _ROOM = 0.8
 
 
 class Kept:
-    """Holds what a rehearsal may change, to put it back.
+    """Holds what a rehearsal may change, to put it back; but for the random generators.
 
     Frozen weights are not copied: nothing that is rehearsed moves them.
 
@@ -37,11 +37,10 @@ class Kept:
         self._states = None if optimizer is None else States(optimizer)
         self._buffers = Buffers(model)
         self._modes = [(module, module.training) for module in model.modules()]
-        # Both hold the generators, each the metrics of its mode.
-        self._snapshots = (Snapshot(trainer), Snapshot(trainer, "eval"))
+        self._metrics = [Snapshot(trainer, mode) for mode in ("train", "eval")]
         self._owners = [(each, attributes(each)) for each in _owners(trainer)]
-        self._trainer_state = trainer.state
-        self._callback_states = copy.deepcopy(trainer.state.stateful_callbacks)
+        self._callback_states = trainer.state.stateful_callbacks
+        self._values_of_callbacks = copy.deepcopy(self._callback_states)
 
     def restore_weights(self) -> None:
         """Put the values of trained weights back."""
@@ -66,9 +65,10 @@ class Kept:
             module.training = mode
         for owner, before in self._owners:
             put_back(owner, before)
-        self._trainer_state.stateful_callbacks = self._callback_states
-        for snapshot in self._snapshots:
-            snapshot.restore()
+        self._callback_states.clear()
+        self._callback_states.update(self._values_of_callbacks)
+        for metrics in self._metrics:
+            metrics.restore_metrics()
 
 
 class States:

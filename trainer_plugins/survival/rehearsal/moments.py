@@ -15,10 +15,11 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.baseline import Card
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Packed, Rows, find_layout
-from trainer_plugins.survival.limit.limit import cells
+from trainer_plugins.survival.limit.limit import SLACK, cells
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks import Ranks
 from trainer_plugins.survival.ranks.gathers import Gathers
+from trainer_plugins.survival.ranks.zero import foreseen
 from trainer_plugins.survival.rehearsal.kept import Kept, inner_optimizer
 from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
@@ -90,13 +91,17 @@ class Moments:
         trainer = self._trainer
         if any(isinstance(one, SurvivalMemo) for one in trainer.callback_handler.callbacks):
             raise LeftOut("survive_oom does it at its first micro-batch, and divides what is left")
+        if trainer.is_deepspeed_enabled and self._card is None:
+            raise LeftOut("ZeRO foresees what fits, and nothing counts the memory of its device")
         loader = trainer.callback_handler.train_dataloader
         rows = self._longest(loader, trainer._train_batch_size)
         num = -self._ranks.highest(-len(rows))
         self.what += f" ({cells(rows.batch(num))} tokens)"
         self._ranks.prepare(partial(self._tiny, rows))
         num_fit = self._ranks.most(partial(self._compute, rows), num, 1)
-        return f"{num_fit or 'not one'} of them fit at once" if num_fit < num else ""
+        if num_fit == num:
+            return ""
+        return f"{num_fit} of them fit at once" if num_fit else "not even one row fits"
 
     def evaluation(self) -> str | DidNotFit:
         """Evaluate the longest rows, beside all outputs that the loop will have kept by then."""
@@ -166,20 +171,22 @@ class Moments:
     def _longest(self, loader: Any, num: int) -> LongestRows:
         seen = "of the data"
         dataset: Any = getattr(loader, "dataset", None)
-        if not hasattr(dataset, "__getitem__") and hasattr(dataset, "take"):
+        if not hasattr(dataset, "__len__") and hasattr(dataset, "take"):
             dataset, seen = list(dataset.take(_NUM_SEEN)), f"of the first {_NUM_SEEN} that come"
         collate = getattr(loader, "collate_fn", None)
         rows = LongestRows(dataset, collate, num, self._trainer.model)
         if self._ranks.highest(int(not rows)):
             raise LeftOut(f"{type(dataset).__name__} cannot be asked for single rows")
-        self.what = f"the {len(rows)} longest rows {seen}"
+        self.what = (
+            f"the {len(rows)} longest rows {seen}" if len(rows) > 1 else f"the longest row {seen}"
+        )
         return rows
 
     def _compute(self, rows: LongestRows, model: nn.Module, num: int) -> None:
         self._pass(model, rows.batch(num))
 
     def _tiny(self, rows: LongestRows) -> None:
-        """Run a pass over the first tokens of the shortest row."""
+        """Run a pass over the first tokens of one row."""
         batch = rows.batch(1)
         with suppress(IndivisibleError):
             batch = find_layout((Packed(), Rows()), batch).probe(batch, 1)
@@ -194,8 +201,12 @@ class Moments:
             trainer.training_step(model, batch, num_items)
 
     def _evaluate(self, rows: LongestRows, num_batches: int) -> str | DidNotFit:
-        args, before = self._trainer.args, self._read()
-        outputs = self._tried(partial(self._predicted, rows))
+        args = self._trainer.args
+        if self.is_shared and (too_much := self._foreseen(rows)):
+            return too_much
+        self.reset_peak()
+        before = self._read()
+        outputs = self._tried(partial(self._predicted, rows, len(rows)))
         after = self._read()
         if isinstance(outputs, DidNotFit):
             return outputs
@@ -212,7 +223,24 @@ class Moments:
         outcome = attempt(partial(self._hold, held))
         return outcome if isinstance(outcome, DidNotFit) else ""
 
-    def _predicted(self, rows: LongestRows) -> tuple[Any, Any]:
+    def _foreseen(self, rows: LongestRows) -> str:
+        """Say that the batch will not fit, by the line through the peaks of 1 row and of 2.
+
+        The ranks agree on it before they compute the batch, since a failure could not be taken
+        back.
+        """
+        peaks, before = [], self._read()
+        for num in (1, 2) if before is not None and len(rows) > 2 else ():
+            self.reset_peak()
+            self._predicted(rows, num)
+            peaks.append((num, self.peak_bytes() or 0))
+        needed_bytes = int(foreseen(peaks, len(rows)))
+        room_bytes = before.total_bytes - before.non_torch_bytes if before is not None else 0
+        if not self._ranks.highest(int(needed_bytes > (1 - SLACK) * room_bytes)):
+            return ""
+        return f"by 1 row and 2 rows it is foreseen to take {size(needed_bytes)} on this rank"
+
+    def _predicted(self, rows: LongestRows, num: int) -> tuple[Any, Any]:
         """Return what an evaluation keeps of a batch: outputs and labels."""
         trainer, gathers = self._trainer, Gathers(self._trainer)
         model = trainer._wrap_model(trainer.model, training=False)
@@ -221,9 +249,9 @@ class Moments:
         options = {} if loss_only else _full_length(trainer)
         with gathers.apart(), gathers.held():
             _, logits, labels = trainer.prediction_step(
-                model, rows.batch(len(rows)), loss_only, **options
+                model, rows.batch(num), loss_only, **options
             )
-        if options:
+        if options and num == len(rows):
             self.what += f", each generating {max(options.values())} tokens"
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)

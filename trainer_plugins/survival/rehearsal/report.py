@@ -29,7 +29,8 @@ _REMEDIES: dict[RunMoment, str] = {
     " rows (max_length), or trainer_plugins.survive_oom, which divides what does not fit",
     "save": "Save without a second copy on the card: merge adapters on the CPU; under FSDP"
     " SHARDED_STATE_DICT, under ZeRO-3 stage3_gather_16bit_weights_on_model_save false",
-    "resume": "Load through main memory: torch.load(..., map_location='cpu')",
+    "resume": "Let what a load brings wait in main memory (torch.load(..., map_location='cpu')),"
+    " and move it part by part",
 }
 
 

@@ -9,6 +9,7 @@ from transformers import Trainer
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import card_of
+from trainer_plugins.survival.attempt.snapshot import Snapshot
 from trainer_plugins.survival.exact.layouts import Completions
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.limit.optimizer_states import create_states
@@ -34,6 +35,14 @@ def rehearse_run(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> Rehe
         plan: the plan of this run, if there is one.
         saves: whether a checkpoint is written, and loaded.
     """
+    generators = Snapshot(trainer)  # even the search for reasons draws, under DDP
+    try:
+        return _rehearsed(trainer, plan, saves)
+    finally:
+        generators.restore()
+
+
+def _rehearsed(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
     started, model = perf_counter(), trainer.model_wrapped
     kept, why = None, ""
     try:
@@ -80,7 +89,7 @@ class _Rehearsal:
         self._moments.reset_peak()
         try:
             outcome = work()
-            failure = outcome.first_line if isinstance(outcome, DidNotFit) else outcome
+            failure = _first_words(outcome) if isinstance(outcome, DidNotFit) else outcome
             has_run_out = bool(failure)
         except LeftOut as error:
             why = str(error)
@@ -120,6 +129,11 @@ def _agreed(trainer: Trainer, vote: int) -> int:
     """Return the highest vote of all ranks; this rank's own if they cannot agree."""
     highest = agreement_within(trainer.args.ddp_timeout).highest(vote)
     return vote if highest is None else highest
+
+
+def _first_words(outcome: DidNotFit) -> str:
+    """Return what an OOM says, without its advice for the whole process."""
+    return outcome.first_line.partition(" Including non-PyTorch")[0].rstrip(".")
 
 
 def _words(error: Exception) -> str:
