@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def padded(examples: list[Row]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
 
 
-class InOrder(Trainer):  # type: ignore[misc]
+class InOrder(Trainer):
     """Draws the rows in their order, so that the long one comes at a known step."""
 
     def _get_train_sampler(self, *_: object) -> range:
@@ -208,7 +209,7 @@ def foretold(run: Late, folder: Path, step: int) -> tuple[float, str]:
     return rehearsal.report.seconds, ""
 
 
-class _Times(TrainerCallback):  # type: ignore[misc]
+class _Times(TrainerCallback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
@@ -222,6 +223,7 @@ class _Times(TrainerCallback):  # type: ignore[misc]
 def main() -> None:
     """Print the table of docs/rehearsal.md."""
     simgpu.enable(256 * MIB)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu"
     for run in RUNS:
         with TemporaryDirectory() as folder:
             lost, error = dies_at(run, Path(folder) / "late", 200)

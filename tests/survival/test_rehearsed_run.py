@@ -20,10 +20,10 @@ from transformers import (
     TrainerCallback,
 )
 
-from benchmarks.rehearsal import RUNS, Late, dies_at, foretold
+from benchmarks.rehearsal import RUNS, Late, dies_at, foretold, make
 from tests.models import tiny_llama
 from tests.survival.failing import padded, ragged_rows, small_trainer
-from trainer_plugins import MemoryPlan, Rehearsal, RehearsalError, rehearse, survive_oom
+from trainer_plugins import MemoryPlan, Rehearsal, RehearsalError, SurviveOOM, rehearse
 from trainer_plugins.planner.plan import MomentPeak
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.units import MIB
@@ -33,6 +33,7 @@ EVERYTHING = {
     "eval_steps": 2,
     "save_strategy": "steps",
     "save_steps": 2,
+    "weight_decay": 0.1,  # which moves weights without a gradient
 }
 MOMENTS = ["optimizer step", "evaluation", "training", "save", "resume"]
 
@@ -75,7 +76,7 @@ class Sees(TrainerCallback):
             "groups": [{**group, "params": 0} for group in optimizer.param_groups],
             "scheduler": lr_scheduler.state_dict(),
             "python": random.getstate(),
-            "numpy": np.random.get_state()[1].tolist(),
+            "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
             "torch": torch.get_rng_state(),
             "arguments": args.to_dict(),
             "state": copy.deepcopy(dataclasses.asdict(state)),
@@ -165,6 +166,7 @@ def test_one_that_is_rehearsed_by_a_call_has_not_begun(tmp_path, simgpu) -> None
     rehearsed = Trained(tmp_path / "rehearsed", how=told)
     alone = Trained(tmp_path / "alone")
 
+    assert rehearsed.told is not None
     assert [each.moment for each in rehearsed.told.moments] == MOMENTS
     assert heard == ["begin"]
     assert rehearsed.is_the_run(alone)
@@ -219,14 +221,10 @@ class WithoutTheLast(Trainer):
 
 
 def test_survive_oom_divides_what_training_cannot(tmp_path, simgpu) -> None:
-    run = RUNS[0]
-    simgpu.set_capacity(run.card_mib * MIB)
-    from benchmarks.rehearsal import make
-
+    """Also where it stands behind the rehearsal, as that of a preset does."""
     rehearsal = Rehearsal(refuse_on="error")
-    trainer = make(run, tmp_path, 6, rehearsal)
-    with survive_oom(trainer):
-        trainer.train()
+    trainer = make(RUNS[0], tmp_path, 6, rehearsal, SurviveOOM())
+    trainer.train()
 
     assert trainer.state.global_step == 8
     assert "survive_oom does it" in dict(rehearsal.report.left_out)["training"]

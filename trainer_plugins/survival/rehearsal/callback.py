@@ -5,11 +5,12 @@ from typing import Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.finding import Severity
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.callback import SurviveOOM
 from trainer_plugins.survival.rehearsal.kept import attributes, put_back
 from trainer_plugins.survival.rehearsal.report import RehearsalReport
 from trainer_plugins.survival.rehearsal.run import rehearse_run
@@ -78,6 +79,8 @@ class Rehearsal(RunCallback):
         if trainer is None:
             logger.warning("Rehearsal does nothing: it was not called by a transformers.Trainer")
             return
+        if (survives := callback_of(trainer, SurviveOOM)) is not None:
+            survives.on_train_begin(args, state, control)  # it may stand behind this one
         self.report = self._rehearsed(trainer)
         with self.harmless():
             self._say(args, state)

@@ -41,6 +41,10 @@ class LeftOut(Exception):  # noqa: N818 - it is no error
     """Says why a moment is not rehearsed."""
 
 
+class NoBatch(Exception):  # noqa: N818 - the user's rows raise it
+    """Says why the longest rows make no batch; the ranks know before one of them computes."""
+
+
 class Moments:
     """Computes the worst of each moment of one run, on this rank or with the others.
 
@@ -80,10 +84,12 @@ class Moments:
             raise LeftOut("a step of ZeRO cannot be taken back")
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise LeftOut("the optimizer has step hooks, which would count it")
-        outcome = attempt(partial(_step, optimizer))
-        for parameter in self._ranks.bare.parameters():
-            parameter.grad = None
-        self._kept.restore_weights()
+        try:
+            outcome = attempt(partial(_step, optimizer))
+        finally:
+            for parameter in self._ranks.bare.parameters():
+                parameter.grad = None
+            self._kept.restore_weights()
         return outcome if isinstance(outcome, DidNotFit) else ""
 
     def training(self) -> str:
@@ -173,13 +179,21 @@ class Moments:
         dataset: Any = getattr(loader, "dataset", None)
         if not hasattr(dataset, "__len__") and hasattr(dataset, "take"):
             dataset, seen = list(dataset.take(_NUM_SEEN)), f"of the first {_NUM_SEEN} that come"
-        collate = getattr(loader, "collate_fn", None)
-        rows = LongestRows(dataset, collate, num, self._trainer.model)
-        if self._ranks.highest(int(not rows)):
+        rows, error = None, ""
+        try:
+            collate = getattr(loader, "collate_fn", None)
+            rows = LongestRows(dataset, collate, num, self._trainer.model)
+            if rows:
+                rows.batch(len(rows))
+        except Exception as raised:  # noqa: BLE001 - the user's data set and collator
+            error = first_words(raised)
+        self.what = "the longest rows"
+        if self._ranks.highest(int(bool(error))):
+            raise NoBatch(error or "another rank cannot make a batch of them")
+        if self._ranks.highest(int(not rows)) or rows is None:
             raise LeftOut(f"{type(dataset).__name__} cannot be asked for single rows")
-        self.what = (
-            f"the {len(rows)} longest rows {seen}" if len(rows) > 1 else f"the longest row {seen}"
-        )
+        many = f"the {len(rows)} longest rows" if len(rows) > 1 else "the longest row"
+        self.what = f"{many} {seen}"
         return rows
 
     def _compute(self, rows: LongestRows, model: nn.Module, num: int) -> None:
@@ -238,7 +252,9 @@ class Moments:
         room_bytes = before.total_bytes - before.non_torch_bytes if before is not None else 0
         if not self._ranks.highest(int(needed_bytes > (1 - SLACK) * room_bytes)):
             return ""
-        return f"by 1 row and 2 rows it is foreseen to take {size(needed_bytes)} on this rank"
+        return (
+            f"by 1 row and 2 it would take {size(needed_bytes)} here, and a rank has no such room"
+        )
 
     def _predicted(self, rows: LongestRows, num: int) -> tuple[Any, Any]:
         """Return what an evaluation keeps of a batch: outputs and labels."""
@@ -314,3 +330,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _text(setting: object) -> str:
     return str(getattr(setting, "value", setting))
+
+
+def first_words(error: Exception) -> str:
+    """Return the kind and the first line of an error, which holds tensors."""
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]

@@ -16,7 +16,7 @@ from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import cannot_be_taken_back
 from trainer_plugins.survival.rehearsal.kept import Kept
-from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments
+from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch, first_words
 from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.upkeep.agreement import agreement_within
 
@@ -50,7 +50,7 @@ def _rehearsed(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> Rehear
             create_states(trainer.optimizer)
             kept = Kept(trainer, model)
     except Exception as error:  # noqa: BLE001 - the user's run goes on, without a rehearsal
-        why = _words(error)
+        why = first_words(error)
     if _agreed(trainer, int(kept is None)) or kept is None:
         return RehearsalReport(left_out=(("the run", why or "another rank says why"),))
     ranks, card = kind_of(trainer, model)(trainer, model), card_of(trainer.args.device)
@@ -89,14 +89,16 @@ class _Rehearsal:
         self._moments.reset_peak()
         try:
             outcome = work()
-            failure = _first_words(outcome) if isinstance(outcome, DidNotFit) else outcome
+            failure = _of_oom(outcome) if isinstance(outcome, DidNotFit) else outcome
             has_run_out = bool(failure)
         except LeftOut as error:
             why = str(error)
+        except NoBatch as error:
+            failure = str(error)
         except Exception as error:  # a Trainer's own methods ran
             if self._moments.is_shared:
                 raise
-            failure = _words(error)
+            failure = first_words(error)
         peak_bytes = self._moments.peak_bytes()
         if failure:
             gc.collect()  # what its frames held
@@ -131,10 +133,6 @@ def _agreed(trainer: Trainer, vote: int) -> int:
     return vote if highest is None else highest
 
 
-def _first_words(outcome: DidNotFit) -> str:
+def _of_oom(outcome: DidNotFit) -> str:
     """Return what an OOM says, without its advice for the whole process."""
     return outcome.first_line.partition(" Including non-PyTorch")[0].rstrip(".")
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]
