@@ -9,6 +9,7 @@ import pytest
 from tests import processes
 from tests.distributed import extensions
 from tests.distributed.launched import command, environment, torchrun
+from tests.survival.ranks.test_fsdp2 import IS_REFUSED, WHY_NOT
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,8 @@ DONE = {"ddp": ALL, "fsdp2": ALL[:-1], "zero3": ALL[1:-1]}
 def launched(request, tmp_path_factory) -> tuple[str, list[dict[str, Any]]]:
     """One launch a kind."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if kind == "fsdp2" and IS_REFUSED:
+        pytest.skip(WHY_NOT)
     call = command("fsdp2", (), SCRIPT) if kind == "fsdp2" else [*torchrun(2), SCRIPT]
     if kind == "zero3":
         extensions.build("cpu")

@@ -175,12 +175,11 @@ class Moments:
         return work() if self._ranks.forward_is_shared else attempt(work)
 
     def _longest(self, loader: Any, num: int) -> LongestRows:
-        seen = "of the data"
+        seen, rows, error = "of the data", None, ""
         dataset: Any = getattr(loader, "dataset", None)
-        if not hasattr(dataset, "__len__") and hasattr(dataset, "take"):
-            dataset, seen = list(dataset.take(_NUM_SEEN)), f"of the first {_NUM_SEEN} that come"
-        rows, error = None, ""
         try:
+            if not hasattr(dataset, "__len__") and hasattr(dataset, "take"):
+                dataset, seen = list(dataset.take(_NUM_SEEN)), f"of the first {_NUM_SEEN} that come"
             collate = getattr(loader, "collate_fn", None)
             rows = LongestRows(dataset, collate, num, self._trainer.model)
             if rows:
@@ -252,9 +251,7 @@ class Moments:
         room_bytes = before.total_bytes - before.non_torch_bytes if before is not None else 0
         if not self._ranks.highest(int(needed_bytes > (1 - SLACK) * room_bytes)):
             return ""
-        return (
-            f"by 1 row and 2 it would take {size(needed_bytes)} here, and a rank has no such room"
-        )
+        return f"by 1 row and 2 it would take {size(needed_bytes)} here, and a rank has no room"
 
     def _predicted(self, rows: LongestRows, num: int) -> tuple[Any, Any]:
         """Return what an evaluation keeps of a batch: outputs and labels."""
