@@ -98,6 +98,7 @@ class Rehearsal(RunCallback):
         roll.sign()
         try:
             if has_peers() and (missing := roll.missing(_WAIT_SECONDS)):
+                logger.warning("nothing is rehearsed: %s", missing)
                 return RehearsalReport(left_out=(("the run", missing),))
             return rehearse_run(trainer, self._plan, self._saves)
         finally:
