@@ -116,6 +116,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_load_best_model": (TRAINER,),
     "_load_from_checkpoint": (TRAINER,),
     "_load_optimizer_and_scheduler": (TRAINER,),
+    "_load_scaler": (TRAINER,),
     "_loss_function": (MODEL,),
     "_update_model_kwargs_for_generation": ("transformers.generation.GenerationMixin",),
     "_memory_tracker": ("transformers.trainer",),
@@ -132,6 +133,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_signature_columns": ("transformers.trainer",),
     "_tp_size": (MODEL,),
     "_train_batch_size": ("transformers.trainer",),
+    "_wrap_model": (TRAINER,),
     # accelerate
     "_original_forward": ("accelerate.utils.other",),
     "_prepare_backend": ("accelerate.PartialState",),

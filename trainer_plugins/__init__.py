@@ -23,6 +23,8 @@ _HOMES = {
     "PlanError": "planner",
     "Preflight": "callbacks",
     "PreflightError": "callbacks",
+    "Rehearsal": "survival",
+    "RehearsalError": "survival",
     "ReleaseEarlierRuns": "callbacks",
     "StrategyInForce": "callbacks",
     "StreamBase": "callbacks",
@@ -37,6 +39,7 @@ _HOMES = {
     "plan_run": "planner",
     "protect": "plug_in.protection",
     "read_timeline": "record.timeline",
+    "rehearse": "survival",
     "released": "upkeep.released",
     "report_oom": "upkeep.post_mortem",
     "stream_base": "streaming.attach",
@@ -56,6 +59,8 @@ __all__ = [
     "PlanError",
     "Preflight",
     "PreflightError",
+    "Rehearsal",
+    "RehearsalError",
     "ReleaseEarlierRuns",
     "StrategyInForce",
     "StreamBase",
@@ -70,6 +75,7 @@ __all__ = [
     "plan_run",
     "protect",
     "read_timeline",
+    "rehearse",
     "released",
     "report_oom",
     "stream_base",
@@ -98,7 +104,13 @@ if TYPE_CHECKING:
     from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.report.html.draw import draw
     from trainer_plugins.streaming.attach import stream_base
-    from trainer_plugins.survival import SurviveOOM, survive_oom
+    from trainer_plugins.survival import (
+        Rehearsal,
+        RehearsalError,
+        SurviveOOM,
+        rehearse,
+        survive_oom,
+    )
     from trainer_plugins.upkeep.generation import generation_memory
     from trainer_plugins.upkeep.post_mortem import report_oom
     from trainer_plugins.upkeep.released import released

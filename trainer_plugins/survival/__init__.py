@@ -2,5 +2,13 @@
 
 from trainer_plugins.survival.attach import Survival, survive_oom
 from trainer_plugins.survival.callback import SurviveOOM
+from trainer_plugins.survival.rehearsal import Rehearsal, RehearsalError, rehearse
 
-__all__ = ["Survival", "SurviveOOM", "survive_oom"]
+__all__ = [
+    "Rehearsal",
+    "RehearsalError",
+    "Survival",
+    "SurviveOOM",
+    "rehearse",
+    "survive_oom",
+]

@@ -22,6 +22,11 @@ def refusals(trainer: Trainer) -> list[str]:
     return [reason for find in _REFUSALS for reason in find(trainer)]
 
 
+def cannot_be_taken_back(trainer: Trainer) -> list[str]:
+    """List every reason why a pass of this Trainer, even one that fits, leaves something behind."""
+    return [reason for find in _LEAVES for reason in find(trainer)]
+
+
 def _parallel(trainer: Trainer) -> Iterator[str]:
     yield from kind_of(trainer).refusals(trainer)
     if trainer.args.n_gpu > 1:
@@ -103,6 +108,7 @@ def _rivals(trainer: Trainer) -> Iterator[str]:
         )
 
 
-_REFUSALS: tuple[Callable[[Trainer], Iterator[str]], ...] = (
-    *(_parallel, _compiled, _consumed_gradients, _coupled_rows, _rivals),
+_LEAVES: tuple[Callable[[Trainer], Iterator[str]], ...] = (
+    *(_parallel, _compiled, _consumed_gradients),
 )
+_REFUSALS = (*_LEAVES, _coupled_rows, _rivals)

@@ -1,13 +1,39 @@
 """Finds the rows of a data set that will need the most memory, without computing."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 MAX_ROWS = 1024
 """How many rows, evenly spaced, are looked at if no column tells their lengths."""
 
 _MAX_COUNTED = 1_000_000
 _SLICE = 10_000
+
+
+class LongestRows:
+    """Collates the longest rows of a data set as its loader would, and consumes none of them.
+
+    Args:
+        dataset: the data set that the loader reads.
+        collate: makes a batch of rows. It is copied, since it may keep a generator of its own.
+        num: how many rows make a batch; there may be fewer.
+        model: is not copied where the collator keeps it, as that of seq2seq does.
+    """
+
+    def __init__(self, dataset: Any, collate: Any, num: int, model: nn.Module) -> None:
+        self._dataset = dataset
+        self._rows = longest_rows(dataset, num) if collate is not None else []
+        self._collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, num: int) -> Any:
+        """Collate the longest ones; the short one, which is padded, is the last of all."""
+        return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
 def longest_rows(dataset: Any, num: int) -> list[int]:

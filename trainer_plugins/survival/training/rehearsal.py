@@ -5,7 +5,6 @@ gradients are there. How many fitted is the limit by which later micro-batches a
 they are computed, so that none has to fail first.
 """
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from trainer_plugins.survival.exact.layouts import (
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.words import UNCHANGED
-from trainer_plugins.upkeep.longest import longest_rows
+from trainer_plugins.upkeep.longest import LongestRows
 
 logger = logging.getLogger(__name__)
 
@@ -172,16 +171,13 @@ def _longest_batch(run: Run) -> Inputs:
         return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    rows = longest_rows(dataset, trainer._train_batch_size)
-    if dataset is None or collate is None or not rows:
+    rows = LongestRows(dataset, collate, trainer._train_batch_size, trainer.model)
+    if not rows:
         logger.info(
             "nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__
         )
         return {}
-    # The collator is copied, since it may keep a generator of its own. A model that it keeps, as
-    # that of seq2seq does, is not.
-    collate = copy.deepcopy(collate, {id(module): module for module in trainer.model.modules()})
-    batch: Inputs = trainer._prepare_inputs(collate([dataset[index] for index in rows]))
+    batch: Inputs = trainer._prepare_inputs(rows.batch(len(rows)))
     return batch
 
 

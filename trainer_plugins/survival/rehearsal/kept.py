@@ -1,0 +1,186 @@
+"""Kept: what a rehearsal changes, in main memory, and how it is put back bit for bit."""
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from trainer_plugins.devices.host import HostDevice
+from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
+from trainer_plugins.units import size
+
+_ROOM = 0.8
+"""How much of the free main memory the copies may take: beyond it the kernel may end the run."""
+
+
+class Kept:
+    """Holds what a rehearsal may change, to put it back; but for the random generators.
+
+    Frozen weights are not copied: nothing that is rehearsed moves them.
+
+    Raises:
+        MemoryError: main memory has no room for it.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+        optimizer = None if trainer.is_deepspeed_enabled else inner_optimizer(trainer.optimizer)
+        self._model, self._weights = (
+            model,
+            [p for p in model.parameters() if p.requires_grad and not trainer.is_deepspeed_enabled],
+        )
+        _look_for_room(self._weights, optimizer)
+        self._values = [_host(weight) for weight in self._weights]
+        self._states = None if optimizer is None else States(optimizer)
+        self._buffers = Buffers(model)
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._metrics = [Snapshot(trainer, mode) for mode in ("train", "eval")]
+        self._owners = [(each, attributes(each)) for each in _owners(trainer)]
+        self._callback_states = trainer.state.stateful_callbacks
+        self._values_of_callbacks = copy.deepcopy(self._callback_states)
+
+    def restore_weights(self) -> None:
+        """Put the values of trained weights back."""
+        with torch.no_grad():
+            for weight, value in zip(self._weights, self._values, strict=True):
+                _local(weight).copy_(value)
+
+    def drop_states(self) -> None:
+        """Let go of the optimizer's states, as before a resume loads them."""
+        if self._states is not None:
+            self._states.drop()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self.restore_weights()
+        if self._states is not None:
+            self._states.restore()
+        self._buffers.restore()
+        for module, mode in self._modes:
+            module.training = mode
+        for owner, before in self._owners:
+            put_back(owner, before)
+        self._callback_states.clear()
+        self._callback_states.update(self._values_of_callbacks)
+        for metrics in self._metrics:
+            metrics.restore_metrics()
+
+
+class States:
+    """Holds the states and the groups of an optimizer, to put them back in place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._states = {
+            parameter: {name: _Value.of(value) for name, value in state.items()}
+            for parameter, state in optimizer.state.items()
+        }
+
+    def drop(self) -> None:
+        """Let go of all states."""
+        self._optimizer.state.clear()
+
+    def restore(self) -> None:
+        """Put them back; states that were not there are dropped."""
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **kept})
+        now = dict(self._optimizer.state)
+        self._optimizer.state.clear()
+        for parameter, kept in self._states.items():
+            there = now.get(parameter, {})
+            self._optimizer.state[parameter] = {
+                name: value.put_back(there.get(name)) for name, value in kept.items()
+            }
+
+
+class _Value(NamedTuple):
+    """Holds one state of a parameter: a copy in main memory, and where a tensor was."""
+
+    value: Any
+    device: torch.device | None
+
+    @classmethod
+    def of(cls, value: Any) -> "_Value":
+        if isinstance(value, torch.Tensor):
+            return cls(_host(value), value.device)
+        return cls(copy.deepcopy(value), None)
+
+    def put_back(self, now: Any) -> Any:
+        """Return the value: in the tensor that is there, if that is a fit one."""
+        if self.device is None:
+            return self.value
+        if isinstance(now, torch.Tensor) and (now.dtype, now.device) == (
+            self.value.dtype,
+            self.device,
+        ):
+            with torch.no_grad():
+                _local(now).copy_(self.value)
+            return now
+        return self.value.to(self.device)
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    inner: torch.optim.Optimizer = optimizer
+    return inner
+
+
+def put_back(owner: object, before: dict[str, Any]) -> None:
+    """Give an object the attributes that it had, and take away those that it had not."""
+    there = vars(owner)
+    for name in there.keys() - before.keys():
+        del there[name]
+    there.update(before)
+
+
+def attributes(owner: object) -> dict[str, Any]:
+    """Return the attributes of an object, with its lists copied."""
+    return {n: [*v] if isinstance(v, list) else v for n, v in vars(owner).items()}
+
+
+def _owners(trainer: Trainer) -> Iterator[object]:
+    """Give the objects of which a moment sets attributes."""
+    yield trainer
+    yield trainer.args
+    yield trainer.state
+    yield trainer.accelerator
+    generation = getattr(trainer.model, "generation_config", None)
+    for each in (trainer.lr_scheduler, getattr(trainer.accelerator, "scaler", None), generation):
+        if hasattr(each, "__dict__"):
+            yield each
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return _local(tensor).to("cpu", copy=True)
+
+
+def _look_for_room(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
+    states = [] if optimizer is None else optimizer.state.values()
+    values = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    local_bytes = sum(_local(each).nbytes for each in (*weights, *values))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free_bytes = HostDevice().read().free_bytes
+    if num_ranks * local_bytes > _ROOM * free_bytes:
+        raise MemoryError(
+            f"the weights and states of {num_ranks} ranks take {size(num_ranks * local_bytes)},"
+            f" and {size(free_bytes)} of main memory are free"
+        )

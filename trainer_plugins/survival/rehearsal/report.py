@@ -1,0 +1,137 @@
+"""Report: how each moment of a run went before step 1, as values, findings and a table."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.planner.plan import MemoryPlan, Moment
+from trainer_plugins.printable import printable
+from trainer_plugins.units import size
+
+RunMoment = Literal["optimizer step", "evaluation", "training", "save", "resume"]
+"""A moment that is rehearsed, in this order."""
+
+_PLANNED: dict[RunMoment, tuple[Moment, ...]] = {
+    "optimizer step": ("optimizer step",),
+    "evaluation": ("evaluation", "generation"),
+    "training": ("forward", "backward"),
+    "save": ("save",),
+    "resume": ("resume",),
+}
+"""The moments of a plan that each of them covers."""
+
+_REMEDIES: dict[RunMoment, str] = {
+    "optimizer step": "Take an optimizer with smaller states (--optim adamw_8bit, adafactor),"
+    " adapters, or shard them (FSDP2, ZeRO)",
+    "evaluation": "Take a smaller --per_device_eval_batch_size; where outputs pile up,"
+    " --eval_accumulation_steps 1, or a preprocess_logits_for_metrics that takes the argmax",
+    "training": "Take --gradient_checkpointing True, fewer rows with more accumulation, shorter"
+    " rows (max_length), or trainer_plugins.survive_oom, which divides what does not fit",
+    "save": "Save without a second copy on the card: merge adapters on the CPU; under FSDP"
+    " SHARDED_STATE_DICT, under ZeRO-3 stage3_gather_16bit_weights_on_model_save false",
+    "resume": "Let what a load brings wait in main memory (torch.load(..., map_location='cpu')),"
+    " and move it part by part",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """Tells how one moment went on this rank."""
+
+    moment: RunMoment
+    what: str
+    """What was computed, as in "8 longest rows"."""
+
+    seconds: float
+    peak_bytes: int | None
+    """The most that was allocated; None if nothing counts it, or if the moment did not fit."""
+
+    failure: str = ""
+    """What failed, on this rank or on another one; empty if nothing did."""
+
+    has_run_out: bool = False
+    """Whether it failed because it does not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalReport:
+    """Tells how the moments of a run went, and what was left out."""
+
+    moments: tuple[Rehearsed, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What was not rehearsed, each with the reason."""
+
+    total_bytes: int | None = None
+    """The size of the card; None if nothing counts its memory."""
+
+    seconds: float = 0.0
+    plan: MemoryPlan | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what will not fit, what failed, what was left out, and the peaks."""
+        found = [self._judged(each) for each in self.moments if each.failure]
+        if self.left_out:
+            found.append(
+                Finding(
+                    code="rehearsal-left-out",
+                    severity=Severity.INFO,
+                    summary="not rehearsed: " + ", ".join(what for what, _ in self.left_out),
+                    evidence="; ".join(f"{what}: {why}" for what, why in self.left_out),
+                    remedy="What these need is not known before they come",
+                )
+            )
+        if done := [f"{each.moment} {self._peak(each)}" for each in self.moments]:
+            found.append(
+                Finding(
+                    code="rehearsed",
+                    severity=Severity.INFO,
+                    summary=f"rehearsed before step 1, in {self.seconds:.1f} s",
+                    evidence=", ".join(done),
+                    remedy="Nothing has to be done: all is as it was before",
+                )
+            )
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """Return a table with one line a moment."""
+        card = f" of {size(self.total_bytes)}" if self.total_bytes else ""
+        lines = [f"rehearsed before step 1, in {self.seconds:.1f} s; peaks{card}"]
+        for each in self.moments:
+            planned = self._planned(each.moment)
+            beside = "" if planned is None else f"planned {size(planned)}"
+            lines.append(
+                f"  {each.moment:<14}  {self._peak(each):<12}  {beside:<18}  "
+                f"{each.failure or each.what}"
+            )
+        lines += [f"  {what:<14}  not rehearsed: {why}" for what, why in self.left_out]
+        return "\n".join(printable(line.rstrip()) for line in lines)
+
+    def _peak(self, each: Rehearsed) -> str:
+        if each.failure:
+            return "does not fit" if each.has_run_out else "fails"
+        return "fits" if each.peak_bytes is None else size(each.peak_bytes)
+
+    def _planned(self, moment: RunMoment) -> int | None:
+        moments = {} if self.plan is None else self.plan.moments
+        peaks = [moments[name].allocated_bytes for name in _PLANNED[moment] if name in moments]
+        return max(peaks, default=None)
+
+    def _judged(self, each: Rehearsed) -> Finding:
+        card = f" on a card of {size(self.total_bytes)}" if self.total_bytes else ""
+        if each.has_run_out:
+            return Finding(
+                code="rehearsal-does-not-fit",
+                severity=Severity.ERROR,
+                summary=f"{each.moment} does not fit{card}: a run that comes to it will end there",
+                evidence=f"{each.what}: {each.failure}",
+                remedy=_REMEDIES[each.moment],
+            )
+        return Finding(
+            code="rehearsal-fails",
+            severity=Severity.WARNING,
+            summary=f"{each.moment} raises when it is rehearsed, and may do so in the run",
+            evidence=f"{each.what}: {each.failure}",
+            remedy="Read the error; a row that no sampler draws, or a Trainer that needs what"
+            " comes before, may be harmless",
+        )
