@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CudaCacheCallback": "callbacks",
     "EvalGenerateCleanup": "callbacks",
+    "EvaluationGuard": "callbacks",
     "Finding": "finding",
     "KVCacheGuard": "callbacks",
     "MemoryArguments": "plug_in.options",
@@ -24,6 +25,7 @@ _HOMES = {
     "Preflight": "callbacks",
     "PreflightError": "callbacks",
     "ReleaseEarlierRuns": "callbacks",
+    "ResumeGuard": "callbacks",
     "StrategyInForce": "callbacks",
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
@@ -44,6 +46,7 @@ _HOMES = {
 __all__ = [
     "CudaCacheCallback",
     "EvalGenerateCleanup",
+    "EvaluationGuard",
     "Finding",
     "KVCacheGuard",
     "MemoryArguments",
@@ -55,6 +58,7 @@ __all__ = [
     "Preflight",
     "PreflightError",
     "ReleaseEarlierRuns",
+    "ResumeGuard",
     "StrategyInForce",
     "SurviveOOM",
     "attach",
@@ -76,12 +80,14 @@ if TYPE_CHECKING:
     from trainer_plugins.callbacks import (
         CudaCacheCallback,
         EvalGenerateCleanup,
+        EvaluationGuard,
         KVCacheGuard,
         MemoryWatchdog,
         OOMReporter,
         Preflight,
         PreflightError,
         ReleaseEarlierRuns,
+        ResumeGuard,
         StrategyInForce,
     )
     from trainer_plugins.finding import Finding
