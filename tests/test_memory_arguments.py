@@ -22,7 +22,7 @@ def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
     trainer.train()
 
     assert training.output_dir == str(tmp_path)
-    _, _, _, cache, _, _, watchdog, _ = callbacks
+    _, _, _, cache, _, guard, _, _, watchdog, _ = callbacks
     assert isinstance(cache, CudaCacheCallback)
     assert cache.interval == 4
     assert isinstance(watchdog, MemoryWatchdog)

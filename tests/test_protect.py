@@ -7,11 +7,13 @@ from tests.offers import install
 from trainer_plugins import (
     CudaCacheCallback,
     EvalGenerateCleanup,
+    EvaluationGuard,
     KVCacheGuard,
     MemoryWatchdog,
     OOMReporter,
     Preflight,
     ReleaseEarlierRuns,
+    ResumeGuard,
     StrategyInForce,
     protect,
 )
@@ -24,7 +26,9 @@ ALL = [
     ReleaseEarlierRuns,
     CudaCacheCallback,
     EvalGenerateCleanup,
+    EvaluationGuard,
     KVCacheGuard,
+    ResumeGuard,
     MemoryWatchdog,
     OOMReporter,
 ]
@@ -55,8 +59,8 @@ def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
 
     assert len(protect(trainer, preset="observe", every_steps=5)) == 4
     assert protect(trainer, preset="observe") == []
-    assert len(protect(trainer)) == 4
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:6], *ALL[:2], *ALL[6:], PrinterCallback]
+    assert len(protect(trainer)) == 6
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:8], *ALL[:2], *ALL[8:], PrinterCallback]
     assert trainer.pop_callback(MemoryWatchdog).every_steps == 5
 
 

@@ -8,6 +8,7 @@ from trainer_plugins.explain.switches import (
     BEST_WORDS,
     OUTPUTS_TO_MAIN_MEMORY,
     SAVE_WITHOUT_GATHER,
+    SHARDED_SAVE,
 )
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent, size
@@ -41,6 +42,7 @@ def evaluation(facts: Facts) -> Line | None:
     keeps = (
         run.has_metrics
         and not run.reduces_logits
+        and run.logits_to != "argmax"
         and not run.flag("prediction_loss_only")
         and not run.flag("batch_eval_metrics")
         and not run.flag("predict_with_generate")
@@ -137,12 +139,12 @@ def batch_size(facts: Facts) -> Line | None:
 
 def vllm(facts: Facts) -> Line | None:
     """Judge what vLLM takes of the card that trains."""
-    run = facts.run
-    if run is None or not run.flag("use_vllm") or run.values.get("vllm_mode") == "server":
+    part = 0.0 if facts.run is None else facts.run.vllm_share
+    if not part:
         return None
-    value = run.values.get("vllm_gpu_memory_utilization")
-    part = float(value) if isinstance(value, (int, float)) else 0.3
     seen = f"takes {percent(part)} of the card"
+    if facts.device_bytes:
+        seen += f", {size(int(part * facts.device_bytes))}"
     if part <= 1 / 2:
         return Line("vLLM", seen)
     finding = Finding(
@@ -194,8 +196,10 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     assert facts.model is not None
     assert facts.model.shape is not None
     longest, rows = facts.data.longest_evaluation, facts.data.num_evaluation_rows
-    need = rows * longest * facts.model.shape.vocab_size * 4
-    moved = run.number("eval_accumulation_steps", 0) > 0
+    is_joined = run.values.get("eval_do_concat_batches") is not False
+    times = 2 if is_joined else 1
+    need = rows * longest * facts.model.shape.vocab_size * 4 * times
+    moved = run.number("eval_accumulation_steps", 0) > 0 or run.logits_to == "cpu"
     main = None if facts.main is None else facts.main.reading.free_bytes
     free = main if moved else facts.device_free_bytes
     if free is None or need < MUCH * free:
@@ -207,7 +211,8 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         summary=f"an evaluation keeps all logits until its end: {size(need)}, and {size(free)} of"
         f" {place} is free",
         evidence=f"{rows:,} rows x {longest:,} tokens x {facts.model.shape.vocab_size:,} words x 4"
-        " bytes, because there is a compute_metrics (transformers#7232)",
+        f" bytes{', of which joining batches holds two' * is_joined}, because there is a"
+        " compute_metrics (transformers#7232)",
         remedy=BEST_WORDS if moved else f"{BEST_WORDS}; or {OUTPUTS_TO_MAIN_MEMORY}",
         amount=float(need),
     )
@@ -233,7 +238,10 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             remedy="--save_only_model True, --save_total_limit 1, or another --output_dir",
             amount=float(need),
         )
-    weights = 0 if run.strategy is None else 2 * run.strategy.num_params
+    is_fsdp = run.gathers_on_save.startswith("FSDP")
+    remedy = SHARDED_SAVE if is_fsdp else SAVE_WITHOUT_GATHER
+    # FSDP gathers its float32 weights, and after them the optimizer's states; ZeRO 16 bits.
+    weights = 0 if run.strategy is None else (4 if is_fsdp else 2) * run.strategy.num_params
     free = None if facts.main is None else facts.main.reading.free_bytes
     if run.gathers_on_save and free is not None and weights > MUCH * free:
         yield Finding(
@@ -241,8 +249,8 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             severity=Severity.ERROR if weights > free else Severity.WARNING,
             summary=f"each save gathers all weights on the first rank: {size(weights)}, and"
             f" {size(free)} of main memory is free",
-            evidence="ZeRO-3 with stage3_gather_16bit_weights_on_model_save (transformers#12587)",
-            remedy=f"{SAVE_WITHOUT_GATHER.do}: {SAVE_WITHOUT_GATHER.price}",
+            evidence=f"{run.gathers_on_save} (transformers#12587)",
+            remedy=f"{remedy.do}: {remedy.price}",
             amount=float(weights),
         )
 
