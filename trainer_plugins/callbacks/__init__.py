@@ -6,6 +6,7 @@ Each translates its events into calls on the floors below.
 from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback
 from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup
 from trainer_plugins.callbacks.evaluation_guard import EvaluationGuard
+from trainer_plugins.callbacks.headroom import Headroom
 from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard
 from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog
 from trainer_plugins.callbacks.oom_reporter import OOMReporter
@@ -18,6 +19,7 @@ __all__ = [
     "CudaCacheCallback",
     "EvalGenerateCleanup",
     "EvaluationGuard",
+    "Headroom",
     "KVCacheGuard",
     "MemoryWatchdog",
     "OOMReporter",
