@@ -241,8 +241,9 @@ def test_logits_must_fit_in_what_a_vllm_leaves_of_the_card() -> None:
     words = replace(WORDS, predicts_tokens=True, shape=replace(LLAMA, vocab_size=128_000))
     data = DataFacts(lengths=(512,), longest_target=512)
     alone = replace(HEALTHY, model=words, data=data)
-    shared = replace(alone, run=run(**VLLM, vllm_gpu_memory_utilization=0.5))
-    asleep = replace(alone, run=run(**shared.run.values, vllm_enable_sleep_mode=True))
+    half = {**VLLM, "vllm_gpu_memory_utilization": 0.5}
+    shared = replace(alone, run=run(**half))
+    asleep = replace(alone, run=run(**half, vllm_enable_sleep_mode=True))
     assert judge(alone).findings == judge(asleep).findings == ()
     assert [found.code for found in judge(shared).findings] == ["logits-fp32"]
 

@@ -22,7 +22,7 @@ from trainer_plugins.units import MIB
 
 RANK = int(os.environ["RANK"])
 FOLDER = Path(sys.argv[1])
-ROOMY_BYTES, STEP_BYTES = 1024 * MIB, 160 * MIB
+ROOMY_BYTES, STEP_BYTES = 1024 * MIB, 76 * MIB
 
 
 class Peak(Trainer):
@@ -43,9 +43,9 @@ def make(steps: int, *callbacks: TrainerCallback) -> Peak:
         save_strategy="steps", save_steps=1, logging_strategy="no", disable_tqdm=True,
         dataloader_pin_memory=False, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT", **wrapped},
     )  # fmt: skip
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
+    sizes = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 56}
     model = tiny_llama(**sizes, vocab_size=2000)
-    rows = {"train_dataset": token_rows(), "eval_dataset": token_rows(64)}
+    rows = {"train_dataset": token_rows(), "eval_dataset": token_rows(128)}
     return Peak(model, args, callbacks=list(callbacks), **rows)
 
 
@@ -102,7 +102,7 @@ for story, callbacks in {
     trainer, facts[story] = resumed(*callbacks)
     print(story, facts[story], torch.accelerator.max_memory_reserved() / MIB, flush=True)
 facts["all logits"] = evaluated(trainer, ROOMY_BYTES)
-facts["argmax"] = evaluated(trainer, 32 * MIB)
+facts["argmax"] = evaluated(trainer, 40 * MIB)
 facts["world_size"] = dist.get_world_size()
 (FOLDER / f"facts-{RANK}.json").write_text(json.dumps(facts))
 print(facts)

@@ -151,10 +151,12 @@ class _Watch:
         if batch_bytes <= self._largest_bytes and self._num_batches:
             return
         self._largest_bytes = max(self._largest_bytes, batch_bytes)
-        is_first = self._num_seen == 1
-        finding = self._forecast(outputs)
-        if is_first and self._guard.logits_to == "argmax":
-            self._takes_argmax = self._may_take_argmax(outputs, labels, finding is not None)
+        finding = None
+        try:
+            finding = self._forecast(outputs)
+        finally:  # a reading that fails must not keep the other ranks waiting
+            if self._num_seen == 1 and self._guard.logits_to == "argmax":
+                self._takes_argmax = self._may_take_argmax(outputs, labels, finding is not None)
         if finding is None or self._takes_argmax:
             return
         if self._guard.logits_to is not None and self._are_on_card():

@@ -52,7 +52,7 @@ class Headroom(RunCallback):
     def around_train(self, trainer: Trainer, *args: object, **kwargs: object) -> Iterator[None]:
         """Limit the allocator while a Trainer trains."""
         device = trainer.args.device
-        module = torch if device.type == "cpu" else torch.get_device_module(device)
+        module = torch.get_device_module(device)
         if not hasattr(module, "get_per_process_memory_fraction"):
             logger.info("Headroom does nothing: the allocator of %s has no limit", device.type)
             yield

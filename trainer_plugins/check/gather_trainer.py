@@ -72,7 +72,8 @@ def _around(notes: Notes, device: Device) -> Facts:
     main = notes.tried("main memory", main_memory, None)
     is_card = device.name != "cpu"
     card = partial(_card, device, reading)
-    seen = notes.tried("the card", card, ()) if is_card else ()
+    nothing: tuple[CardFacts, ...] = ()
+    seen = notes.tried("the card", card, nothing) if is_card else nothing
     return Facts(
         cards=seen,
         no_cards="" if is_card else "training runs on the CPU",
@@ -109,12 +110,13 @@ def _run(trainer: Any, optimizer: object) -> RunSettings:
     args = trainer.args
     values = {each.name: getattr(args, each.name, None) for each in fields(args)}
     state = trainer.accelerator.state
-    guards = trainer.callback_handler.callbacks
+    callbacks = trainer.callback_handler.callbacks
+    asked = [each.logits_to for each in callbacks if type(each).__name__ == "EvaluationGuard"]
     return RunSettings(
         values=values,
         has_metrics=trainer.compute_metrics is not None,
         reduces_logits=trainer.preprocess_logits_for_metrics is not None,
-        logits_to=next((g.logits_to or "" for g in guards if hasattr(g, "logits_to")), ""),
+        logits_to=next(filter(None, asked), ""),
         num_cards=args.n_gpu,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
         strategy=read_in_force(

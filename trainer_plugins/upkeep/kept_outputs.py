@@ -79,7 +79,7 @@ class Argmaxed:
         self.ndim = len(self.shape)
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self._places)
 
     def argmax(self, axis: int | None = None, out: None = None) -> NDArray[np.int64]:
         """Return the place of the largest logit of each row; `np.argmax` calls this."""
@@ -101,9 +101,9 @@ def why_not_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
         return f"the model returns {type(outputs).__name__}, and not logits alone"
     if outputs.dim() < 2:
         return "the outputs of a row are one number"
-    arrays = nested_numpify(labels)
-    ids = outputs.argmax(-1).cpu().numpy()
     try:
+        arrays = nested_numpify(labels)
+        ids = outputs.argmax(-1).cpu().numpy()
         whole = metrics(EvalPrediction(deepcopy(nested_numpify(outputs)), deepcopy(arrays)))
         short = metrics(_prediction(ids, outputs.shape[-1], deepcopy(arrays)))
     except Exception as error:
