@@ -68,7 +68,7 @@ def resumed(*callbacks: TrainerCallback) -> tuple[Peak, dict[str, Any]]:
     return trainer, {"error": error, "weights": weights, "loaded_mib": loaded}
 
 
-def evaluated(trainer: Trainer, free_bytes: int) -> dict[str, float]:
+def evaluated(trainer: Trainer, free_bytes: int) -> dict[str, Any]:
     taken: list[str] = []
 
     def accuracy(prediction: Any) -> dict[str, float]:
@@ -100,9 +100,7 @@ for story, callbacks in {
     gc.collect()
     torch.accelerator.empty_cache()
     trainer, facts[story] = resumed(*callbacks)
-    print(story, facts[story], torch.accelerator.max_memory_reserved() / MIB, flush=True)
 facts["all logits"] = evaluated(trainer, ROOMY_BYTES)
 facts["argmax"] = evaluated(trainer, 40 * MIB)
 facts["world_size"] = dist.get_world_size()
 (FOLDER / f"facts-{RANK}.json").write_text(json.dumps(facts))
-print(facts)
