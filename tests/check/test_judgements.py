@@ -104,7 +104,7 @@ DEEPSPEED = strategy(family="DeepSpeed", num_params=200 * 10**9)
 LARGE_SAVE = replace(RUN, strategy=DEEPSPEED, gathers_on_save="ZeRO-3")
 FSDP_SAVE = replace(
     RUN,
-    strategy=strategy(family="FSDP", num_params=20 * 10**9),
+    strategy=strategy(family="FSDP", world_size=2),
     gathers_on_save="FSDP with FULL_STATE_DICT",
 )
 LLAMA = Shape(vocab_size=32, num_layers=32, num_heads=32, num_key_value_heads=8, head_size=128)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from trainer_plugins.check.facts import LITTLE, MUCH, Facts, Line, RunSettings, folder_of
 from trainer_plugins.check.model import cache_bytes
+from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.switches import (
     BEST_WORDS,
     OUTPUTS_TO_MAIN_MEMORY,
@@ -238,10 +239,7 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             remedy="--save_only_model True, --save_total_limit 1, or another --output_dir",
             amount=float(need),
         )
-    is_fsdp = run.gathers_on_save.startswith("FSDP")
-    remedy = SHARDED_SAVE if is_fsdp else SAVE_WITHOUT_GATHER
-    # FSDP gathers its float32 weights, and after them the optimizer's states; ZeRO 16 bits.
-    weights = 0 if run.strategy is None else (4 if is_fsdp else 2) * run.strategy.num_params
+    weights, remedy = _gathered_weights(facts, run)
     free = None if facts.main is None else facts.main.reading.free_bytes
     if run.gathers_on_save and free is not None and weights > MUCH * free:
         yield Finding(
@@ -253,6 +251,16 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             remedy=f"{remedy.do}: {remedy.price}",
             amount=float(weights),
         )
+
+
+def _gathered_weights(facts: Facts, run: RunSettings) -> tuple[int, Remedy]:
+    """Return what a save gathers on the first rank, and what avoids that."""
+    if run.strategy is None:
+        return 0, SAVE_WITHOUT_GATHER
+    if run.gathers_on_save.startswith("FSDP"):
+        part = 0 if facts.model is None else sum(facts.model.homes.values())
+        return part * run.strategy.world_size, SHARDED_SAVE
+    return 2 * run.strategy.num_params, SAVE_WITHOUT_GATHER  # 16 bits, whatever is trained
 
 
 def _checkpoint(facts: Facts, run: RunSettings) -> tuple[int, str]:
