@@ -65,12 +65,13 @@ def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
 
 
 def test_options_reach_their_callbacks(make_trainer) -> None:
-    _, _, _, cache, _, _, watchdog, _ = protect(
+    _, _, _, cache, _, evaluation, _, _, watchdog, _ = protect(
         make_trainer(), every_steps=2, warn_fraction=0.5, act_fraction=0.75, stop=True,
-        release_every_steps=7, min_reclaimable_fraction=0.25,
+        release_every_steps=7, min_reclaimable_fraction=0.25, logits_to="argmax",
     )  # fmt: skip
 
     assert (cache.interval, cache.min_reclaimable_fraction) == (7, 0.25)
+    assert evaluation.logits_to == "argmax"
     assert (watchdog.every_steps, watchdog.stop) == (2, True)
     assert (watchdog.budget.warn_fraction, watchdog.budget.act_fraction) == (0.5, 0.75)
 
