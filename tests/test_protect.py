@@ -95,7 +95,7 @@ def test_the_users_own_is_kept(make_trainer, own) -> None:
         if isinstance(callback, MemoryWatchdog)
     ] == [mine]
     behind = [OOMReporter, own, TrainerCallback, PrinterCallback]
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:6], *behind]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:8], *behind]
 
 
 def test_ours_stand_before_the_trackers(make_trainer) -> None:
