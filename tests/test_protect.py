@@ -135,7 +135,7 @@ def test_a_trainer_that_refuses_callbacks_is_protected(make_trainer) -> None:
     protect(trainer)
     trainer.train()
 
-    assert kinds(trainer)[1:9] == ALL
+    assert kinds(trainer)[1:11] == ALL
 
 
 def test_a_trainer_without_its_flow(make_trainer) -> None:
