@@ -22,7 +22,7 @@ def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
     trainer.train()
 
     assert training.output_dir == str(tmp_path)
-    _, _, _, cache, _, _, watchdog, _ = callbacks
+    _, _, _, cache, *_, watchdog, _ = callbacks
     assert isinstance(cache, CudaCacheCallback)
     assert cache.interval == 4
     assert isinstance(watchdog, MemoryWatchdog)
@@ -78,6 +78,7 @@ def test_the_defaults_are_those_of_the_callbacks() -> None:
     "bad",
     [
         {"memory_every_steps": 0},
+        {"memory_logits_to": "disk"},
         {"memory_warn_fraction": 0.0},
         {"memory_warn_fraction": 0.98},
         {"memory_act_fraction": 1.01},

@@ -7,11 +7,13 @@ from tests.offers import install
 from trainer_plugins import (
     CudaCacheCallback,
     EvalGenerateCleanup,
+    EvaluationGuard,
     KVCacheGuard,
     MemoryWatchdog,
     OOMReporter,
     Preflight,
     ReleaseEarlierRuns,
+    ResumeGuard,
     StrategyInForce,
     protect,
 )
@@ -24,7 +26,9 @@ ALL = [
     ReleaseEarlierRuns,
     CudaCacheCallback,
     EvalGenerateCleanup,
+    EvaluationGuard,
     KVCacheGuard,
+    ResumeGuard,
     MemoryWatchdog,
     OOMReporter,
 ]
@@ -55,18 +59,19 @@ def test_again_is_harmless_and_more_is_added(make_trainer) -> None:
 
     assert len(protect(trainer, preset="observe", every_steps=5)) == 4
     assert protect(trainer, preset="observe") == []
-    assert len(protect(trainer)) == 4
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:6], *ALL[:2], *ALL[6:], PrinterCallback]
+    assert len(protect(trainer)) == 6
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[2:8], *ALL[:2], *ALL[8:], PrinterCallback]
     assert trainer.pop_callback(MemoryWatchdog).every_steps == 5
 
 
 def test_options_reach_their_callbacks(make_trainer) -> None:
-    _, _, _, cache, _, _, watchdog, _ = protect(
+    _, _, _, cache, _, evaluation, _, _, watchdog, _ = protect(
         make_trainer(), every_steps=2, warn_fraction=0.5, act_fraction=0.75, stop=True,
-        release_every_steps=7, min_reclaimable_fraction=0.25,
+        release_every_steps=7, min_reclaimable_fraction=0.25, logits_to="argmax",
     )  # fmt: skip
 
     assert (cache.interval, cache.min_reclaimable_fraction) == (7, 0.25)
+    assert evaluation.logits_to == "argmax"
     assert (watchdog.every_steps, watchdog.stop) == (2, True)
     assert (watchdog.budget.warn_fraction, watchdog.budget.act_fraction) == (0.5, 0.75)
 
@@ -90,7 +95,7 @@ def test_the_users_own_is_kept(make_trainer, own) -> None:
         if isinstance(callback, MemoryWatchdog)
     ] == [mine]
     behind = [OOMReporter, own, TrainerCallback, PrinterCallback]
-    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:6], *behind]
+    assert kinds(trainer) == [DefaultFlowCallback, *ALL[:8], *behind]
 
 
 def test_ours_stand_before_the_trackers(make_trainer) -> None:
@@ -130,7 +135,7 @@ def test_a_trainer_that_refuses_callbacks_is_protected(make_trainer) -> None:
     protect(trainer)
     trainer.train()
 
-    assert kinds(trainer)[1:9] == ALL
+    assert kinds(trainer)[1:11] == ALL
 
 
 def test_a_trainer_without_its_flow(make_trainer) -> None:

@@ -12,8 +12,10 @@ GROUP = "trainer_plugins.presets"
 
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
+EVALUATION = "trainer_plugins.callbacks.EvaluationGuard"
 EARLIER_RUNS = "trainer_plugins.callbacks.ReleaseEarlierRuns"
 KV_CACHE = "trainer_plugins.callbacks.KVCacheGuard"
+RESUME = "trainer_plugins.callbacks.ResumeGuard"
 WATCHDOG = "trainer_plugins.callbacks.MemoryWatchdog"
 REPORTER = "trainer_plugins.callbacks.OOMReporter"
 PREFLIGHT = "trainer_plugins.callbacks.Preflight"
@@ -27,7 +29,9 @@ _SAFE = (
     EARLIER_RUNS,
     CUDA_CACHE,
     EVAL_CLEANUP,
+    EVALUATION,
     KV_CACHE,
+    RESUME,
     WATCHDOG,
     REPORTER,
 )

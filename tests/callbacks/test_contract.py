@@ -20,6 +20,8 @@ from tests.models import token_rows
 from trainer_plugins import (
     CudaCacheCallback,
     EvalGenerateCleanup,
+    EvaluationGuard,
+    Headroom,
     KVCacheGuard,
     MemoryWatchdog,
     Preflight,
@@ -198,6 +200,11 @@ def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> Non
             "every_steps is a number of optimizer steps, 1 or more, got 0",
         ),
         (
+            lambda: EvaluationGuard("disk"),  # type: ignore[arg-type]
+            "logits_to is cpu, argmax or None, got 'disk'",
+        ),
+        (lambda: Headroom(1.0), "leave_fraction is a part of the card, 0 to 1, got 1.0"),
+        (
             lambda: Preflight("never"),  # type: ignore[arg-type]
             "refuse_on is error, warning or None, got 'never'",
         ),
@@ -372,7 +379,9 @@ def test_a_reading_that_fails_ends_no_training(
 
         assert trainer.state.global_step == 4
         said = said_by_ours(caplog)
-        reads = callback_class in READING or (callback_class is Preflight and not fails_from)
+        reads = callback_class in (*READING, EvaluationGuard) or (
+            callback_class is Preflight and not fails_from
+        )
         assert len(said) == reads, (error, said)
         assert all(
             "training goes on" in message or "does nothing in this run" in message

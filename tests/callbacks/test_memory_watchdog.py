@@ -49,12 +49,19 @@ class EvaluatesItself(Trainer):
 
     def evaluate(self, *args, **kwargs):
         torch.zeros(40 * MIB, dtype=torch.uint8, device=self.args.device)
-        metrics = {"own_score": 1.0}
+        return {"own_score": 1.0}
+
+
+class EvaluatesItselfAndLogs(EvaluatesItself):
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
         self.log(metrics)
         return metrics
 
 
-@pytest.mark.parametrize(("kind", "peak_mib"), [(EvaluatesItself, 40), (Trainer, 30)])
+@pytest.mark.parametrize(
+    ("kind", "peak_mib"), [(EvaluatesItself, 40), (EvaluatesItselfAndLogs, 40), (Trainer, 30)]
+)
 def test_the_final_evaluation_is_seen_once(make_trainer, simgpu, kind, peak_mib) -> None:
     timeline = Timeline()
     trainer = make_trainer(

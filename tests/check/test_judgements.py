@@ -19,6 +19,7 @@ from trainer_plugins.check.facts import (
     ModelFacts,
     Owner,
     RunSettings,
+    Shape,
 )
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Severity
@@ -100,7 +101,15 @@ ADAPTERS = replace(MODEL, trainable_bytes={"float32": GIB}, frozen_bytes={"bfloa
 BEST = {"load_best_model_at_end": True}
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 DEEPSPEED = strategy(family="DeepSpeed", num_params=200 * 10**9)
-LARGE_SAVE = replace(RUN, strategy=DEEPSPEED, gathers_on_save=True)
+LARGE_SAVE = replace(RUN, strategy=DEEPSPEED, gathers_on_save="ZeRO-3")
+FSDP_SAVE = replace(
+    RUN,
+    strategy=strategy(family="FSDP", world_size=2),
+    gathers_on_save="FSDP with FULL_STATE_DICT",
+)
+LLAMA = Shape(vocab_size=32, num_layers=32, num_heads=32, num_key_value_heads=8, head_size=128)
+WORDS = replace(MODEL, shape=LLAMA, attention="sdpa")
+LONG = DataFacts(lengths=(8192,) * 200)
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 FSDP2 = strategy(family="FSDP", wrapped_class="FSDPLlamaForCausalLM")
 LOCK = ExtensionLock(path=Path("/cache/cpu_adam/lock"), age_seconds=9e4, holder=None, unseen="")
@@ -137,6 +146,12 @@ CHANGED = [
     (replace(HEALTHY, cards=(peer(700 * MIB),)), "stray-context", Severity.WARNING),
     (replace(HEALTHY, run=replace(RUN, disk_free_bytes=GIB)), "disk-too-small", Severity.ERROR),
     (replace(HEALTHY, run=LARGE_SAVE), "save-gathers", Severity.ERROR),
+    (replace(HEALTHY, run=FSDP_SAVE), "save-gathers", Severity.WARNING),
+    (
+        replace(HEALTHY, model=WORDS, data=LONG, capability=(7, 5)),
+        "attention-stores-scores",
+        Severity.WARNING,
+    ),
     (
         replace(HEALTHY, run=replace(run(**BEST), strategy=strategy(family="DeepSpeed"))),
         "best-model-at-end",
@@ -223,6 +238,42 @@ def test_a_streamed_base_that_would_fit_is_told_beside_the_plan() -> None:
     too_large = replace(fits, fits=False, failed_request_bytes=GIB)
     found = judge(replace(facts, streamed_plan=too_large)).findings
     assert [each.code for each in found] == ["plan-does-not-fit"]
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "lengths", "said"),
+    [
+        ({}, (8, 0), (8192,), "sdpa: flash"),
+        ({}, (8, 0), (8192, 4096), "sdpa: memory-efficient"),
+        ({"trainable_bytes": {"float32": GIB}}, (9, 0), (8192,), "sdpa: memory-efficient"),
+        ({"trainable_bytes": {"float16": GIB}}, (7, 5), (8192,), "sdpa: memory-efficient"),
+        ({}, None, (8192,), "sdpa"),
+        ({"attention": "flash_attention_2"}, (8, 0), (8192,), "flash_attention_2"),
+    ],
+)
+def test_the_attention_kernel_of_these_shapes_is_named(change, capability, lengths, said) -> None:
+    model = replace(WORDS, **change)
+    facts = replace(HEALTHY, model=model, data=DataFacts(lengths=lengths), capability=capability)
+    shown = dict(judge(facts).groups)["model"]
+    assert [line.seen for line in shown if line.name == "attention"] == [said]
+    assert judge(facts).findings == ()
+
+
+def test_logits_must_fit_in_what_a_vllm_leaves_of_the_card() -> None:
+    words = replace(WORDS, predicts_tokens=True, shape=replace(LLAMA, vocab_size=128_000))
+    data = DataFacts(lengths=(512,), longest_target=512)
+    alone = replace(HEALTHY, model=words, data=data)
+    half = {**VLLM, "vllm_gpu_memory_utilization": 0.5}
+    shared = replace(alone, run=run(**half))
+    asleep = replace(alone, run=run(**half, vllm_enable_sleep_mode=True))
+    assert judge(alone).findings == judge(asleep).findings == ()
+    assert [found.code for found in judge(shared).findings] == ["logits-fp32"]
+
+
+def test_rows_grouped_by_length_begin_with_the_worst_batch() -> None:
+    facts = replace(HEALTHY, run=run(train_sampling_strategy="group_by_length"))
+    shown = [line.seen for line in dict(judge(facts).groups)["model"] if line.name == "rows"]
+    assert shown == ["64 tokens, the longest 64, which the first batch has"]
 
 
 def test_adapters_that_help_not_are_told_beside_the_plan() -> None:

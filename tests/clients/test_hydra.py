@@ -116,12 +116,14 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
         "Preflight",
         "ReleaseEarlierRuns",
         "CudaCacheCallback",
+        "EvaluationGuard",
+        "ResumeGuard",
         "MemoryWatchdog",
         "OOMReporter",
     )
     given = homes([f"{CALLBACKS}.{name}" for name in names])
     assert ours(tmp_path) == given
-    *_, cache, watchdog, _ = given
+    *_, cache, _, _, watchdog, _ = given
     assert json.loads((tmp_path / "run.json").read_text())["override"] == "++trainer.args."
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
@@ -178,8 +180,9 @@ def test_help_names_the_group(tmp_path: Path) -> None:
     assert f"trainer_plugins: {', '.join(sorted(preset.name for preset in PRESETS))}\n" in shown
     assert "trainer_plugins/attach: method_args, process\n" in shown
     callbacks = (
-        "cuda_cache, eval_cleanup, kv_cache_guard, memory_watchdog, oom_reporter,"
-        " preflight, release_earlier_runs, strategy_in_force, stream_base, survive_oom"
+        "cuda_cache, eval_cleanup, evaluation_guard, headroom, kv_cache_guard, memory_watchdog,"
+        " oom_reporter, preflight, release_earlier_runs, resume_guard, strategy_in_force,"
+        " stream_base, survive_oom"
     )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown
 

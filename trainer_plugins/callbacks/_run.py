@@ -1,9 +1,10 @@
 """Callbacks of one run share its device, its timeline, and the knowledge that it evaluates."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import ref
 
@@ -16,7 +17,8 @@ from trainer_plugins.devices import Device, open_device
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.record.webhook import webhook_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.upkeep.frames import code_of, frames_above
+from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.generation import inside_training
 
 logger = logging.getLogger(__name__)
 
@@ -143,13 +145,14 @@ class EvaluationCallback(RunCallback):
     `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may not fire it, as
     open-unlearning's FinetuneTrainer does not. `control.should_evaluate` is set before each
     evaluation inside training, so the end is taken from the next event that no evaluation fires.
-    Outside training, as in a final `trainer.evaluate()`, the only sign of such a subclass's
-    evaluation is what it logs.
+    Outside training, as in a final `trainer.evaluate()`, the subclass's method tells it.
     """
 
     def at_rest(self) -> None:
         super().at_rest()
         self._evaluating = False
+        self.num_evaluations = 0
+        """How many evaluations and predictions have told of their end."""
 
     def before_evaluation(
         self, args: TrainingArguments, state: TrainerState, **kwargs: object
@@ -161,6 +164,15 @@ class EvaluationCallback(RunCallback):
     ) -> None:
         """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
 
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        _have_evaluations_seen()
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -169,6 +181,7 @@ class EvaluationCallback(RunCallback):
         **kwargs: object,
     ) -> None:
         self._evaluating = False
+        _have_evaluations_seen()
         if args.eval_on_start:
             self._begin(args, state, **kwargs)
 
@@ -201,6 +214,7 @@ class EvaluationCallback(RunCallback):
         **kwargs: object,
     ) -> None:
         self._evaluating = False
+        self.num_evaluations += 1
         self.after_evaluation(args, state, "eval", **kwargs)
 
     def on_predict(
@@ -211,19 +225,8 @@ class EvaluationCallback(RunCallback):
         **kwargs: object,
     ) -> None:
         self._evaluating = False
+        self.num_evaluations += 1
         self.after_evaluation(args, state, "predict", **kwargs)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        with self.harmless():
-            if _in_an_evaluation_without_events():
-                self.after_evaluation(args, state, "eval", **kwargs)
 
     def on_step_begin(
         self,
@@ -295,9 +298,32 @@ def calling_trainer() -> Trainer | None:
     return None
 
 
-def _in_an_evaluation_without_events() -> bool:
-    """Return whether only a subclass's own `evaluate` runs, which fires no events."""
+def _have_evaluations_seen() -> None:
+    """Have a subclass's own `evaluate` tell the callbacks of its Trainer that it has ended.
+
+    The class is wrapped, not the instance: so the method of a copied Trainer is its own.
+    """
     trainer = calling_trainer()
-    own = code_of(type(trainer).evaluate) if trainer is not None else None
-    running = {frame.f_code for frame in frames_above()}
-    return own in running and not running & {code_of(Trainer.train), code_of(Trainer.evaluate)}
+    kinds = () if trainer is None else type(trainer).__mro__
+    owner: Any = next((kind for kind in kinds if "evaluate" in vars(kind)), Trainer)
+    if owner is not Trainer and not getattr(owner.evaluate, "tells_callbacks", False):
+        owner.evaluate = _telling(owner.evaluate)
+
+
+def _telling(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+        those = [
+            each for each in self.callback_handler.callbacks if isinstance(each, EvaluationCallback)
+        ]
+        before = [each.num_evaluations for each in those]
+        metrics = evaluate(self, *args, **kwargs)
+        for each, num in zip(those, before, strict=True):
+            # Inside training the next event tells it.
+            if each.num_evaluations == num and not inside_training():
+                event = {"model": self.model, "optimizer": self.optimizer}
+                each.on_evaluate(self.args, self.state, self.control, **event)
+        return metrics
+
+    vars(call)["tells_callbacks"] = True
+    return call

@@ -135,7 +135,6 @@ class MemoryWatchdog(EvaluationCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        super().on_log(args, state, control, logs=logs, **kwargs)
         logs = logs or {}
         # Only training's own line has both. What is added to other lines would be returned by
         # train() or evaluate().

@@ -105,11 +105,12 @@ def _does_any_rank_refuse(roll: RollCall, refuses: bool, timeout_seconds: float)
     if not has_peers():
         return refuses
     missing = roll.missing(_WAIT_SECONDS)
-    roll.leave()
     if missing:
         logger.warning("Preflight refuses on single ranks only: %s", missing)
-        return refuses
-    return bool(agreement_within(timeout_seconds).highest(int(refuses)) or refuses)
+    else:
+        refuses = bool(agreement_within(timeout_seconds).highest(int(refuses)) or refuses)
+    roll.leave()  # not earlier: a slower rank would still wait for this one
+    return refuses
 
 
 def _refusal(mine: list[Finding]) -> str:

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 
 from trainer_plugins.check.facts import LITTLE, MUCH, Facts, Line, RunSettings, folder_of
 from trainer_plugins.check.model import cache_bytes
+from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.switches import (
     BEST_WORDS,
     OUTPUTS_TO_MAIN_MEMORY,
     SAVE_WITHOUT_GATHER,
+    SHARDED_SAVE,
 )
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent, size
@@ -41,6 +43,7 @@ def evaluation(facts: Facts) -> Line | None:
     keeps = (
         run.has_metrics
         and not run.reduces_logits
+        and run.logits_to != "argmax"
         and not run.flag("prediction_loss_only")
         and not run.flag("batch_eval_metrics")
         and not run.flag("predict_with_generate")
@@ -137,12 +140,12 @@ def batch_size(facts: Facts) -> Line | None:
 
 def vllm(facts: Facts) -> Line | None:
     """Judge what vLLM takes of the card that trains."""
-    run = facts.run
-    if run is None or not run.flag("use_vllm") or run.values.get("vllm_mode") == "server":
+    part = 0.0 if facts.run is None else facts.run.vllm_share
+    if not part:
         return None
-    value = run.values.get("vllm_gpu_memory_utilization")
-    part = float(value) if isinstance(value, (int, float)) else 0.3
     seen = f"takes {percent(part)} of the card"
+    if facts.device_bytes:
+        seen += f", {size(int(part * facts.device_bytes))}"
     if part <= 1 / 2:
         return Line("vLLM", seen)
     finding = Finding(
@@ -194,8 +197,10 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     assert facts.model is not None
     assert facts.model.shape is not None
     longest, rows = facts.data.longest_evaluation, facts.data.num_evaluation_rows
-    need = rows * longest * facts.model.shape.vocab_size * 4
-    moved = run.number("eval_accumulation_steps", 0) > 0
+    is_joined = run.values.get("eval_do_concat_batches") is not False
+    times = 2 if is_joined else 1
+    need = rows * longest * facts.model.shape.vocab_size * 4 * times
+    moved = run.number("eval_accumulation_steps", 0) > 0 or run.logits_to == "cpu"
     main = None if facts.main is None else facts.main.reading.free_bytes
     free = main if moved else facts.device_free_bytes
     if free is None or need < MUCH * free:
@@ -207,7 +212,8 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         summary=f"an evaluation keeps all logits until its end: {size(need)}, and {size(free)} of"
         f" {place} is free",
         evidence=f"{rows:,} rows x {longest:,} tokens x {facts.model.shape.vocab_size:,} words x 4"
-        " bytes, because there is a compute_metrics (transformers#7232)",
+        f" bytes{', of which joining batches holds two' * is_joined}, because there is a"
+        " compute_metrics (transformers#7232)",
         remedy=BEST_WORDS if moved else f"{BEST_WORDS}; or {OUTPUTS_TO_MAIN_MEMORY}",
         amount=float(need),
     )
@@ -233,7 +239,7 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             remedy="--save_only_model True, --save_total_limit 1, or another --output_dir",
             amount=float(need),
         )
-    weights = 0 if run.strategy is None else 2 * run.strategy.num_params
+    weights, remedy = _gathered_weights(facts, run)
     free = None if facts.main is None else facts.main.reading.free_bytes
     if run.gathers_on_save and free is not None and weights > MUCH * free:
         yield Finding(
@@ -241,10 +247,20 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             severity=Severity.ERROR if weights > free else Severity.WARNING,
             summary=f"each save gathers all weights on the first rank: {size(weights)}, and"
             f" {size(free)} of main memory is free",
-            evidence="ZeRO-3 with stage3_gather_16bit_weights_on_model_save (transformers#12587)",
-            remedy=f"{SAVE_WITHOUT_GATHER.do}: {SAVE_WITHOUT_GATHER.price}",
+            evidence=f"{run.gathers_on_save} (transformers#12587)",
+            remedy=f"{remedy.do}: {remedy.price}",
             amount=float(weights),
         )
+
+
+def _gathered_weights(facts: Facts, run: RunSettings) -> tuple[int, Remedy]:
+    """Return what a save gathers on the first rank, and what avoids that."""
+    if run.strategy is None:
+        return 0, SAVE_WITHOUT_GATHER
+    if run.gathers_on_save.startswith("FSDP"):
+        part = 0 if facts.model is None else sum(facts.model.homes.values())
+        return part * run.strategy.world_size, SHARDED_SAVE
+    return 2 * run.strategy.num_params, SAVE_WITHOUT_GATHER  # 16 bits, whatever is trained
 
 
 def _checkpoint(facts: Facts, run: RunSettings) -> tuple[int, str]:

@@ -27,6 +27,9 @@ def lengths(facts: Facts) -> Line | None:
     ordered = sorted(data.lengths)
     longest, typical = ordered[-1], ordered[len(ordered) // 2]
     seen = f"{typical:,} tokens, the longest {longest:,}"
+    if _are_grouped(facts):
+        # transformers/trainer_pt_utils.py, get_length_grouped_indices
+        seen += ", which the first batch has"
     found = [_outlier(ordered, facts), _padding(facts), _padded_before(facts)]
     return Line("rows", seen, tuple(filter(None, found)))
 
@@ -96,8 +99,7 @@ def _padding(facts: Facts) -> Finding | None:
     if facts.data is None or facts.run is None or facts.data.is_packed:
         return None
     rows = facts.run.number("per_device_train_batch_size", 8)
-    grouped = str(facts.run.values.get("train_sampling_strategy", ""))
-    if grouped in ("group_by_length", "batch_rebalance") or facts.run.flag("group_by_length"):
+    if _are_grouped(facts) or facts.run.values.get("train_sampling_strategy") == "batch_rebalance":
         return None
     part = wasted(facts.data.lengths, rows)
     if part < _WASTED or len(facts.data.lengths) < _FEWEST:
@@ -110,6 +112,14 @@ def _padding(facts: Facts) -> Finding | None:
         remedy="--train_sampling_strategy group_by_length (transformers 4: --group_by_length), or"
         " packing",
         amount=part,
+    )
+
+
+def _are_grouped(facts: Facts) -> bool:
+    run = facts.run
+    return run is not None and (
+        run.values.get("train_sampling_strategy") == "group_by_length"
+        or run.flag("group_by_length")
     )
 
 

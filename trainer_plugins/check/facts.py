@@ -211,6 +211,9 @@ class RunSettings:
     reduces_logits: bool = False
     """Whether there is a `preprocess_logits_for_metrics`."""
 
+    logits_to: str = ""
+    """Where an EvaluationGuard puts logits that do not fit: cpu, argmax; empty if it does not."""
+
     num_cards: int | None = None
     """The cards that this process uses; more than one is DataParallel. None before the launch."""
 
@@ -220,8 +223,8 @@ class RunSettings:
     strategy: Strategy | None = None
     """What really runs."""
 
-    gathers_on_save: bool = False
-    """Whether ZeRO-3 gathers all weights on the first rank to save them."""
+    gathers_on_save: str = ""
+    """What gathers all weights on the first rank to save them; empty if nothing does."""
 
     folder_trouble: str = ""
     """Why nothing can be written to the output directory."""
@@ -238,6 +241,14 @@ class RunSettings:
         """Return an argument that is a whole number."""
         value = self.values.get(name)
         return int(value) if isinstance(value, (int, float)) else default
+
+    @property
+    def vllm_share(self) -> float:
+        """Return the part of the card that vLLM takes beside the training, asleep or not."""
+        if not self.flag("use_vllm") or self.values.get("vllm_mode") == "server":
+            return 0.0
+        value = self.values.get("vllm_gpu_memory_utilization")
+        return float(value) if isinstance(value, (int, float)) else 0.3
 
     @property
     def evaluates(self) -> bool:
@@ -269,6 +280,9 @@ class Facts:
 
     device_free_bytes: int | None = None
     """What of it is free, or cached by this process."""
+
+    capability: tuple[int, int] | None = None
+    """Its compute capability; None if unknown, or not CUDA."""
 
     main: MainMemory | None = None
     environment: Environment | None = None

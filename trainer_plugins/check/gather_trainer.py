@@ -72,11 +72,14 @@ def _around(notes: Notes, device: Device) -> Facts:
     main = notes.tried("main memory", main_memory, None)
     is_card = device.name != "cpu"
     card = partial(_card, device, reading)
+    nothing: tuple[CardFacts, ...] = ()
+    seen = notes.tried("the card", card, nothing) if is_card else nothing
     return Facts(
-        cards=notes.tried("the card", card, ()) if is_card else (),
+        cards=seen,
         no_cards="" if is_card else "training runs on the CPU",
         own_pids=frozenset(own_pids()),
         device_bytes=reading.total_bytes,
+        capability=seen[0].capability if seen else None,
         device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
         main=main,
         environment=notes.tried("the environment", partial(environment, os.environ), None),
@@ -107,12 +110,13 @@ def _run(trainer: Any, optimizer: object) -> RunSettings:
     args = trainer.args
     values = {each.name: getattr(args, each.name, None) for each in fields(args)}
     state = trainer.accelerator.state
-    plugin = getattr(state, "deepspeed_plugin", None)
-    zero = (plugin.deepspeed_config if plugin is not None else {}).get("zero_optimization") or {}
+    callbacks = trainer.callback_handler.callbacks
+    asked = [each.logits_to for each in callbacks if type(each).__name__ == "EvaluationGuard"]
     return RunSettings(
         values=values,
         has_metrics=trainer.compute_metrics is not None,
         reduces_logits=trainer.preprocess_logits_for_metrics is not None,
+        logits_to=next(filter(None, asked), ""),
         num_cards=args.n_gpu,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
         strategy=read_in_force(
@@ -122,10 +126,21 @@ def _run(trainer: Any, optimizer: object) -> RunSettings:
             world_size=args.world_size,
             device=args.device.type,
         ),
-        gathers_on_save=zero.get("stage3_gather_16bit_weights_on_model_save") is True,
+        gathers_on_save=_gathers_on_save(state),
         folder_trouble=folder_trouble(folder_of(values)) if args.should_save else "",
         disk_free_bytes=disk_free_bytes(folder_of(values)),
     )
+
+
+def _gathers_on_save(state: Any) -> str:
+    """Say what gathers all weights on the first rank to save them; empty if nothing does."""
+    zero = getattr(state, "deepspeed_plugin", None)
+    settings = {} if zero is None else zero.deepspeed_config.get("zero_optimization") or {}
+    if settings.get("stage3_gather_16bit_weights_on_model_save") is True:
+        return "ZeRO-3 with stage3_gather_16bit_weights_on_model_save"
+    fsdp = getattr(state, "fsdp_plugin", None)
+    is_full = "FULL_STATE_DICT" in str(getattr(fsdp, "state_dict_type", ""))
+    return "FSDP with FULL_STATE_DICT" if is_full else ""
 
 
 def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> ModelFacts:

@@ -2,9 +2,18 @@
 
 from collections.abc import Callable, Iterator
 
-from trainer_plugins.check.facts import LITTLE, MUCH, Facts, Line, ModelFacts, OtherModel
+from trainer_plugins.check.facts import (
+    LITTLE,
+    MUCH,
+    Facts,
+    Line,
+    ModelFacts,
+    OtherModel,
+    Shape,
+)
 from trainer_plugins.explain.switches import checkpointing, liger
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.planner.kernels import Kernel, attention_kernel
 from trainer_plugins.units import percent, size
 
 _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
@@ -67,27 +76,37 @@ def checkpoints(facts: Facts) -> Line | None:
 
 
 def attention(facts: Facts) -> Line | None:
-    """Judge whether attention stores a score for each pair of tokens."""
+    """Judge whether attention stores a score for each pair of tokens, by the kernel it gets."""
     model, longest = facts.model, _longest(facts)
     if model is None or model.shape is None or not model.attention:
         return None
+    kernel = _kernel(facts, model, model.shape)
+    seen = model.attention if kernel is None else f"{model.attention}: {kernel}"
     # Of the scores, a softmax in float32 and a copy with 16 bits live through the backward pass.
     scores = _rows(facts) * model.shape.num_heads * longest * longest * (4 + 2)
-    if model.attention != "eager" or scores < LITTLE * _device(facts):
-        return Line("attention", model.attention)
+    falls_back = kernel == "all scores"
+    if not (falls_back or model.attention == "eager") or scores < LITTLE * _device(facts):
+        return Line("attention", seen)
     part = scores / _device(facts)
+    dtype = _dtype(facts, model)
+    change = checkpointing().do
+    if falls_back and dtype == "bfloat16":
+        change = f"--fp16 True in place of --bf16, or {change}"
+    if model.attention == "eager" and model.takes_sdpa:
+        change = f"Load it with attn_implementation='sdpa', or {change}"
     finding = Finding(
         code="attention-stores-scores",
         severity=Severity.WARNING,
-        summary=f"eager attention stores a score for each pair of tokens: {size(scores)} a layer",
+        summary=f"{model.attention} attention stores a score for each pair of tokens here:"
+        f" {size(scores)} a layer",
         evidence=f"{_rows(facts)} row(s) x {model.shape.num_heads} heads x {longest:,} x"
-        f" {longest:,} tokens, {percent(part)} of the device, in {model.shape.num_layers} layers",
-        remedy=f"Load it with attn_implementation='sdpa', or {checkpointing().do}"
-        if model.takes_sdpa
-        else checkpointing().do,
+        f" {longest:,} tokens, {percent(part)} of the device, in {model.shape.num_layers} layers"
+        + f"; no other kernel takes {dtype} with heads of {model.shape.head_size} here"
+        * falls_back,
+        remedy=change,
         amount=float(scores),
     )
-    return Line("attention", model.attention, (finding,))
+    return Line("attention", seen, (finding,))
 
 
 def cache(facts: Facts) -> Line | None:
@@ -178,8 +197,14 @@ def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) 
 
 
 def _device(facts: Facts) -> int:
-    """Return the memory of the device; where it is unknown, more than any has."""
-    return facts.device_bytes or 1 << 50
+    """Return what the device has for the training; where it is unknown, more than any has.
+
+    A vLLM beside it that sleeps gives its part back.
+    """
+    run, total = facts.run, facts.device_bytes or 1 << 50
+    if run is None or run.flag("vllm_enable_sleep_mode"):
+        return total
+    return total - int(run.vllm_share * total)
 
 
 def _longest(facts: Facts) -> int:
@@ -188,6 +213,27 @@ def _longest(facts: Facts) -> int:
 
 def _rows(facts: Facts) -> int:
     return 1 if facts.run is None else facts.run.number("per_device_train_batch_size", 8)
+
+
+def _dtype(facts: Facts, model: ModelFacts) -> str:
+    """Return what matrix products are computed in."""
+    for flag, kind in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if facts.run is not None and facts.run.flag(flag):
+            return kind
+    return next(iter({**model.trainable_bytes, **model.frozen_bytes}), "float32")
+
+
+def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
+    """Return the kernel of these shapes; None if it is not torch's attention, or not on CUDA.
+
+    Rows that differ in length come with a mask; with one, transformers repeats shared keys.
+    """
+    if model.attention != "sdpa" or facts.capability is None:
+        return None
+    data = facts.data
+    are_padded = data is not None and not data.is_packed and len(set(data.lengths)) > 1
+    dtype, head = _dtype(facts, model), shape.head_size
+    return attention_kernel(dtype, head, head, facts.capability, has_mask=are_padded)
 
 
 def _is_whole(facts: Facts) -> bool:

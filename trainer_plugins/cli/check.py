@@ -80,7 +80,10 @@ def _facts(given: Mapping[str, Any], flags: list[str]) -> "Facts":
         facts = replace(facts, run=_run(values, given))
     card = _card(facts, given["gpu"])
     if card is not None:
-        facts = replace(facts, device_bytes=card[0], device_free_bytes=card[1])
+        size_bytes, free_bytes, capability = card
+        facts = replace(
+            facts, device_bytes=size_bytes, device_free_bytes=free_bytes, capability=capability
+        )
     return facts if given["model"] is None else _with_model(facts, given, flags)
 
 
@@ -105,19 +108,25 @@ def _run(values: Mapping[str, object], given: Mapping[str, Any]) -> "RunSettings
     )
 
 
-def _card(facts: "Facts", gpu: str | None) -> tuple[int, int] | None:
-    """Return the size of the card and what of it is free: of the named one, or the fullest seen."""
+def _card(facts: "Facts", gpu: str | None) -> tuple[int, int, tuple[int, int] | None] | None:
+    """Return size, free bytes and compute capability: of the named card, or of the fullest seen."""
     from trainer_plugins.check.machine import cards_in_use
     from trainer_plugins.planner.cards import card_of
 
     if gpu is not None:
-        capacity = card_of(gpu).capacity_bytes
-        return capacity, capacity
-    readings = [card.reading for card in cards_in_use(facts) if card.reading is not None]
-    if not readings:
+        named = card_of(gpu)
+        # A mere size is of no known kind.
+        kind = None if gpu.strip()[:1].isdigit() else named.capability
+        return named.capacity_bytes, named.capacity_bytes, kind
+    seen = [
+        (card.reading.free_bytes, card.reading.total_bytes, card.capability)
+        for card in cards_in_use(facts)
+        if card.reading is not None
+    ]
+    if not seen:
         return None
-    fullest = min(readings, key=lambda reading: reading.free_bytes)
-    return fullest.total_bytes, fullest.free_bytes
+    free_bytes, total_bytes, capability = min(seen, key=lambda each: each[0])
+    return total_bytes, free_bytes, capability
 
 
 def _with_model(facts: "Facts", given: Mapping[str, Any], flags: list[str]) -> "Facts":
@@ -180,6 +189,7 @@ def _model(config: Mapping[str, object], run: "RunSettings") -> Any:
         shape=shape_of(config),
         predicts_tokens=predicts_tokens(name) or not name,
         makes_no_logits=run.flag("use_liger_kernel"),
+        attention=str(config.get("_attn_implementation") or "sdpa"),  # transformers' default
     )
 
 

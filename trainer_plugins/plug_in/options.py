@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_plugins.presets import (
     CUDA_CACHE,
+    EVALUATION,
     REPORTER,
     STREAM,
     SURVIVE,
@@ -35,6 +36,7 @@ _PARAMETERS = {
     "memory_snapshot": (REPORTER, "snapshot"),
     "memory_release_every_steps": (CUDA_CACHE, "interval"),
     "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
+    "memory_logits_to": (EVALUATION, "logits_to"),
     "memory_on_refusal": (SURVIVE, "on_refusal"),
     "memory_vouch_for_loss": (SURVIVE, "vouch_for_loss"),
     "memory_stream_base": (STREAM, "when"),
@@ -112,6 +114,13 @@ class MemoryArguments:
         },
     )
 
+    memory_logits_to: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where an evaluation keeps logits that do not fit: cpu, or argmax, if the"
+            " metrics are the same. (EvaluationGuard)"
+        },
+    )
     memory_on_refusal: str = field(
         default="warn",
         metadata={
@@ -168,6 +177,8 @@ class MemoryArguments:
                 "a budget needs 0 < memory_warn_fraction <= memory_act_fraction <= 1, "
                 f"got {self.memory_warn_fraction} and {self.memory_act_fraction}"
             )
+        if self.memory_logits_to not in (None, "cpu", "argmax"):
+            raise ValueError(f"memory_logits_to is cpu or argmax, got {self.memory_logits_to!r}")
         if self.memory_on_refusal not in ("warn", "error"):
             raise ValueError(f"memory_on_refusal is warn or error, got {self.memory_on_refusal!r}")
         if self.memory_stream_base not in _STREAM_BASE:

@@ -14,7 +14,7 @@ from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
 
 _MOST_FRAMES = 80
 _MOST_TENSORS = 20
-_OURS = "trainer_plugins/callbacks/oom_reporter.py"
+_OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_around.py")
 
 # Functions of transformers' Trainer, and of its subclasses, by what they do. An evaluation in which
 # something is generated counts as a generation, and a training in which something is saved as a
@@ -67,7 +67,7 @@ def told_frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
             )
         )
         traceback = traceback.tb_next
-    return tuple([frame for frame in told if frame.file != _OURS][-_MOST_FRAMES:])
+    return tuple([frame for frame in told if frame.file not in _OURS][-_MOST_FRAMES:])
 
 
 def public_path(path: str) -> str:

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
+from trainer_plugins.planner.kernels import attention_kernel
+
 aten = torch.ops.aten
 
-_FLASH_MAX_HEAD = 256
-_AMPERE = (8, 0)
 _MASK_ALIGNMENT = 16
 
 _Mask: TypeAlias = torch.Tensor | None
@@ -33,23 +33,23 @@ def cuda_attention(
     *,
     capability: tuple[int, int],
 ) -> torch.Tensor:
-    """Compute `scaled_dot_product_attention` by the kernel that CUDA chooses.
-
-    In half precision without a mask, that is flash, which can share keys among groups of heads.
-    With a mask or in float32 it is the memory-efficient kernel, which cannot. What neither takes is
-    computed with all scores in memory. On compute capability 9 and 10 some builds prefer cuDNN's
-    kernel, which keeps the same as flash.
-
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-    """
+    """Compute `scaled_dot_product_attention` by the kernel that CUDA chooses."""
     if torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
         query, key, value, attn_mask = _in_autocast("cuda", query, key, value, attn_mask)
     attn_mask = _added(attn_mask, query.dtype)
     size, missing = query.shape[-1], 0
     # sdp_utils_cpp.h: without groups the flag means nothing
     has_groups = enable_gqa and query.shape[1] != key.shape[1]
+    kernel = attention_kernel(
+        str(query.dtype).removeprefix("torch."),
+        size,
+        value.shape[-1],
+        capability,
+        has_mask=attn_mask is not None,
+        has_groups=has_groups,
+    )
     result: torch.Tensor
-    if _takes_flash(query, value, attn_mask, capability):
+    if kernel == "flash":
         given_scale = scale if scale is not None else size**-0.5
         if missing := -size % 8:
             query, key, value = (
@@ -58,7 +58,7 @@ def cuda_attention(
         result = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=given_scale
         )[0]
-    elif _takes_efficient(query, capability) and not has_groups:
+    elif kernel == "memory-efficient":
         attn_mask = _aligned(attn_mask, (*query.shape[:3], key.shape[2]))
         trains = _needs_gradient(query, key, value)
         result = aten._scaled_dot_product_efficient_attention(
@@ -103,29 +103,6 @@ def simgpu_attention(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
     return result
-
-
-def _takes_flash(
-    query: torch.Tensor, value: torch.Tensor, mask: _Mask, capability: tuple[int, int]
-) -> bool:
-    """Return whether flash takes this call; before compute capability 8.0 it does not exist."""
-    size = query.shape[-1]
-    return (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and capability >= _AMPERE
-        and mask is None
-        and size <= _FLASH_MAX_HEAD
-        and value.shape[-1] == size
-    )
-
-
-def _takes_efficient(query: torch.Tensor, capability: tuple[int, int]) -> bool:
-    """Return whether the memory-efficient kernel takes a query; bfloat16 needs capability 8.0."""
-    has_kernel = query.dtype != torch.float64 and (
-        query.dtype != torch.bfloat16 or capability >= _AMPERE
-    )
-    multiple = 8 if query.dtype in (torch.float16, torch.bfloat16) else 4
-    return has_kernel and query.shape[-1] % multiple == 0
 
 
 def _in_autocast(

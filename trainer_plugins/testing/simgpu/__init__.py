@@ -170,7 +170,7 @@ def _register(library: ctypes.CDLL) -> None:
     num_indices = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend_registration.rename_privateuse1_backend("simgpu")
     _check(library, library.simgpu_register(num_indices))
-    module = make_module(_require_card, num_indices)
+    module = make_module(_require_card, num_indices, library.simgpu_limit)
     torch._register_device_module("simgpu", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu:0"

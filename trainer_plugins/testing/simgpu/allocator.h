@@ -73,6 +73,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   void fail_at(uint64_t n) { allocations_until_failure_ = n; }
   uint64_t num_allocations() const { return num_allocations_; }
 
+  // Whatever is free, the segments of this process together are no more than this.
+  void limit(uint64_t num_bytes) { limit_bytes_ = num_bytes; }
+
   // The next segment lies here, if nothing of the process does.
   void place_next(uintptr_t address) { next_address_ = address; }
 
@@ -171,7 +174,8 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
 
   Block* alloc_block(size_t alloc_size, bool is_small) {
-    if (!card.reserve(alloc_size)) {
+    const auto reserved = static_cast<uint64_t>(stats_.reserved_bytes[0].current);
+    if (reserved + alloc_size > limit_bytes_ || !card.reserve(alloc_size)) {
       return nullptr;
     }
     // The host gives pages when they are first written, so a card may be larger than the host's memory.
@@ -279,7 +283,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     const uint64_t allocated = stats_.allocated_bytes[0].current, reserved = stats_.reserved_bytes[0].current;
     c10::reportOutOfMemoryToProfiler(static_cast<int64_t>(size), allocated, reserved, kDevice);
     using c10::CachingAllocator::format_size;
-    std::string processes;
+    std::string processes, allowed = limit_bytes_ == UINT64_MAX ? "" : format_size(limit_bytes_) + " allowed; ";
     for (const auto& [pid, bytes] : card.bytes_by_process()) {
       processes += pid == getpid() ? "Including non-PyTorch memory, this process" : "Process " + std::to_string(pid);
       processes += " has " + format_size(bytes) + " memory in use. ";
@@ -287,7 +291,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", format_size(alloc_size),
         ". GPU 0 has a total capacity of ", format_size(card.capacity_bytes()), " of which ",
-        format_size(free_bytes), " is free. ", processes, "Of the allocated memory ", format_size(allocated),
+        format_size(free_bytes), " is free. ", processes, allowed, "Of the allocated memory ", format_size(allocated),
         " is allocated by PyTorch, and ", format_size(reserved - allocated),
         " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
         " PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management "
@@ -334,6 +338,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   std::unordered_map<void*, Block*> allocated_blocks_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
   std::atomic<uint64_t> num_allocations_{0}, allocations_until_failure_{0};
+  std::atomic<uint64_t> limit_bytes_{UINT64_MAX};  // no limit
   std::atomic<uintptr_t> next_address_{0};  // 0: wherever the host puts it
 };
 

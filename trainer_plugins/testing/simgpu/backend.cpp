@@ -129,6 +129,7 @@ int simgpu_attach_card(const char* path, const char* process_name) {
 
 const char* simgpu_last_error() { return last_error.c_str(); }
 void simgpu_fail_at(uint64_t n) { device_allocator().fail_at(n); }
+void simgpu_limit(uint64_t num_bytes) { device_allocator().limit(num_bytes); }
 void simgpu_place_next(uint64_t address) { device_allocator().place_next(address); }
 // Returns when autograd's device thread has dropped every graph it was given; __init__.py says why that matters.
 //

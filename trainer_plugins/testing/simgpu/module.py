@@ -36,12 +36,18 @@ class DeviceProperties:
     multi_processor_count: int = 1
 
 
-def make_module(current_card: Callable[[], SimCard], num_indices: int) -> types.ModuleType:
+_NO_LIMIT = 2**64 - 1
+
+
+def make_module(
+    current_card: Callable[[], SimCard], num_indices: int, limit: Callable[[int], None]
+) -> types.ModuleType:
     """Build the module.
 
     Args:
         current_card: returns the card; it is called each time, because the card may be exchanged.
         num_indices: the number of devices.
+        limit: lets the allocator reserve no more than so many bytes.
     """
     module = types.ModuleType(
         "torch.simgpu", "simgpu as torch sees it; made by trainer_plugins.testing.simgpu."
@@ -49,6 +55,7 @@ def make_module(current_card: Callable[[], SimCard], num_indices: int) -> types.
     module.__dict__.update(
         _devices(num_indices)
         | _properties(current_card)
+        | _limits(current_card, limit)
         | _random()
         | _streams()
         | {name: getattr(torch.accelerator, name) for name in _FROM_ACCELERATOR}
@@ -88,6 +95,21 @@ def _properties(current_card: Callable[[], SimCard]) -> Functions:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "is_bf16_supported": lambda including_emulation=True: True,
         "mem_get_info": mem_get_info,
+    }
+
+
+def _limits(current_card: Callable[[], SimCard], limit: Callable[[int], None]) -> Functions:
+    fractions = {0: 1.0}
+
+    def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        fractions[0] = fraction
+        limit(int(fraction * current_card().capacity_bytes) if fraction < 1 else _NO_LIMIT)
+
+    return {
+        "set_per_process_memory_fraction": set_per_process_memory_fraction,
+        "get_per_process_memory_fraction": lambda device=None: fractions[0],
     }
 
 

@@ -1,0 +1,46 @@
+"""Lets a callback stand around a method of its Trainer, where the Trainer has no event."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from transformers import Trainer
+
+from trainer_plugins.callbacks._run import Kind, callback_of
+
+
+def put_around(
+    name: str, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
+) -> None:
+    """Have the callback of a kind, where a Trainer has one, stand around a method of that Trainer.
+
+    The class is wrapped, once in a process, and not the instance: so the methods of a copied
+    Trainer are its own, a callback that is added late counts, and a Trainer without such a callback
+    is left alone.
+
+    Args:
+        name: the method.
+        kind: the class of the callback.
+        around: gets the callback, the Trainer and the arguments of the call.
+    """
+    method = getattr(Trainer, name)
+    known: frozenset[type] = getattr(method, "around_by", frozenset())
+    if kind not in known:
+        ours = _surrounded(method, kind, around)
+        vars(ours)["around_by"] = known | {kind}
+        setattr(Trainer, name, ours)
+
+
+def _surrounded(
+    method: Callable[..., Any],
+    kind: type[Kind],
+    around: Callable[..., AbstractContextManager[object]],
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+        callback = callback_of(self, kind)
+        with around(callback, self, *args, **kwargs) if callback else nullcontext():
+            return method(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,65 @@
+"""Headroom: torch leaves a part of the card to what is outside its allocator."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._around import put_around
+from trainer_plugins.callbacks._run import RunCallback
+
+logger = logging.getLogger(__name__)
+
+
+class Headroom(RunCallback):
+    """Keeps torch's allocator from taking all of the card, as long as a Trainer trains.
+
+    NCCL, cuBLAS and CUDA's contexts take memory beside the allocator, and fail if its cache fills
+    the card. With the guard the allocator gives its cache back earlier, at the limit and not at the
+    end of the card. The limit that was there is put back when `train()` returns or raises.
+
+    Cost: what is left free is lost for tensors; a run that needs it runs out of memory earlier. The
+    first guard of a process wraps one method of `transformers.Trainer`. Not yet measured on a GPU.
+    """
+
+    def __init__(self, leave_fraction: float = 0.05) -> None:
+        """Choose what is left.
+
+        Args:
+            leave_fraction: the part of the card for all that is outside torch's allocator, also
+                what is there already. With a plan: `1 - plan.reserved_peak_bytes /
+                plan.capacity_bytes`.
+        """
+        if not 0 < leave_fraction < 1:
+            raise ValueError(f"leave_fraction is a part of the card, 0 to 1, got {leave_fraction}")
+        super().__init__()
+        self.leave_fraction = leave_fraction
+        put_around("train", Headroom, Headroom.around_train)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        self.begin_run()
+        self.is_second(state)
+
+    @contextmanager
+    def around_train(self, trainer: Trainer, *args: object, **kwargs: object) -> Iterator[None]:
+        """Limit the allocator while a Trainer trains."""
+        device = trainer.args.device
+        module = torch.get_device_module(device)
+        if not hasattr(module, "get_per_process_memory_fraction"):
+            logger.info("Headroom does nothing: the allocator of %s has no limit", device.type)
+            yield
+            return
+        before = module.get_per_process_memory_fraction(device)
+        module.set_per_process_memory_fraction(min(before, 1 - self.leave_fraction), device)
+        try:
+            yield
+        finally:
+            module.set_per_process_memory_fraction(before, device)

@@ -1,0 +1,55 @@
+"""ResumeGuard: the optimizer's states are never on the card twice when a run is resumed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._around import put_around
+from trainer_plugins.callbacks._run import RunCallback
+
+
+class ResumeGuard(RunCallback):
+    """Drops the states that an optimizer is about to replace, before a resumed run loads its own.
+
+    To load a checkpoint of FSDP2, torch first makes states of zeros, and then has two of each on
+    the card until the last one is loaded: more than a step needs. With the guard it is as much as a
+    step. Alone and under DDP an optimizer has no states before it loads, and DeepSpeed loads its
+    own: nothing is done there. What is loaded is the same.
+
+    Cost: none. The first guard of a process wraps one method of `transformers.Trainer`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        put_around("_load_optimizer_and_scheduler", ResumeGuard, ResumeGuard.around_load)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        self.begin_run()
+        self.is_second(state)
+
+    @contextmanager
+    def around_load(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+        """Drop states when new ones are loaded, for the length of one load."""
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if checkpoint is None or not isinstance(optimizer, Optimizer):
+            yield
+            return
+        handle = optimizer.register_load_state_dict_pre_hook(_drop_states)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _drop_states(optimizer: Optimizer, loaded: dict[str, object]) -> None:
+    # What is loaded does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13), and
+    # keeps those that it shares.
+    optimizer.state.clear()

@@ -1,0 +1,138 @@
+"""Judges what an evaluation keeps of each batch until its end, or keeps its argmax instead."""
+
+import logging
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_numpify
+
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.units import size
+
+logger = logging.getLogger(__name__)
+
+Metrics = Callable[[EvalPrediction], dict[str, Any]]
+"""A `compute_metrics`."""
+
+ROOM = 0.5
+"""The part of what is free that kept outputs may take; forward passes need the rest."""
+
+_FILLER = -100
+"""Pads rows and logits of unequal length (transformers, evaluation_loop)."""
+
+
+def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
+    """Return the bytes of the tensors of nested outputs, or of the arrays that they become."""
+    if isinstance(outputs, torch.Tensor):
+        # numpy has no bfloat16: nested_numpify makes float32.
+        width = 4 if as_arrays and outputs.dtype == torch.bfloat16 else outputs.element_size()
+        return outputs.numel() * width
+    if isinstance(outputs, Mapping):
+        outputs = tuple(outputs.values())
+    if isinstance(outputs, (list, tuple)):
+        return sum(kept_bytes(each, as_arrays) for each in outputs)
+    return 0
+
+
+def judge_kept(
+    batch_bytes: int, num_batches: int, are_joined: bool, free_bytes: int, place: str
+) -> Finding | None:
+    """Judge whether the outputs of all batches fit where they are kept.
+
+    Args:
+        batch_bytes: what is kept of one batch.
+        num_batches: how many there are, as far as is known.
+        are_joined: whether they are joined after each batch, which holds the old and the new.
+        free_bytes: what is free there, and what is kept already.
+        place: where that is, in words.
+    """
+    need = batch_bytes * num_batches * (2 if are_joined else 1)
+    if need <= ROOM * free_bytes:
+        return None
+    joined = ", of which joining them holds the old and the new" if are_joined else ""
+    return Finding(
+        code="evaluation-gathers-logits",
+        severity=Severity.ERROR if need > free_bytes else Severity.WARNING,
+        summary=f"an evaluation keeps its outputs until its end: {size(need)}, and"
+        f" {size(free_bytes)} of {place} is free",
+        evidence=f"{num_batches:,} batches of {size(batch_bytes)}{joined}",
+        remedy="callbacks=[EvaluationGuard(logits_to='argmax')], or 'cpu', or a"
+        " preprocess_logits_for_metrics of your own, which keeps what your metrics need",
+        amount=float(need),
+    )
+
+
+class Argmaxed:
+    """Stands for logits of which only the place of the largest was kept.
+
+    It answers `argmax` over the last axis, as the array of all logits would, and refuses the rest.
+    """
+
+    def __init__(self, places: NDArray[np.int64], num_classes: int) -> None:
+        self._places = places
+        self.shape = (*places.shape, num_classes)
+        self.ndim = len(self.shape)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def argmax(self, axis: int | None = None, out: None = None) -> NDArray[np.int64]:
+        """Return the place of the largest logit of each row; `np.argmax` calls this."""
+        if axis not in (-1, self.ndim - 1) or out is not None:
+            raise TypeError("of these logits only the argmax over the last axis was kept")
+        # Where logits are padded all of a row are equal, and the first one counts.
+        return np.where(self._places == _FILLER, 0, self._places)
+
+    def __array__(self, *args: object, **kwargs: object) -> NDArray[Any]:
+        raise TypeError("of these logits only the argmax over the last axis was kept")
+
+
+def why_not_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
+    """Say why the argmax cannot stand for the logits of a batch; empty if the metrics are the same.
+
+    The metrics of this batch are computed both ways.
+    """
+    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
+        return f"the model returns {type(outputs).__name__}, and not logits alone"
+    if outputs.dim() < 2:
+        return "the outputs of a row are one number"
+    try:
+        arrays = nested_numpify(labels)
+        ids = outputs.argmax(-1).cpu().numpy()
+        whole = metrics(EvalPrediction(deepcopy(nested_numpify(outputs)), deepcopy(arrays)))
+        short = metrics(_prediction(ids, outputs.shape[-1], deepcopy(arrays)))
+    except Exception as error:
+        logger.debug("compute_metrics failed on the first batch", exc_info=True)
+        return f"compute_metrics raises {type(error).__name__}: {error}"
+    return "" if _are_same(whole, short) else f"compute_metrics gives {short}, and not {whole}"
+
+
+def metrics_of_argmax(metrics: Metrics, num_classes: int) -> Metrics:
+    """Return a `compute_metrics` that takes the argmax where the one of the user took logits."""
+
+    def compute(kept: EvalPrediction) -> dict[str, Any]:
+        places = cast(NDArray[np.int64], kept.predictions)
+        return metrics(_prediction(places, num_classes, kept.label_ids))
+
+    return compute
+
+
+def _prediction(places: NDArray[np.int64], num_classes: int, labels: Any) -> EvalPrediction:
+    stand_in: Any = Argmaxed(places, num_classes)
+    return EvalPrediction(predictions=stand_in, label_ids=labels)
+
+
+def _are_same(one: object, other: object) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
+        return False
+    return all(_is_equal(one[name], other[name]) for name in one)
+
+
+def _is_equal(one: object, other: object) -> bool:
+    # What is not a number is equal to itself here.
+    return one == other if isinstance(one, str) else bool(np.array_equal(one, other, True))  # type: ignore[arg-type]
