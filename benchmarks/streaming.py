@@ -283,7 +283,7 @@ def deepspeed_step(folder: str) -> float:
             with open(f"{folder}/{way}.json") as file:
                 seconds[way] = json.load(file)["seconds"]
         ratios.append(seconds["zero3"] / seconds["plain"])
-    return median(ratios)
+    return float(median(ratios))
 
 
 def _set_dropout(config: PreTrainedConfig, dropout: float) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def eight_bits(linear: nn.Linear) -> nn.Module:
     return made
 
 
-def quantised(make, device="cpu") -> nn.Module:
+def quantised(make, device="cpu") -> Any:
     """LoRA on a base that is quantised on a device, in main memory unless told otherwise."""
     model = base(attention_dropout=0.0, num_hidden_layers=3)
     for layer in repeated_layers(model):

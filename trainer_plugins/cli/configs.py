@@ -141,9 +141,7 @@ def check(
 
     try:
         if params is not None and not math.isfinite(params):
-            raise ValueError(
-                f"--params is the number of the model's parameters, such as 7e9, got {params}"
-            )
+            raise ValueError(f"--params counts the model's parameters, as in 7e9, got {params}")
         here = _host_bytes() if params and host_memory is None else None
         host = HostLimits.of(host_memory, pinned_memory, here)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
@@ -154,10 +152,8 @@ def check(
     if as_json:
         print(json.dumps([each.as_json() for each in findings], indent=2))
     else:
-        for finding in findings:
-            print(f"{finding.severity.name} {finding}")
-        if not findings:
-            print(f"{file}: no findings")
+        lines = [f"{finding.severity.name} {finding}" for finding in findings]
+        print("\n".join(lines) or f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))

@@ -206,16 +206,15 @@ def plan(
             return
         is_table = search or search_lengths is not None or bool(explain_change)
         _check_places(html, run_dir, is_table)
-        request = plan_request(context.params, context.args)
         if is_table:
+            request = plan_request(context.params, context.args)
             fits = _table(request, search, search_lengths, explain_change, timeout, as_json)
         else:
-            fits = _one_plan(_in_full(request, context), timeout, as_json, run_dir, html)
+            fits = _one_plan(_in_full(context), timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
-    if fits is False:
-        raise typer.Exit(_EXIT_DOES_NOT_FIT)
+    raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
 
 
 def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
@@ -252,10 +251,11 @@ def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest
     return request_of(given["model"], details, run)
 
 
-def _in_full(request: "PlanRequest", context: typer.Context) -> "PlanRequest":
-    """Ask also for the command, and for what would fit."""
+def _in_full(context: typer.Context) -> "PlanRequest":
+    """Make the request of a command line, and ask also for the command, and for what would fit."""
     from trainer_plugins.cli.again import command_of
 
+    request = plan_request(context.params, context.args)
     return replace(request, proposes=True, command=command_of(context))
 
 

@@ -1,4 +1,4 @@
-"""What others see of a weight that may be away: its shape at once, its right value if they ask."""
+"""Guard weights that may be away: others see their shape at once, and their right value."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol

@@ -134,5 +134,7 @@ def _are_same(one: object, other: object) -> bool:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    # What is not a number is equal to itself here.
-    return one == other if isinstance(one, str) else bool(np.array_equal(one, other, True))  # type: ignore[arg-type]
+    if isinstance(one, str):
+        return one == other
+    # NaN is equal to NaN here.
+    return bool(np.array_equal(one, other, True))  # type: ignore[arg-type]
