@@ -139,21 +139,20 @@ def check(
     from trainer_plugins.launch.lint import ConfigError, check, training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
+    here = _host_bytes() if params and host_memory is None else None
     try:
         if params is not None and not math.isfinite(params):
             raise ValueError(f"--params counts the model's parameters, as in 7e9, got {params}")
-        here = _host_bytes() if params and host_memory is None else None
         host = HostLimits.of(host_memory, pinned_memory, here)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
     except (ConfigError, ValueError) as error:
         raise _refused(error) from None
     findings += tuple(lock_findings(read_locks(os.environ)))
+    said = "\n".join(f"{each.severity.name} {each}" for each in findings)
     if as_json:
-        print(json.dumps([each.as_json() for each in findings], indent=2))
-    else:
-        lines = [f"{finding.severity.name} {finding}" for finding in findings]
-        print("\n".join(lines) or f"{file}: no findings")
+        said = json.dumps([each.as_json() for each in findings], indent=2)
+    print(said or f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))

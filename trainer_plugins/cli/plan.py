@@ -200,11 +200,10 @@ def plan(
     """
     from trainer_plugins.planner.plan import PlanError
 
+    is_table = search or search_lengths is not None or bool(explain_change)
     try:
         if compare is not None:
-            _show_beside(*compare, as_json)
-            return
-        is_table = search or search_lengths is not None or bool(explain_change)
+            raise typer.Exit(_show_beside(*compare, as_json))
         _check_places(html, run_dir, is_table)
         if is_table:
             request = plan_request(context.params, context.args)
@@ -212,9 +211,13 @@ def plan(
         else:
             fits = _one_plan(_in_full(context), timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
-        print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
-        raise typer.Exit(_EXIT_BAD_INPUT) from error
+        raise _refused(error) from error
     raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
+
+
+def _refused(error: Exception) -> typer.Exit:
+    print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
+    return typer.Exit(_EXIT_BAD_INPUT)
 
 
 def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
@@ -325,17 +328,18 @@ def _one_plan(
     return outcome.fits
 
 
-def _show_beside(a: Path, b: Path, as_json: bool) -> None:
+def _show_beside(a: Path, b: Path, as_json: bool) -> int:
     from trainer_plugins.planner.compare.beside import beside
 
     found = beside(a, b)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
-        return
+        return 0
     from trainer_plugins.report.beside import beside_report
     from trainer_plugins.report.page import show
 
     show(beside_report(found))
+    return 0
 
 
 def _show(outcome: "MemoryPlan", compared: "Calibration | None") -> None:
