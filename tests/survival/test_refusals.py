@@ -343,7 +343,7 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(
         ({"min_micro_batch": 0}, "min_micro_batch counts examples, 1 or more, got 0"),
         (
             {"ladder": ("sharding",)},
-            r"ladder is a tuple of names out of \('checkpointing', 'offload'\), got \('sharding',\)",
+            r"ladder is a tuple of names out of \('checkpointing', 'offload', 'stream'\), got \('sharding',\)",
         ),
         ({"on_refusal": "ignore"}, "on_refusal is 'error' or 'warn', got 'ignore'"),
     ],

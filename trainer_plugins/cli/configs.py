@@ -142,7 +142,7 @@ def check(
     here = _host_bytes() if params and host_memory is None else None
     try:
         if params is not None and not math.isfinite(params):
-            raise ValueError(f"--params counts the model's parameters, as in 7e9, got {params}")
+            raise ValueError(f"--params is the number of the model's parameters, got {params}")
         host = HostLimits.of(host_memory, pinned_memory, here)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
