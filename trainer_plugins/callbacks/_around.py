@@ -24,11 +24,18 @@ def put_around(
         kind: the class of the callback.
         around: gets the callback, the Trainer and the arguments of the call.
     """
+    wrap_once(name, kind, lambda method: _surrounded(method, kind, around))
+
+
+def wrap_once(
+    name: str, kind: type, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Wrap a method of `transformers.Trainer` for a class of callbacks, once in a process."""
     method = getattr(Trainer, name)
-    known: frozenset[type] = getattr(method, "around_by", frozenset())
+    known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
     if kind not in known:
-        ours = _surrounded(method, kind, around)
-        vars(ours)["around_by"] = known | {kind}
+        ours = functools.wraps(method)(wrap(method))
+        vars(ours)["wrapped_for"] = known | {kind}
         setattr(Trainer, name, ours)
 
 
@@ -37,7 +44,6 @@ def _surrounded(
     kind: type[Kind],
     around: Callable[..., AbstractContextManager[object]],
 ) -> Callable[..., Any]:
-    @functools.wraps(method)
     def call(self: Trainer, *args: object, **kwargs: object) -> object:
         callback = callback_of(self, kind)
         with around(callback, self, *args, **kwargs) if callback else nullcontext():

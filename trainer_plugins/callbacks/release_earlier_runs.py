@@ -1,6 +1,5 @@
 """ReleaseEarlierRuns: the next trial, and the cell after a failed one, find an empty card."""
 
-import functools
 import gc
 import logging
 import sys
@@ -11,6 +10,7 @@ from weakref import WeakSet
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_plugins.callbacks._around import wrap_once
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.released import released
@@ -37,7 +37,8 @@ class ReleaseEarlierRuns(RunCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        _wrap_trainer()
+        # No event of the Trainer comes before it moves its model.
+        wrap_once("_move_model_to_device", ReleaseEarlierRuns, _with_room)
 
     def on_train_begin(
         self,
@@ -56,18 +57,7 @@ class ReleaseEarlierRuns(RunCallback):
             logger.info("an earlier run of this process still lived: %s", released(trainer))
 
 
-def _wrap_trainer() -> None:
-    """Have every Trainer of this process make room before it moves a model to its card.
-
-    No event of the Trainer comes before that: the first is after the model was moved.
-    """
-    method = Trainer._move_model_to_device
-    if not getattr(method, "releases_earlier_runs", False):
-        Trainer._move_model_to_device = _with_room(method)
-
-
 def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
     def move(self: Trainer, *args: object, **kwargs: object) -> object:
         for trainer in list(_known):
             is_next_trial = trainer is self and self.model_init is not None
@@ -78,7 +68,6 @@ def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
         gc.collect()
         return method(self, *args, **kwargs)
 
-    vars(move)["releases_earlier_runs"] = True
     return move
 
 

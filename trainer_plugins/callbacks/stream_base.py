@@ -1,6 +1,5 @@
 """StreamBase: a run whose frozen base need not be on the card, from before the model goes there."""
 
-import functools
 import logging
 import traceback
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_plugins.callbacks._around import wrap_once
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.oom import classify
 from trainer_plugins.record.timeline import Remark
@@ -62,7 +62,8 @@ class StreamBase(RunCallback):
         self._allow_generation = allow_generation
         self._said = ""
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
-        _wrap_trainer()
+        # No event of the Trainer comes before it moves its model.
+        wrap_once("_move_model_to_device", StreamBase, _asking)
 
     @property
     def asked_to_stream(self) -> tuple[int, bool] | None:
@@ -143,18 +144,7 @@ def _why_not_moved(move: Callable[[], object], args: TrainingArguments, is_asked
     return why
 
 
-def _wrap_trainer() -> None:
-    """Have every Trainer of this process ask its `StreamBase` before it moves a model.
-
-    No event of the Trainer comes before that: the first is after the model was moved.
-    """
-    method = Trainer._move_model_to_device
-    if not getattr(method, "asks_stream_base", False):
-        Trainer._move_model_to_device = _asking(method)
-
-
 def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
     def move(self: Trainer, model: nn.Module, device: object) -> object:
         callback = _stream_base_of(self)
         if callback is None:
@@ -162,7 +152,6 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
         callback.move(self, model, lambda: method(self, model, device))
         return None
 
-    vars(move)["asks_stream_base"] = True
     return move
 
 

@@ -24,10 +24,7 @@ def create_states(optimizer: Any) -> str | None:
     Returns:
         Why nothing was done, to be logged; None if the states are there.
     """
-    inner = optimizer
-    # It is inside accelerate's wrapper, and DeepSpeed's, which holds this rank's share.
-    while hasattr(inner, "optimizer"):
-        inner = inner.optimizer
+    inner = inner_optimizer(optimizer)
     if inner.state:
         return None  # a checkpoint brought them
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
@@ -57,6 +54,14 @@ def create_states(optimizer: Any) -> str | None:
             f"{failed.first_line}"
         )
     return None
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's wrapper, and DeepSpeed's, which holds a share."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    inner: torch.optim.Optimizer = optimizer
+    return inner
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
+from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
 
 _ROOM = 0.8
@@ -128,14 +129,6 @@ class _Value(NamedTuple):
                 _local(now).copy_(self.value)
             return now
         return self.value.to(self.device)
-
-
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's wrapper."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    inner: torch.optim.Optimizer = optimizer
-    return inner
 
 
 def put_back(owner: object, before: dict[str, Any]) -> None:

@@ -11,18 +11,21 @@ import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 
+from trainer_plugins.planner.trainer import text_of
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.baseline import Card
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Packed, Rows, find_layout
 from trainer_plugins.survival.limit.limit import SLACK, cells
+from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks import Ranks
 from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.ranks.zero import foreseen
-from trainer_plugins.survival.rehearsal.kept import Kept, inner_optimizer
+from trainer_plugins.survival.rehearsal.kept import Kept
 from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
+from trainer_plugins.upkeep.kept_outputs import kept_bytes
 from trainer_plugins.upkeep.longest import LongestRows
 
 FOLDER = ".trainer_plugins_rehearsal"
@@ -65,10 +68,10 @@ class Moments:
         """Give the moments that this run has; each returns what did not fit, empty if all did."""
         args = self._trainer.args
         yield "optimizer step", self.optimizer_step
-        if _text(args.eval_strategy) != "no" or args.eval_on_start:
+        if text_of(args.eval_strategy) != "no" or args.eval_on_start:
             yield "evaluation", self.evaluation
         yield "training", self.training
-        if saves and _text(args.save_strategy) != "no":
+        if saves and text_of(args.save_strategy) != "no":
             yield "save", self.save
             if not args.save_only_model:
                 yield "resume", self.resume
@@ -223,7 +226,7 @@ class Moments:
         after = self._read()
         if isinstance(outputs, DidNotFit):
             return outputs
-        batch_bytes = args.world_size * sum(each.nbytes for each in _tensors(outputs))
+        batch_bytes = args.world_size * kept_bytes(outputs)
         del outputs
         if before is None or after is None or not batch_bytes or args.batch_eval_metrics:
             return ""
@@ -315,18 +318,6 @@ def _num_batches(loader: Any) -> int:
         return len(loader)
     except TypeError:  # it can only be iterated
         return 1
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
-
-
-def _text(setting: object) -> str:
-    return str(getattr(setting, "value", setting))
 
 
 def first_words(error: Exception) -> str:
