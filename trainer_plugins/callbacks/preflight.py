@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 60.0
 """How long the slowest rank may take for its checks."""
 
-_LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
+LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
+"""From which severity on a training is refused, by the words of `refuse_on`."""
 
 
 class PreflightError(RuntimeError):
@@ -50,7 +51,7 @@ class Preflight(RunCallback):
             device: where tensors live; None takes that of the run.
             timeline: where findings are kept; None takes the run's.
         """
-        if refuse_on is not None and refuse_on not in _LIMITS:
+        if refuse_on is not None and refuse_on not in LIMITS:
             raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
         super().__init__(device, timeline)
         self.refuse_on = refuse_on
@@ -79,9 +80,9 @@ class Preflight(RunCallback):
             found = () if checklist is None else checklist.findings
             self._say(found, args, state)
         if self.refuse_on is not None:
-            mine = [each for each in found if each.severity >= _LIMITS[self.refuse_on]]
+            mine = [each for each in found if each.severity >= LIMITS[self.refuse_on]]
             if _does_any_rank_refuse(roll, bool(mine), args.ddp_timeout):
-                raise PreflightError(_refusal(mine))
+                raise PreflightError(refusal(mine))
 
     def _look(self, args: TrainingArguments, event: dict[str, object]) -> Checklist | None:
         trainer, device = calling_trainer(), self.device_for(args)
@@ -113,7 +114,8 @@ def _does_any_rank_refuse(roll: RollCall, refuses: bool, timeout_seconds: float)
     return refuses
 
 
-def _refusal(mine: list[Finding]) -> str:
+def refusal(mine: list[Finding]) -> str:
+    """Say why a training is refused: by findings of this rank, or by another rank."""
     if not mine:
         return "the training is refused before step 1: another rank found why; read its log"
     return "the training is refused before step 1:\n" + "\n".join(f"  {each}" for each in mine)

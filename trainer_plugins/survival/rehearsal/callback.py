@@ -6,6 +6,7 @@ from typing import Literal
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
+from trainer_plugins.callbacks.preflight import LIMITS, refusal
 from trainer_plugins.finding import Severity
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.timeline import Remark
@@ -21,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 60.0
 """How late a rank may be when training begins."""
-
-_LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
 
 
 class RehearsalError(RuntimeError):
@@ -53,7 +52,7 @@ class Rehearsal(RunCallback):
             save: whether a checkpoint is written, loaded and removed again.
             plan: the plan of this run, to be reported beside what is measured.
         """
-        if refuse_on is not None and refuse_on not in _LIMITS:
+        if refuse_on is not None and refuse_on not in LIMITS:
             raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
         super().__init__()
         self.refuse_on, self._saves, self._plan = refuse_on, save, plan
@@ -84,14 +83,11 @@ class Rehearsal(RunCallback):
         self.report = self._rehearsed(trainer)
         with self.harmless():
             self._say(args, state)
-        limit = _LIMITS[self.refuse_on] if self.refuse_on is not None else None
+        limit = LIMITS[self.refuse_on] if self.refuse_on is not None else None
         if limit is not None and (
             found := [each for each in self.report.findings if each.severity >= limit]
         ):
-            raise RehearsalError(
-                "the training is refused before step 1:\n"
-                + "\n".join(f"  {each}" for each in found)
-            )
+            raise RehearsalError(refusal(found))
 
     def _rehearsed(self, trainer: Trainer) -> RehearsalReport:
         roll = RollCall("Rehearsal")
