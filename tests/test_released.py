@@ -6,6 +6,7 @@ import nbformat
 import optuna
 import pytest
 import torch
+import transformers
 from nbclient import NotebookClient
 from transformers import Trainer, TrainerCallback
 
@@ -163,6 +164,10 @@ class NotesRoom(Trainer):
         self.room = [*getattr(self, "room", []), allocated()]
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."),
+    reason="transformers 4 hands `catch` to create_study: a trial that fails ends the search",
+)
 @pytest.mark.parametrize("ours", [[ReleaseEarlierRuns], []], ids=["with", "without"])
 def test_twenty_trials_one_of_them_out_of_memory(make_trainer, small, ours) -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # pytest keeps what is logged, with frames
@@ -202,6 +207,7 @@ from trainer_plugins.testing import simgpu
 from trainer_plugins.units import MIB
 simgpu.enable(40 * MIB)
 import torch
+import transformers
 from transformers import Trainer, TrainingArguments
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import ReleaseEarlierRuns

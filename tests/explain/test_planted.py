@@ -99,7 +99,12 @@ def test_activations_of_one_long_row(train) -> None:
     said = train(28, model=deep(), **settings)
     assert said.code == "capacity"
     assert said.do == "--gradient_checkpointing True"
-    assert train(28, model=deep(), **settings | said.flags) is None
+    after = train(28, model=deep(), **settings | said.flags)
+    if after and torch.__version__.startswith("2.9."):  # which leaves more holes here
+        assert after.code == "fragmentation"
+        assert "expandable_segments:True" in after.do
+    else:
+        assert after is None
 
 
 def test_outputs_that_an_evaluation_keeps(train) -> None:

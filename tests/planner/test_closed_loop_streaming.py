@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -38,6 +39,8 @@ AUTOCAST: dict[str, Any] = {"bf16": True}
 def with_lora(model, dropout: float):
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout)
+    if transformers.__version__.startswith("4."):  # later ones do it for reentrant checkpointing
+        model.enable_input_require_grads()
     return peft.get_peft_model(model, config)
 
 

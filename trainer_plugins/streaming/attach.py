@@ -79,6 +79,8 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
     units = [weights for _, weights in frozen_weights(model)]
     if not layers:
         yield "the model has no repeated layers (no list of modules of one class)"
+    elif not units and any(one.dtype == torch.int8 for one in model.parameters()):
+        yield "its base is in int8 of bitsandbytes, which stays on the card: in 4 bits it can leave"
     elif not units:
         yield (
             f"none of its {len(layers)} layers has frozen weights: streaming is for LoRA and QLoRA,"

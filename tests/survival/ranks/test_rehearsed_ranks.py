@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from tests import processes
 from tests.distributed import extensions
@@ -20,6 +21,12 @@ WRAPPERS = {
     "zero3": "DeepSpeedEngine",
 }
 ALL = ["optimizer step", "evaluation", "training", "save", "resume"]
+FAILS = {
+    "ddp": {"resume": "don't know how to restore data location"}
+    if transformers.__version__.startswith("4.")
+    else {}
+}
+"""What the rehearsal rightly says: transformers 4 loads no optimizer to `cpu:0`, nor in a real run."""
 DONE = {"ddp": ALL, "fsdp2": ALL[:-1], "zero3": ALL[1:-1]}
 
 
@@ -45,7 +52,9 @@ def test_the_run_is_the_one_that_it_would_have_been(launched) -> None:
         told = each["fits"]
         assert (told["wrapped"], told["step"]) == (WRAPPERS[kind], 4)
         assert list(told["moments"]) == DONE[kind]
-        assert set(told["moments"].values()) == {""}
+        for moment, why in told["moments"].items():
+            expected = FAILS.get(kind, {}).get(moment, "")
+            assert expected in why if expected else why == ""
         assert set(told["left_out"]) == set(ALL) - set(DONE[kind])
         assert told["changed"] == []
         assert told["same"] == [True, True, True]
