@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,7 +24,9 @@ from torch import nn
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.card import card_here
-from trainer_plugins import StreamBase
+from trainer_plugins import MemoryPlan, StreamBase
+from trainer_plugins.planner.rehearse.gather import request_of
+from trainer_plugins.planner.run import predict_all
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.units import MIB
 
@@ -138,14 +141,11 @@ class Trained(NamedTuple):
     stream: Stream | None
 
 
-def trained(
+def trainer_of(
     name: str, folder: str, streams: bool, checkpointing: str, accumulation: int, dropout: float
-) -> Trained:
-    """Train five steps of AdamW, with the base resident or streamed."""
-    gc.collect()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    trainer = Trainer(
+) -> Trainer:
+    """Make the Trainer of one run, with the base resident or streamed."""
+    return Trainer(
         model_of(name, dropout),
         settings(
             folder, gradient_accumulation_steps=accumulation, **checkpointing_of(checkpointing)
@@ -153,11 +153,30 @@ def trained(
         train_dataset=rows_for(name),
         callbacks=[StreamBase(RESIDENT, on_refusal="error")] if streams else [],
     )
+
+
+def trained(make: Callable[[], Trainer]) -> Trained:
+    """Train five steps of AdamW."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    before_bytes = torch.accelerator.memory_allocated()
+    trainer = make()
     trainer.train()
-    peak_bytes = torch.accelerator.max_memory_allocated()
+    peak_bytes = torch.accelerator.max_memory_allocated() - before_bytes
     model: Any = trainer.model
     learned = [each.detach().cpu() for each in model.parameters() if each.requires_grad]
     return Trained(learned, peak_bytes, stream_of(model))
+
+
+def foretold(makers: Sequence[Callable[[], Trainer]]) -> list[int]:
+    """Predict the peaks of some runs on the card, in bytes, before any of them has trained."""
+    requests = [request_of(make(), None, "", 1, None) for make in makers]
+    plans = predict_all(requests, timeout_seconds=3600)
+    refused = [plan for plan in plans if not isinstance(plan, MemoryPlan)]
+    if refused:
+        raise refused[0]
+    return [plan.allocated_peak_bytes for plan in plans if isinstance(plan, MemoryPlan)]
 
 
 def settings(folder: str, **more: Any) -> TrainingArguments:
@@ -181,28 +200,34 @@ def checkpointing_of(kind: str) -> dict[str, Any]:
 
 def same_run(name: str, folder: str) -> str:
     """Return the line of one architecture: all its combinations, and the worst of them."""
-    num = num_equal = num_as_foretold = 0
-    worst, layers = (0.0, 0, 0), (0, 0.0)
-    for combination in product(CHECKPOINTING, (1, 3), (0.0, 0.1)):
-        resident = trained(name, folder, False, *combination)
-        streamed = trained(name, folder, True, *combination)
+    combinations = list(product(CHECKPOINTING, (1, 3), (0.0, 0.1)))
+    makers = [
+        partial(trainer_of, name, folder, streams, *combination)
+        for combination in combinations
+        for streams in (False, True)
+    ]
+    predicted = foretold(makers)
+    num_equal = num_as_foretold = 0
+    worst, layers, off = (0.0, 0, 0), (0, 0.0), 0.0
+    for number, (_, accumulation, _) in enumerate(combinations):
+        resident, streamed = (trained(make) for make in makers[2 * number : 2 * number + 2])
         stream = streamed.stream
         assert stream is not None
-        num += 1
         num_equal += len(resident.learned) == len(streamed.learned) and all(
             torch.equal(*pair) for pair in zip(resident.learned, streamed.learned, strict=True)
         )
-        passes = STEPS * combination[1]
-        formula = 2 * (stream.num_layers - RESIDENT) * passes + RESIDENT
+        formula = 2 * (stream.num_layers - RESIDENT) * STEPS * accumulation + RESIDENT
         num_as_foretold += stream.num_fetched == formula
-        ratio = streamed.peak_bytes / resident.peak_bytes
-        worst = max(worst, (ratio, resident.peak_bytes, streamed.peak_bytes))
+        peaks = resident.peak_bytes, streamed.peak_bytes
+        worst = max(worst, (peaks[1] / peaks[0], *peaks))
+        for peak, said in zip(peaks, predicted[2 * number : 2 * number + 2], strict=True):
+            off = max(off, abs(said / peak - 1))
         layers = stream.num_layers, stream.num_bytes / MIB
         del resident, streamed, stream
-    peaks = " | ".join(f"{peak / MIB:.2f}" for peak in worst[1:])
+    num = len(combinations)
     return (
-        f"| {name} | {layers[0]} | {layers[1]:.2f} | {num_equal} of {num} | {peaks} |"
-        f" {worst[0]:.2f} | {num_as_foretold} of {num} |"
+        f"| {name} | {layers[0]} | {layers[1]:.2f} | {num_equal} of {num} | {worst[1] / MIB:.2f} |"
+        f" {worst[2] / MIB:.2f} | {worst[0]:.2f} | {off:.2%} | {num_as_foretold} of {num} |"
     )
 
 
@@ -302,7 +327,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         print(
             "| architecture | layers | their MiB | bit-equal | peak resident, MiB |"
-            " streamed | ratio | fetched as by formula |"
+            " streamed | ratio | all 24 peaks predicted within | fetched as by formula |"
         )
         for name in ARCHITECTURES:
             print(same_run(name, folder), flush=True)
