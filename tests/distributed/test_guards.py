@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import accelerate
 import pytest
 
 from tests import processes
@@ -14,6 +15,9 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).with_name("guarded.py")
 
 
+@pytest.mark.skipif(
+    accelerate.__version__.startswith("1.10."), reason="accelerate 1.10 shards on known cards only"
+)
 def test_a_run_is_resumed_and_evaluated_where_only_a_step_fits(tmp_path: Path) -> None:
     if (reason := simgpu.unavailable_reason()) is not None:
         pytest.skip(reason)
