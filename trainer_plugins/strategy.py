@@ -42,7 +42,7 @@ class Strategy:
     """The ZeRO stage; None if DeepSpeed does not run."""
 
     offload: Mapping[str, str] = field(default_factory=dict)
-    """What is offloaded, and where to: `{"optimizer": "cpu", "param": "nvme"}`."""
+    """What is offloaded, and where to: `{"optimizer": "cpu", "param": "nvme"}`; a streamed base."""
 
     homes: Mapping[str, int] = field(default_factory=dict)
     """Elements of this rank's parameters by device type (or `nvme`) between steps."""

@@ -209,7 +209,7 @@ def test_what_streaming_would_save_is_asked_by_name():
     ("name", "why"),
     [
         ("no adapter", "none of its 5 layers has frozen weights"),
-        pytest.param("8 bits", "none of its 5 layers has frozen weights", marks=needs_5),
+        pytest.param("8 bits", "its base is in int8 of bitsandbytes", marks=needs_5),
         ("too many", "a number of layers from 1 to 5, got 6"),
     ],
 )

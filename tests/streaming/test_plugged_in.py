@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.streaming.lora import adapted, are_equal, base, learned, stream, trainer
-from trainer_plugins import MemoryArguments, attached, callbacks_from_args, released
+from trainer_plugins import (
+    MemoryArguments,
+    StrategyInForce,
+    StreamBase,
+    attached,
+    callbacks_from_args,
+    released,
+)
+from trainer_plugins.record.timeline import Beginning, timeline_of_run
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import MIB
 
@@ -49,8 +57,6 @@ def test_what_fits_is_left_alone(simgpu, tmp_path) -> None:
 
 
 def test_the_users_own_callback_is_kept(simgpu, tmp_path) -> None:
-    from trainer_plugins import StreamBase
-
     with attached("observe", stream_base="always", resident_layers=2):
         trained = trainer(tmp_path, StreamBase(resident_layers=3))
     assert stream(trained).resident_layers == 3
@@ -78,3 +84,16 @@ def test_what_is_released_between_runs(simgpu, tmp_path) -> None:
     assert given_back.freed_bytes >= resident_bytes
     assert torch.accelerator.memory_allocated() <= before_bytes - resident_bytes
     assert trained.evaluate()["eval_loss"] > 0
+
+
+def test_what_runs_says_where_the_base_is(simgpu, tmp_path) -> None:
+    trained = trainer(tmp_path, StreamBase(), StrategyInForce(), max_steps=1)
+    trained.train()
+
+    (began,) = [one for one in timeline_of_run(str(tmp_path), 0) if isinstance(one, Beginning)]
+    runs = began.strategy
+    streamed_bytes = stream(trained).num_bytes
+    assert runs.homes["cpu"] == streamed_bytes // 4
+    assert runs.homes["simgpu"] == runs.num_params - streamed_bytes // 4
+    assert runs.offload == {"streamed base": "cpu"}
+    assert "streamed base on cpu" in str(runs)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer_plugins.strategy import Strategy
+from trainer_plugins.streaming.stream import Stream, stream_of
 
 # By name, because not every build of torch has them, and DeepSpeed and accelerate subclass them.
 _FAMILIES = {
@@ -34,7 +35,8 @@ def read_in_force(
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    numel, partitioned, homes = _parameters(wrapper)
+    stream = stream_of(wrapper) or stream_of(getattr(wrapper, "module", wrapper))
+    numel, partitioned, homes = _parameters(wrapper, stream)
     return Strategy(
         distributed_type=distributed_type,
         wrapped_class=type(wrapper).__name__,
@@ -45,7 +47,9 @@ def read_in_force(
         num_params=numel,
         num_partitioned=partitioned,
         zero_stage=_zero_stage(wrapper, optimizer),
-        offload=_zero_offload(optimizer) | _fsdp_offload(wrapper),
+        offload=_zero_offload(optimizer)
+        | _fsdp_offload(wrapper)
+        | ({"streamed base": "cpu"} if stream else {}),
         homes=homes,
         optimizer_class=_optimizer_class(optimizer),
         master_dtype=_master_dtype(optimizer),
@@ -86,7 +90,7 @@ def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
     return int(wrapper.zero_optimization_stage()) if _family(wrapper) == "DeepSpeed" else None
 
 
-def _parameters(wrapper: nn.Module) -> tuple[int, int, dict[str, int]]:
+def _parameters(wrapper: nn.Module, stream: Stream | None) -> tuple[int, int, dict[str, int]]:
     """Count elements of the whole model, the sharded ones, and this rank's by where they live."""
     whole = partitioned = 0
     homes: Counter[str] = Counter()
@@ -106,6 +110,8 @@ def _parameters(wrapper: nn.Module) -> tuple[int, int, dict[str, int]]:
         # Two weights a byte; counted as peft and transformers do.
         elif type(p).__name__ == "Params4bit":
             numel = here = numel * 2 * p.element_size()
+        if stream is not None:
+            where = stream.in_main_memory(p).device.type
         whole += numel
         partitioned += numel if divided else 0
         homes[where] += here
