@@ -107,6 +107,13 @@ def test_a_quantised_base_takes_what_its_bits_take(frozen):
 
 
 @needs_5
+def test_main_memory_never_holds_the_whole_base(outcomes):
+    assert outcomes["whole"].host_ram_bytes_per_node > 2 * QUANTISED
+    assert outcomes["nf4"].host_ram_bytes_per_node < QUANTISED // 2
+    assert outcomes["int8"].host_ram_bytes_per_node < QUANTISED // 2
+
+
+@needs_5
 def test_a_packed_weight_counts_as_the_numbers_it_stands_for(outcomes):
     counts = {outcomes[name].num_parameters for name in ("whole", "nf4", "int8", "bf16 storage")}
     assert len(counts) == 1

@@ -292,7 +292,7 @@ def quantise(
     """Load a model on the card with the layers that transformers would quantise.
 
     Args:
-        model: as transformers makes it from a config, on the host.
+        model: as transformers makes it from a config, on the meta device or on the host.
         config: a BitsAndBytesConfig.
         device: the card; or the host, from which it is streamed.
         dtype: of the weights, as loaded.
@@ -319,12 +319,15 @@ def quantise(
         if isinstance(module, _Quantised) and leaf == "weight":
             module.load(device, dtype, is_packed)
         elif parameter.device.type == "meta":
-            setattr(
-                module, leaf, torch.nn.Parameter(torch.empty_like(parameter, device=device), False)
-            )
+            value = torch.empty_like(parameter, device=device)
+            setattr(module, leaf, torch.nn.Parameter(value, parameter.requires_grad))
         else:
             parameter.data = parameter.data.to(device)
-    model.to(device)  # buffers
+    for part in model.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            value = torch.empty_like(buffer, device=device)
+            part.register_buffer(name, value, name not in part._non_persistent_buffers_set)
+    model.tie_weights()
     model.hf_quantizer = quantizer
     if device.type != "cpu":  # accelerate would keep it there
         model.hf_device_map = card

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ def model_of(
         NotPredicted: the planner cannot predict such a model.
     """
     import transformers
-    from transformers import AutoModelForSequenceClassification
 
     assumptions: list[str] = []
     kind = source.config.get("model_type")
@@ -55,15 +55,10 @@ def model_of(
         fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
         config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
-        if source.trainer == "reward":
-            config.num_labels, config.architectures = 1, None
-            model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
-        else:
-            if source.num_labels is not None:
-                config.num_labels = source.num_labels
-                if getattr(config, "pad_token_id", None) is None:
-                    config.pad_token_id = 0  # a classifier of several rows asks for one
-            model = _class_of(config, source.num_labels)._from_config(config, dtype=dtype)
+        is_quantised = card is not None and (source.quantisation or source.config.get(_QUANTISED))
+        # `from_pretrained` quantises weight by weight: the whole base is never in main memory
+        with torch.device("meta") if is_quantised else nullcontext():
+            model = _built(source, config, dtype)
         if source.config.get("tie_word_embeddings") is False:
             _untie(model)
         if card is not None:
@@ -75,6 +70,20 @@ def model_of(
     if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
     return model, assumptions
+
+
+def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
+    """Build the model of the class that the run has."""
+    from transformers import AutoModelForSequenceClassification
+
+    if source.trainer == "reward":
+        config.num_labels, config.architectures = 1, None
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+    if source.num_labels is not None:
+        config.num_labels = source.num_labels
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # a classifier of several rows asks for one
+    return _class_of(config, source.num_labels)._from_config(config, dtype=dtype)
 
 
 def _quantised(
