@@ -21,7 +21,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from benchmarks.card import card_here
 from trainer_plugins import MemoryPlan, StreamBase
@@ -145,7 +151,7 @@ def trainer_of(
     name: str, folder: str, streams: bool, checkpointing: str, accumulation: int, dropout: float
 ) -> Trainer:
     """Make the Trainer of one run, with the base resident or streamed."""
-    return Trainer(
+    trainer = Trainer(
         model_of(name, dropout),
         settings(
             folder, gradient_accumulation_steps=accumulation, **checkpointing_of(checkpointing)
@@ -153,6 +159,8 @@ def trainer_of(
         train_dataset=rows_for(name),
         callbacks=[StreamBase(RESIDENT, on_refusal="error")] if streams else [],
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def trained(make: Callable[[], Trainer]) -> Trained:

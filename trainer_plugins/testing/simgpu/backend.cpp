@@ -34,6 +34,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", &simgpu::convolution);
   m.impl("convolution_backward_overrideable", &simgpu::convolution_backward);
   m.impl("record_stream", &simgpu::record_stream);
+  // torch has these for other devices in pieces, with a tensor more than the kernels of CUDA and of the host take.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 // copy_ resolves a conjugate or negative view by this copy. If the fallback of these keys resolved the view before it, that
