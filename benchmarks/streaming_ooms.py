@@ -4,6 +4,7 @@
 an error, bit for bit.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def lines(folder: str) -> Iterator[str]:
     for checkpoints in (False, True):
         said = "with" if checkpoints else "without"
         whole = one_step(Path(folder), checkpoints)
+        gc.collect()
+        gc.freeze()  # a recovery collects garbage: not what the libraries hold, hundreds of times
         allocations = range(1, whole.num_allocations[0] + 1)
 
         def at_allocation(position: int, checkpoints: bool = checkpoints) -> Run | None:

@@ -128,9 +128,9 @@ def test_a_batch_of_one_of_two_evaluations(train) -> None:
                         intermediate_size=64, max_position_embeddings=128)  # fmt: skip
     settings: dict[str, Any] = {"per_device_eval_batch_size": 512, "max_steps": 1, "hook": has_two}
     settings |= {"eval_strategy": "steps", "eval_steps": 1}
-    said = train(90, model=BertForMaskedLM(config), **settings)
+    said = train(70, model=BertForMaskedLM(config), **settings)
     assert said.code == "eval-batch"
-    assert train(90, model=BertForMaskedLM(config), **settings | said.flags) is None
+    assert train(70, model=BertForMaskedLM(config), **settings | said.flags) is None
 
 
 def test_the_first_optimizer_step(train) -> None:

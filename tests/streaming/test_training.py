@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from peft import PeftModel
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -64,6 +65,34 @@ def test_the_same_weights_losses_and_evaluation(
     # In bf16 over a base in float32 the resident run may keep the casts of more layers, too.
     assert saved_bytes > 0.95 * (layers.num_bytes - layers.resident_bytes)
     assert streamed.evaluate()["eval_loss"] == evaluation
+
+
+def in_fp16(folder, monkeypatch, *callbacks) -> transformers.Trainer:
+    """accelerate takes the fp16 of known cards only: what it would set there is set here."""
+    made = trainer(folder, *callbacks, gradient_accumulation_steps=2)
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+    made.accelerator.native_amp = True
+    scaler = torch.amp.GradScaler("simgpu", init_scale=2.0**10, growth_interval=3)
+    made.accelerator.scaler = scaler
+    return made
+
+
+def test_fp16_with_a_scaled_loss(simgpu, tmp_path, monkeypatch) -> None:
+    resident = in_fp16(tmp_path, monkeypatch)
+    dtypes = set()
+    resident.model.base_model.model.lm_head.register_forward_hook(
+        lambda module, args, output: dtypes.add(output.dtype)
+    )
+    resident.train()
+    streamed = in_fp16(tmp_path, monkeypatch, StreamBase())
+    streamed.train()
+
+    assert dtypes == {torch.float16}
+    assert stream(streamed).num_fetched == 2 * (6 - 2) * 5 * 2 + 2
+    scales = {one.accelerator.scaler.get_scale() for one in (resident, streamed)}
+    assert scales == {2.0**11}, "no step was passed over, and it grew once"
+    assert are_equal(learned(streamed), learned(resident))
+    assert losses(streamed) == losses(resident)
 
 
 def test_generating_saving_loading_and_merging(simgpu, tmp_path) -> None:
