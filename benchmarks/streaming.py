@@ -184,10 +184,12 @@ def foretold(makers: Sequence[Callable[[], Trainer]]) -> list[int]:
     """Predict the peaks of some runs on the card, in bytes, before any of them has trained."""
     requests = [request_of(make(), None, "", 1, None) for make in makers]
     plans = predict_all(requests, timeout_seconds=3600)
-    refused = [plan for plan in plans if not isinstance(plan, MemoryPlan)]
-    if refused:
-        raise refused[0]
-    return [plan.allocated_peak_bytes for plan in plans if isinstance(plan, MemoryPlan)]
+    peaks = []
+    for plan in plans:
+        if not isinstance(plan, MemoryPlan):
+            raise plan
+        peaks.append(plan.allocated_peak_bytes)
+    return peaks
 
 
 def settings(folder: str, **more: Any) -> TrainingArguments:

@@ -65,7 +65,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_local_scalar_dense": ("torch.ops.aten",),
     "_local_tensor": ("torch.distributed.tensor._api",),
     "_nn": ("torch._C",),
-    "_non_persistent_buffers_set": ("torch.nn.Module",),
     "_offload_params": (FLAT,),
     "_optimizer_step_post_hooks": ("torch.optim.optimizer",),
     "_optimizer_step_pre_hooks": ("torch.optim.optimizer",),

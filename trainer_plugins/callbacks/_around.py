@@ -5,9 +5,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import Kind, callback_of
+from trainer_plugins.callbacks._run import Kind, RunCallback, callback_of
+
+
+class GuardCallback(RunCallback):
+    """Has nothing of its own to do at an event: it stands around a method (`put_around`)."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        self.begin_run()
+        self.is_second(state)
 
 
 def put_around(

@@ -6,10 +6,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
-from trainer_plugins.callbacks._around import put_around
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._around import GuardCallback, put_around
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.timeline import Remark, Timeline
@@ -30,7 +29,7 @@ _WAIT_SECONDS = 60.0
 """How long another rank may be on its way to the first batch."""
 
 
-class EvaluationGuard(RunCallback):
+class EvaluationGuard(GuardCallback):
     """Forecasts at the first batch what an evaluation keeps until its end, and keeps less if asked.
 
     With a `compute_metrics`, and in every `predict`, the Trainer keeps the outputs of all batches
@@ -69,16 +68,6 @@ class EvaluationGuard(RunCallback):
         super().at_rest()
         self._said = 0
         """The highest severity that was said in this run."""
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.begin_run()
-        self.is_second(state)
 
     @contextmanager
     def around_loop(

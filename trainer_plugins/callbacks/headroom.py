@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
-from trainer_plugins.callbacks._around import put_around
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._around import GuardCallback, put_around
 
 logger = logging.getLogger(__name__)
 
 
-class Headroom(RunCallback):
+class Headroom(GuardCallback):
     """Keeps torch's allocator from taking all of the card, as long as a Trainer trains.
 
     NCCL, cuBLAS and CUDA's contexts take memory beside the allocator, and fail if its cache fills
@@ -37,16 +36,6 @@ class Headroom(RunCallback):
         super().__init__()
         self.leave_fraction = leave_fraction
         put_around("train", Headroom, Headroom.around_train)
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.begin_run()
-        self.is_second(state)
 
     @contextmanager
     def around_train(self, trainer: Trainer, *args: object, **kwargs: object) -> Iterator[None]:

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
-from trainer_plugins.callbacks._around import put_around
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._around import GuardCallback, put_around
 
 
-class ResumeGuard(RunCallback):
+class ResumeGuard(GuardCallback):
     """Drops the states that an optimizer is about to replace, before a resumed run loads its own.
 
     To load a checkpoint of FSDP2, torch first makes states of zeros, and then has two of each on
@@ -24,16 +23,6 @@ class ResumeGuard(RunCallback):
     def __init__(self) -> None:
         super().__init__()
         put_around("_load_optimizer_and_scheduler", ResumeGuard, ResumeGuard.around_load)
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.begin_run()
-        self.is_second(state)
 
     @contextmanager
     def around_load(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:

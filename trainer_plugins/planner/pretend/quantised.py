@@ -292,7 +292,7 @@ def quantise(
     """Load a model on the card with the layers that transformers would quantise.
 
     Args:
-        model: as transformers makes it from a config, on the meta device or on the host.
+        model: as transformers makes it from a config, on the meta device.
         config: a BitsAndBytesConfig.
         device: the card; or the host, from which it is streamed.
         dtype: of the weights, as loaded.
@@ -318,15 +318,12 @@ def quantise(
         module = model.get_submodule(path)
         if isinstance(module, _Quantised) and leaf == "weight":
             module.load(device, dtype, is_packed)
-        elif parameter.device.type == "meta":
+        else:
             value = torch.empty_like(parameter, device=device)
             setattr(module, leaf, torch.nn.Parameter(value, parameter.requires_grad))
-        else:
-            parameter.data = parameter.data.to(device)
     for part in model.modules():
         for name, buffer in part.named_buffers(recurse=False):
-            value = torch.empty_like(buffer, device=device)
-            part.register_buffer(name, value, name not in part._non_persistent_buffers_set)
+            setattr(part, name, torch.empty_like(buffer, device=device))
     model.tie_weights()
     model.hf_quantizer = quantizer
     if device.type != "cpu":  # accelerate would keep it there

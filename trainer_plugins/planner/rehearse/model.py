@@ -55,7 +55,7 @@ def model_of(
         fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
         config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
-        is_quantised = card is not None and (source.quantisation or source.config.get(_QUANTISED))
+        is_quantised = card is not None and _quantisation_of(source)
         # `from_pretrained` quantises weight by weight: the whole base is never in main memory
         with torch.device("meta") if is_quantised else nullcontext():
             model = _built(source, config, dtype)
@@ -70,6 +70,11 @@ def model_of(
     if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
     return model, assumptions
+
+
+def _quantisation_of(source: ConfigSource) -> Any:
+    """Return the fields of the quantisation: the user's, else the config's; None without one."""
+    return source.quantisation or source.config.get(_QUANTISED)
 
 
 def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
@@ -94,7 +99,7 @@ def _quantised(
     assumptions: list[str],
 ) -> torch.nn.Module:
     """Load the model quantised and prepare it, if the config or the user says so."""
-    fields = source.quantisation or source.config.get(_QUANTISED)
+    fields = _quantisation_of(source)
     if not fields:
         return model
     import transformers
@@ -142,7 +147,7 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
         # bitsandbytes quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
         newer = int(transformers.__version__.partition(".")[0]) >= 5
         of_config = getattr(config, "dtype", None) if newer else None
-        is_quantised = source.quantisation or source.config.get(_QUANTISED)
+        is_quantised = _quantisation_of(source)
         given = str(of_config or ("float16" if is_quantised and not newer else "float32"))
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
