@@ -129,6 +129,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_run_epoch": (TRAINER, "transformers<5.23"),  # older ones may have it in the loop
     "_save_checkpoint": (TRAINER,),
     "_save_optimizer_and_scheduler": (TRAINER,),
+    "_set_only_lift_cpu_tensors": ("torch._C",),
     "_setup_devices": ("transformers.TrainingArguments",),
     "_signature_columns": ("transformers.trainer",),
     "_tp_size": (MODEL,),

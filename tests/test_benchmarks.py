@@ -70,7 +70,7 @@ def test_an_unknown_benchmark_is_refused_before_anything_is_installed() -> None:
 
     assert done.returncode == 2
     there = (
-        "there are reading, callbacks, start, configs, check, survival, rehearsal, prediction,"
+        "there are reading, callbacks, start, configs, check, liger, survival, rehearsal, prediction,"
         " several, search, sharding, streaming, traces and house"
     )
     assert there in done.stderr

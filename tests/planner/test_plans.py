@@ -109,7 +109,6 @@ REQUESTS = {
     "dtype": request(tiny(), dtype="int8"),
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
     "compile": request(tiny(), "--torch_compile", "True"),
-    "liger": request(tiny(), "--use_liger_kernel", "True"),
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_2")),
     "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 0}}'),
@@ -277,7 +276,6 @@ def test_bad_input_is_one_line(outcomes, name, line):
     ("name", "what"),
     [
         ("compile", "torch.compile"),
-        ("liger", "Liger kernels"),
         ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("deepspeed", "DeepSpeed without ZeRO (stage 0)"),

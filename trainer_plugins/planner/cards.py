@@ -19,6 +19,9 @@ class Card:
     """The total memory that torch reports, which is less than the card is sold with."""
 
     capability: tuple[int, int] = (9, 0)
+    num_multiprocessors: int = 132
+    """By which kernels of Triton divide their work; each may keep a sum of its own."""
+
     context_bytes: int = GUESSED_CONTEXT_BYTES
     """What CUDA, its libraries and their code take in one process.
 
@@ -58,12 +61,14 @@ def _card(
     name: str,
     capacity_gib: float,
     capability: tuple[int, int],
+    num_multiprocessors: int,
     context: tuple[int, str] | None = None,
 ) -> Card:
     return Card(
         name=name,
         capacity_bytes=int(capacity_gib * GIB),
         capability=capability,
+        num_multiprocessors=num_multiprocessors,
         context_bytes=context[0] if context is not None else GUESSED_CONTEXT_BYTES,
         context_source=context[1] if context is not None else None,
     )
@@ -71,24 +76,26 @@ def _card(
 
 # Each capacity is from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB").
 # Drivers and ECC differ, so it is the smallest that was found. The RTX 6000 Ada has that of the RTX
-# A6000, which has as many memory chips.
+# A6000, which has as many memory chips. Multiprocessors are those of NVIDIA's data sheets.
 CARDS = (
-    _card("t4", 14.56, (7, 5), (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4")),
-    _card("v100-16gb", 15.77, (7, 0)),
-    _card("v100-32gb", 31.73, (7, 0)),
-    _card("rtx3090", 23.68, (8, 6)),
-    _card("rtx4090", 23.51, (8, 9)),
-    _card("rtx5090", 31.36, (12, 0)),
-    _card("rtxa6000", 47.40, (8, 6), (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000")),
-    _card("rtx6000ada", 47.40, (8, 9)),
-    _card("a10g", 21.98, (8, 6)),
-    _card("l4", 21.95, (8, 9)),
-    _card("l40s", 44.34, (8, 9)),
-    _card("a100-40gb", 39.38, (8, 0)),
-    _card("a100-80gb", 79.14, (8, 0)),
-    _card("h100-80gb", 79.10, (9, 0)),
-    _card("h200-141gb", 139.72, (9, 0)),
-    _card("b200-180gb", 178.35, (10, 0)),
+    _card("t4", 14.56, (7, 5), 40, (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4")),
+    _card("v100-16gb", 15.77, (7, 0), 80),
+    _card("v100-32gb", 31.73, (7, 0), 80),
+    _card("rtx3090", 23.68, (8, 6), 82),
+    _card("rtx4090", 23.51, (8, 9), 128),
+    _card("rtx5090", 31.36, (12, 0), 170),
+    _card(
+        "rtxa6000", 47.40, (8, 6), 84, (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000")
+    ),
+    _card("rtx6000ada", 47.40, (8, 9), 142),
+    _card("a10g", 21.98, (8, 6), 80),
+    _card("l4", 21.95, (8, 9), 58),
+    _card("l40s", 44.34, (8, 9), 142),
+    _card("a100-40gb", 39.38, (8, 0), 108),
+    _card("a100-80gb", 79.14, (8, 0), 108),
+    _card("h100-80gb", 79.10, (9, 0), 132),
+    _card("h200-141gb", 139.72, (9, 0), 132),
+    _card("b200-180gb", 178.35, (10, 0), 148),
 )
 _BY_NAME = {card.name: card for card in CARDS}
 

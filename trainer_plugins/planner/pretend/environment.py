@@ -34,6 +34,9 @@ class World:
     memory_bytes: int = 80 * GIB
     """The memory of the card, as a program is told that asks for it."""
 
+    num_multiprocessors: int = 132
+    """How many programs of a kernel run at once on the card."""
+
     has_padding: bool = False
     """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
 
@@ -80,6 +83,7 @@ def in_world(world: World) -> Iterator[Tracker]:
     try:
         _data_can_be_set(patches)
         _copies_are_of_this_world(patches)
+        _values_are_of_this_world(patches)
         _modules_can_be_moved(patches)
         _optimizers_take_lists(patches)
         _attention_as_on_the_card(patches, world)
@@ -100,6 +104,21 @@ def in_world(world: World) -> Iterator[Tracker]:
             yield tracker
     finally:
         patches.close()
+
+
+def _values_are_of_this_world(patches: _Patches) -> None:
+    """Let `torch.tensor(1.0, device=...)` make a fake tensor in a backward too.
+
+    It makes a tensor on the host, and moves it before FakeTensorMode sees it, unless the thread was
+    told not to. FakeTensorMode tells its own thread; a backward for a card runs in another.
+    """
+
+    def made(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        torch._C._set_only_lift_cpu_tensors(True)
+        return original(*args, **kwargs)
+
+    for name in ("tensor", "as_tensor"):
+        patches.wrap(torch, name, made)
 
 
 def _modules_can_be_moved(patches: _Patches) -> None:
@@ -332,7 +351,7 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
         name = "a card that is not there"
         major, minor = world.capability
         total_memory = world.memory_bytes
-        multi_processor_count = 132
+        multi_processor_count = world.num_multiprocessors
         gcnArchName = ""  # noqa: N815 - torch's name
         uuid = "00000000-0000-0000-0000-000000000000"
 
@@ -342,6 +361,7 @@ def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
+        "device": contextlib.nullcontext,  # as in `with torch.cuda.device(0):`
         "get_device_capability": lambda device=None: world.capability,
         "get_device_properties": lambda device=None: Properties,
         "get_device_name": lambda device=None: Properties.name,

@@ -1,11 +1,12 @@
 """Make the Trainer that is rehearsed: from a config and flags, or from the user's own Trainer."""
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.pretend import fused_head, quantised
+from trainer_plugins.planner.pretend import fused_head, quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
 from trainer_plugins.planner.rehearse.batches import batch_of
@@ -35,6 +36,8 @@ def rehearsal_of(
         NotPredicted: the planner cannot predict this model.
     """
     args = arguments_of(source)
+    if getattr(args, "use_liger_kernel", False):
+        triton.kernels_do_nothing()
     if isinstance(source, TrainerSource):
         rehearsed = _of_trainer(source, args, has_padding, output_dir, streaming)
     else:
@@ -42,9 +45,21 @@ def rehearsal_of(
         with streaming.instead_of_moving():
             rehearsed = _of_config(source, args, has_padding, output_dir, home)
         streaming.begin(rehearsed.trainer)
+    if getattr(args, "use_liger_kernel", False):
+        rehearsed.assumptions.append(_said_of_liger(rehearsed.trainer.model))
     if streaming.is_asked and quantised.has_stand_ins(rehearsed.trainer.model):
         rehearsed.assumptions.append(LOADED_TO_MAIN_MEMORY)
     return rehearsed
+
+
+def _said_of_liger(model: torch.nn.Module) -> str:
+    from liger_kernel.transformers import monkey_patch
+
+    name = f"Liger {version('liger-kernel')}"
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"{name} has nothing for models of the type {kind}: they are planned as without it"
+    return f"{name}: its own code says what its kernels keep; see docs/plan_kernels.md"
 
 
 def _of_config(

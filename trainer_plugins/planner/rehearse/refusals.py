@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ def refuse_trainer(trainer: TrainerLike) -> None:
         )
 
 
-def refuse_arguments(args: Arguments) -> None:
-    """Check TrainingArguments.
+def refuse_arguments(args: Arguments, device: str) -> None:
+    """Check TrainingArguments, for a type of device.
 
     Raises:
         NotPredicted: they ask for kernels whose memory is not known here.
@@ -67,7 +68,7 @@ def refuse_arguments(args: Arguments) -> None:
             "torch.compile (torch_compile), which changes the memory of every operation"
         )
     if getattr(args, "use_liger_kernel", False):
-        raise NotPredicted("Liger kernels (use_liger_kernel), which are written in Triton")
+        _refuse_liger(device)
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
     optimizer = optimizer_name(args)
@@ -87,6 +88,16 @@ def refuse_arguments(args: Arguments) -> None:
     ):
         if word in optimizer:
             raise NotPredicted(f"the optimizer {optimizer}")
+
+
+def _refuse_liger(device: str) -> None:
+    if find_spec("liger_kernel") is None:
+        raise NotPredicted(
+            "Liger kernels (use_liger_kernel) without their code, which says what they take: "
+            "pip install --no-deps liger-kernel (to plan it, Triton and a card are not needed)"
+        )
+    if device != "cuda":
+        raise NotPredicted(f"Liger kernels (use_liger_kernel) on {device}: they need CUDA")
 
 
 def fsdp_in_force(plugin: Any) -> str:

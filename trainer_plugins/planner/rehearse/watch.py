@@ -82,7 +82,7 @@ def watch(request: PlanRequest) -> Watched:
     forget_accelerate()
     with tempfile.TemporaryDirectory() as folder, in_world(_world_of(request)) as tracker:
         args = arguments_of(request.source)
-        refusals.refuse_arguments(args)
+        refusals.refuse_arguments(args, request.device)
         rollout.check_card(args, request.card)
         strategy, streaming = strategy_of(request, args), Streaming(request)
         with strategy.around(tracker):
@@ -154,7 +154,10 @@ def _world_of(request: PlanRequest) -> World:
     if request.card is None:
         return world
     return replace(
-        world, capability=request.card.capability, memory_bytes=request.card.capacity_bytes
+        world,
+        capability=request.card.capability,
+        memory_bytes=request.card.capacity_bytes,
+        num_multiprocessors=request.card.num_multiprocessors,
     )
 
 

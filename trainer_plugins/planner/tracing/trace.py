@@ -289,6 +289,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storages[-1]
         if name == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
             storage.operation = _ALL_OF_A_MASK
+        if name == "aten::lt" and getattr(self.storage_of(args[0]), "operation", "") == "aten::max":
+            storage.operation = "aten::lt of a maximum"  # a check of labels, which holds
         if name == "aten::_to_copy" and args:
             source = self.storage_of(args[0])
             if source is not None and source.category in ("weights", "frozen weights"):

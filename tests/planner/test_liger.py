@@ -1,0 +1,108 @@
+"""A plan with Liger's kernels is that of Liger's own code, and as its authors measured."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from tests.models import tiny_llama, token_rows
+from trainer_plugins import plan_run
+from trainer_plugins.planner import NotPredicted
+from trainer_plugins.units import MIB
+
+pytest.importorskip("liger_kernel")
+
+WIDE = tiny_llama(
+    vocab_size=32000, hidden_size=256, intermediate_size=512, max_position_embeddings=512
+).config
+ROWS, LENGTH = 8, 512
+LOGITS = ROWS * LENGTH * 32000 * 4
+
+AS_MEASURED = """
+import sys
+from benchmarks import liger
+
+liger.begin()
+for version in ("0.2.1", "0.3.0"):
+    for row in liger.rows(version):
+        if row.provider == "liger":
+            print(row.kernel, row.peak_mib, liger.planned_mib(row))
+"""
+
+
+def planned(**arguments: object):
+    args = TrainingArguments(
+        per_device_train_batch_size=ROWS, report_to="none", max_steps=2, **arguments
+    )
+    return plan_run(WIDE, args, seq_length=LENGTH, gpu="24GiB", has_padding=False)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {wanted: planned(use_liger_kernel=wanted) for wanted in (False, True)}
+
+
+def test_the_logits_are_never_whole(plans) -> None:
+    plain, fused = plans[False], plans[True]
+
+    assert plain.breakdown["logits and loss"] >= 2 * LOGITS
+    assert fused.breakdown.get("logits and loss", 0) < LOGITS / 10
+    # a chunk has as many logits as the hidden states have numbers: 4096 tokens in 125, as powers of 2
+    chunk = 64 * 32000 * 4
+    assert fused.allocated_peak_bytes < plain.allocated_peak_bytes - 2 * LOGITS + 3 * chunk
+    assert fused.num_parameters == plain.num_parameters
+
+
+def test_a_trainer_is_planned_as_it_will_train(plans) -> None:
+    """The Trainer replaces its model's functions in `train`, and not before."""
+    model = LlamaForCausalLM(WIDE)
+    forward = model.forward.__func__
+    args = TrainingArguments(
+        per_device_train_batch_size=ROWS, report_to="none", max_steps=2, use_liger_kernel=True
+    )
+    rows = token_rows(16, LENGTH)
+    plan = plan_run(Trainer(model=model, args=args, train_dataset=rows), gpu="24GiB")
+
+    assert plan.allocated_peak_bytes == pytest.approx(plans[True].allocated_peak_bytes, rel=0.01)
+    assert model.forward.__func__ is forward
+    assert "triton" not in sys.modules
+
+
+def test_an_evaluation_of_the_loss_makes_no_logits() -> None:
+    """transformers then passes skip_logits, which only Liger knows."""
+    both = {"eval_strategy": "steps", "eval_steps": 1, "prediction_loss_only": True}
+    plan = planned(use_liger_kernel=True, per_device_eval_batch_size=ROWS, **both)
+
+    assert plan.moments["evaluation"].allocated_bytes < LOGITS
+
+
+def test_without_its_code_it_is_refused_with_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['liger_kernel'] = None\n"
+        "from trainer_plugins.planner.rehearse.refusals import refuse_arguments\n"
+        "from transformers import TrainingArguments\n"
+        "refuse_arguments(TrainingArguments(use_liger_kernel=True), 'cuda')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert "NotPredicted: not predicted: Liger kernels" in done.stderr
+    assert "pip install --no-deps liger-kernel" in done.stderr
+
+
+def test_what_liger_published_of_its_kernels_is_what_is_planned() -> None:
+    """27 peaks of an A100, of code that did not change since (see benchmarks/liger.py)."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_MEASURED], check=True, capture_output=True, text=True, timeout=300
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+
+    assert len(rows) == 27
+    assert {name for name, *_ in rows} == {"cross_entropy", "geglu", "layer_norm", "rope", "swiglu"}
+    for name, measured, found in rows:
+        assert float(found) * MIB == pytest.approx(float(measured) * MIB, rel=1e-4), name
+
+
+def test_a_card_of_the_machine_other_than_cuda_is_refused(make_trainer, simgpu) -> None:
+    with pytest.raises(NotPredicted, match="on simgpu: they need CUDA"):
+        plan_run(make_trainer(use_liger_kernel=True))
