@@ -110,7 +110,7 @@ REQUESTS = {
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
     "compile": request(tiny(), "--torch_compile", "True"),
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
-    "flash": request(tiny(attn_implementation="flash_attention_2")),
+    "flash": request(tiny(attn_implementation="flash_attention_3")),
     "deepspeed": request(tiny(), "--deepspeed", '{"zero_optimization": {"stage": 0}}'),
     "zero": request(
         tiny(), "--deepspeed", '{"zero_optimization": {"stage": 3, "reduce_bucket": 1}}', num_gpus=2

@@ -146,8 +146,8 @@ class PlanRequest:
     command: str | None = None
     """The command line that asked for it."""
 
-    is_packed: bool = False
-    """Whether a row holds several sequences, which only position ids tell apart."""
+    packed_sequences: int = 0
+    """How many sequences a batch holds, if only position ids tell them apart; 0: a row is one."""
 
     resident_layers: int | None = None
     """How many layers of the frozen base are on the card, if it is streamed (`StreamBase`)."""

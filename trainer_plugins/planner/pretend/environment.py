@@ -10,12 +10,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trainer_plugins.planner.pretend import attention, streams
+from trainer_plugins.planner.pretend import attention, flash_attn, streams
+from trainer_plugins.planner.pretend.patches import Patches
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.units import GIB
@@ -40,36 +40,9 @@ class World:
     has_padding: bool = False
     """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
 
-    is_packed: bool = False
-    """Whether rows hold several sequences, told apart by position ids. Masks are kept then too."""
-
-
-class _Patches:
-    """Replaces attributes, and restores them in reverse order."""
-
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self.missing: list[str] = []
-        """Functions that this version does not have, and which therefore were not wrapped."""
-
-    def set(self, owner: object, name: str, value: object) -> None:
-        self._stack.enter_context(patch.object(owner, name, value, create=True))
-
-    def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Replace a function by `wrapper(original, *args, **kwargs)`; note it if it is missing."""
-        original = getattr(owner, name, None)
-        if original is None:
-            self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
-        else:
-            self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
-
-    def implement(self, operation: str, key: str, function: Callable[..., torch.Tensor]) -> None:
-        """Replace an operation of aten for one dispatch key."""
-        library = self._stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        library.impl(operation, function, key)
-
-    def close(self) -> None:
-        self._stack.close()
+    packed_sequences: int = 0
+    """How many sequences are packed into the rows, told apart by position ids. 0: a row is one.
+    If rows are packed, masks are kept too."""
 
 
 @contextlib.contextmanager
@@ -79,7 +52,7 @@ def in_world(world: World) -> Iterator[Tracker]:
     tracker = Tracker(
         world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding
     )
-    patches = _Patches()
+    patches = Patches()
     try:
         _data_can_be_set(patches)
         _copies_are_of_this_world(patches)
@@ -106,7 +79,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         patches.close()
 
 
-def _values_are_of_this_world(patches: _Patches) -> None:
+def _values_are_of_this_world(patches: Patches) -> None:
     """Let `torch.tensor(1.0, device=...)` make a fake tensor in a backward too.
 
     It makes a tensor on the host, and moves it before FakeTensorMode sees it, unless the thread was
@@ -121,7 +94,7 @@ def _values_are_of_this_world(patches: _Patches) -> None:
         patches.wrap(torch, name, made)
 
 
-def _modules_can_be_moved(patches: _Patches) -> None:
+def _modules_can_be_moved(patches: Patches) -> None:
     """Let Module.to keep fake parameters, and change only their data.
 
     torch replaces them by new ones, and an optimizer or an engine would keep the old ones.
@@ -158,7 +131,7 @@ def _modules_can_be_moved(patches: _Patches) -> None:
     patches.set(torch.nn.Module, "_apply", apply)
 
 
-def _data_can_be_set(patches: _Patches) -> None:
+def _data_can_be_set(patches: Patches) -> None:
     """Let `tensor.data = other` change the device too, which a fake tensor keeps for itself."""
     data: Any = torch.Tensor.data
 
@@ -170,7 +143,7 @@ def _data_can_be_set(patches: _Patches) -> None:
     patches.set(FakeTensor, "data", property(data.__get__, set_data))
 
 
-def _copies_are_of_this_world(patches: _Patches) -> None:
+def _copies_are_of_this_world(patches: Patches) -> None:
     """Let `copy.deepcopy` of a fake tensor keep its mode.
 
     A copied mode has copies of weak references to storages. Such a copy
@@ -180,7 +153,7 @@ def _copies_are_of_this_world(patches: _Patches) -> None:
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
 
-def _optimizers_take_lists(patches: _Patches) -> None:
+def _optimizers_take_lists(patches: Patches) -> None:
     """Let optimizers choose foreach for fake tensors too.
 
     They choose it by the exact type of a parameter. Its temporaries are as large as the model.
@@ -193,14 +166,15 @@ def _optimizers_take_lists(patches: _Patches) -> None:
             )
 
 
-def _attention_as_on_the_card(patches: _Patches, world: World) -> None:
+def _attention_as_on_the_card(patches: Patches, world: World) -> None:
     chosen: Callable[..., torch.Tensor] = attention.simgpu_attention
     if world.device == "cuda":
         chosen = functools.partial(attention.cuda_attention, capability=world.capability)
+        flash_attn.stand_in(patches, world.capability, world.packed_sequences)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", chosen)
 
 
-def _no_tracing_path(patches: _Patches) -> None:
+def _no_tracing_path(patches: Patches) -> None:
     """Let transformers take fake tensors for real ones.
 
     It believes that a graph is being traced otherwise: it then makes every mask, and avoids flash.
@@ -211,7 +185,7 @@ def _no_tracing_path(patches: _Patches) -> None:
         patches.set(module, "is_fake_tensor", lambda tensor: False)
 
 
-def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
+def _masks(patches: Patches, tracker: Tracker, world: World) -> None:
     """Answer questions about masks without values.
 
     transformers drops a mask that is all ones. The tracker answers `mask.all()`; `fast_all` is the
@@ -225,7 +199,7 @@ def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
         return not tracker.has_padding
 
     def find_packed(original: Callable[..., object], positions: torch.Tensor) -> object:
-        tracker.checks_hold = not world.is_packed
+        tracker.checks_hold = not world.packed_sequences
         try:
             return original(positions)
         finally:
@@ -236,7 +210,7 @@ def _masks(patches: _Patches, tracker: Tracker, world: World) -> None:
     patches.wrap(module, "find_packed_sequence_indices", find_packed)
 
 
-def _resized_storages_are_seen(patches: _Patches, tracker: Tracker) -> None:
+def _resized_storages_are_seen(patches: Patches, tracker: Tracker) -> None:
     """Tell the tracker of `resize_`, by which FSDP takes and frees memory: it is not dispatched."""
 
     def resize_(
@@ -249,7 +223,7 @@ def _resized_storages_are_seen(patches: _Patches, tracker: Tracker) -> None:
     patches.wrap(torch.UntypedStorage, "resize_", resize_)
 
 
-def _shapes_of_dtensor_are_not(patches: _Patches, tracker: Tracker) -> None:
+def _shapes_of_dtensor_are_not(patches: Patches, tracker: Tracker) -> None:
     """Do not count the fake tensors of whole size with which DTensor infers shapes."""
     try:
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -266,7 +240,7 @@ def _shapes_of_dtensor_are_not(patches: _Patches, tracker: Tracker) -> None:
     patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused)
 
 
-def _kv_cache_is_known(patches: _Patches, tracker: Tracker) -> None:
+def _kv_cache_is_known(patches: Patches, tracker: Tracker) -> None:
     """Tag what a KV cache returns: that is what it keeps."""
     from transformers import cache_utils
 
@@ -280,7 +254,7 @@ def _kv_cache_is_known(patches: _Patches, tracker: Tracker) -> None:
     patches.wrap(cache_utils.Cache, "update", update)
 
 
-def _lists_have_one_value(patches: _Patches) -> None:
+def _lists_have_one_value(patches: Patches) -> None:
     """Let `tolist` ask for one value, and not for each of thousands of tokens."""
 
     def tolist(tensor: torch.Tensor) -> Any:
@@ -292,7 +266,7 @@ def _lists_have_one_value(patches: _Patches) -> None:
     patches.set(FakeTensor, "tolist", tolist)
 
 
-def _predictions_become_arrays(patches: _Patches) -> None:
+def _predictions_become_arrays(patches: Patches) -> None:
     """Let evaluation turn predictions into numpy arrays of their shape that share one element.
 
     Each holds a fake tensor of the main memory that a real array takes, also when they are joined.
@@ -334,7 +308,7 @@ def _predictions_become_arrays(patches: _Patches) -> None:
             patches.set(module, "nested_numpify", numpify)
 
 
-def _one_kernel_each(patches: _Patches) -> None:
+def _one_kernel_each(patches: Patches) -> None:
     """Let the backward of SiLU and Mish allocate its result alone, as their CUDA kernels do.
 
     A build without CUDA has no such kernels, and takes them apart into six operations
@@ -344,7 +318,7 @@ def _one_kernel_each(patches: _Patches) -> None:
         patches.implement(name, "AutogradCUDA", lambda gradient, x: torch.empty_like(x))
 
 
-def _cuda_answers(patches: _Patches, tracker: Tracker, world: World) -> None:
+def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
     """Answer what programs ask torch.cuda before and between steps."""
 
     class Properties:

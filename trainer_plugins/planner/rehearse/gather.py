@@ -107,7 +107,7 @@ def request_of(
         environment=_exported(),
         deepspeed=_deepspeed(trainer),
         has_padding=has_padding,
-        is_packed=_is_packed(batch),
+        packed_sequences=_packed_sequences(batch),
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
     )
@@ -283,9 +283,11 @@ def _is_padded(batch: object) -> bool:
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
 
-def _is_packed(batch: object) -> bool:
+def _packed_sequences(batch: object) -> int:
+    """Count the sequences of a batch whose rows hold several; 0 if each row is one."""
     positions = batch.get("position_ids") if isinstance(batch, _Row) else None
     # three dimensions are the time, height and width of a picture
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
-        return False
-    return bool((positions.diff(dim=-1) != 1).any())
+        return 0
+    more = int((positions.diff(dim=-1) != 1).sum())
+    return len(positions) + more if more else 0

@@ -16,7 +16,6 @@ from trainer_plugins.units import size
 
 _FLASH_ATTN = "attention of the package flash-attn"
 _WITHOUT_RULE = {
-    "flash_attention_2": f"{_FLASH_ATTN} (attn_implementation=flash_attention_2)",
     "flash_attention_3": f"{_FLASH_ATTN} (attn_implementation=flash_attention_3)",
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
@@ -121,6 +120,12 @@ def refuse_attention(name: object) -> None:
     Raises:
         NotPredicted: the memory of its kernel is not known here.
     """
+    import transformers
+
+    if name == "flash_attention_2" and transformers.__version__.startswith("4."):
+        raise NotPredicted(
+            f"{_FLASH_ATTN} with transformers {transformers.__version__}: plan with transformers 5"
+        )
     if isinstance(name, str) and (name in _WITHOUT_RULE or "/" in name):
         raise NotPredicted(
             _WITHOUT_RULE.get(name, f"kernels from the hub (attn_implementation={name})")

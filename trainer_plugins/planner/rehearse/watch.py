@@ -149,7 +149,7 @@ def _world_of(request: PlanRequest) -> World:
     world = World(
         device=request.device,
         has_padding=request.has_padding is True,
-        is_packed=request.is_packed,
+        packed_sequences=request.packed_sequences,
     )
     if request.card is None:
         return world

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.units import KIB
 
 aten = torch.ops.aten
@@ -53,10 +52,10 @@ class KernelRules:
         if func is aten.addmm.default and args[0].dim() == 1:
             yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
-    def transient_bytes(self, func: Operator, args: OperatorArgs) -> int:
-        """Return the bytes that a kernel takes while it runs, and frees before it returns."""
+    def transients(self, func: Operator, args: OperatorArgs) -> list[int]:
+        """Return what a kernel takes while it runs, and frees before it returns, in bytes each."""
         rule = _TRANSIENT.get(func)
-        return rule(args) if rule is not None else 0
+        return rule(args) if rule is not None else []
 
 
 def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
@@ -94,41 +93,41 @@ def _all_of(index: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
-def _flash_backward(args: OperatorArgs) -> int:
-    """Count dq_accum and softmax_d, both in float.
+def _flash_backward(args: OperatorArgs) -> list[int]:
+    """Count softmax_d and dq_accum, both in float.
 
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
     """
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     rows, columns = -(-length // 128) * 128, -(-size // 32) * 32
-    needed = _rounded(4 * batch * heads * rows * columns) + _rounded(4 * batch * heads * rows)
+    needed = [4 * batch * heads * rows, 4 * batch * heads * rows * columns]
     if key.shape[1] != heads:  # dk and dv of each head, before they are summed up by group
-        needed += 2 * _rounded(batch * key.shape[2] * heads * size * query.element_size())
+        needed += [batch * key.shape[2] * heads * size * query.element_size()] * 2
     return needed
 
 
-def _efficient_backward(args: OperatorArgs) -> int:
+def _efficient_backward(args: OperatorArgs) -> list[int]:
     """Count delta, and gradQ in float if the query has another dtype.
 
     aten/src/ATen/native/transformers/cuda/attention_backward.cu.
     """
     query = args[1]
     batch, heads, length, size = query.shape
-    accumulator = _rounded(4 * batch * heads * length * size) if query.dtype != torch.float32 else 0
-    return _rounded(4 * batch * heads * length) + accumulator
+    accumulator = 4 * batch * heads * length * size if query.dtype != torch.float32 else 0
+    return [4 * batch * heads * length, accumulator]
 
 
-def _softmax_backward(args: OperatorArgs) -> int:
+def _softmax_backward(args: OperatorArgs) -> list[int]:
     """Count `Tensor tmp = grad * output`.
 
     aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out.
     """
     gradient, output = args[0], args[1]
-    return _rounded(gradient.numel() * max(gradient.element_size(), output.element_size()))
+    return [gradient.numel() * max(gradient.element_size(), output.element_size())]
 
 
-def _copied_operands(args: OperatorArgs) -> int:
+def _copied_operands(args: OperatorArgs) -> list[int]:
     """Count the operands of a matrix product that are copied for the call.
 
     cuBLAS reads a matrix by one stride; the other one has to be 1. Other operands are copied. The
@@ -137,11 +136,9 @@ def _copied_operands(args: OperatorArgs) -> int:
     aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and
     prepare_batch_matrix_for_cublas.
     """
-    return sum(
-        _rounded(each.numel() * each.element_size())
-        for each in args[-2:]
-        if not _has_leading_dimension(each)
-    )
+    return [
+        each.numel() * each.element_size() for each in args[-2:] if not _has_leading_dimension(each)
+    ]
 
 
 def _has_leading_dimension(matrix: torch.Tensor) -> bool:
@@ -153,11 +150,7 @@ def _has_leading_dimension(matrix: torch.Tensor) -> bool:
     return bool(matrix.is_contiguous()) and 0 not in (down, across)
 
 
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-
-
-_TRANSIENT: dict[Operator, Callable[[OperatorArgs], int]] = {
+_TRANSIENT: dict[Operator, Callable[[OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
     aten._softmax_backward_data.default: _softmax_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

@@ -224,10 +224,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._free(entry[1][0])
             entry[1][0] = self._alloc(storage.nbytes(), before.operation, None, like=before)
 
-    def transient(self, num_bytes: int, operation: str) -> None:
-        """Count bytes that a kernel takes from the allocator while it runs."""
-        if num_bytes > 0:
-            self._free(self._alloc(num_bytes, operation, None, category="workspaces"))
+    def transient(self, sizes: Iterable[int], operation: str) -> None:
+        """Count what a kernel takes from the allocator while it runs, each size in bytes."""
+        made = [self._alloc(size, operation, None, category="workspaces") for size in sizes if size]
+        for each in made:
+            self._free(each)
 
     def keep_workspace(self, num_bytes: int, operation: str) -> None:
         """Count bytes that a library takes at its first use, and keeps."""
@@ -276,7 +277,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(tensor, torch.Tensor):
                         self._see_result(tensor, name, args)
         if self._card is not None:  # a kernel allocates its results first
-            self.transient(self._card.transient_bytes(func, args), name)
+            self.transient(self._card.transients(func, args), name)
         return result
 
     def _see_result(self, tensor: torch.Tensor, name: str, args: OperatorArgs) -> None:
