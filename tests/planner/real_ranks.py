@@ -135,6 +135,8 @@ def main(folder: Path) -> None:
         "ddp": lambda: ddp(folder, ddp_find_unused_parameters=False),
         "ddp, unused": lambda: ddp(folder, ddp_find_unused_parameters=True),
     }
+    if int(os.environ["WORLD_SIZE"]) > 2:
+        cases = {"hsdp": cases["fsdp2"]}
     facts, requests = {}, {}
     for name, run in cases.items():
         if name == "ddp":

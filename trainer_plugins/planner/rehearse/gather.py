@@ -156,7 +156,10 @@ def _exported() -> dict[str, str]:
     """Return what the launcher of this process exported for accelerate."""
     if "WORLD_SIZE" not in os.environ:
         return {}
-    wanted = ("FSDP_", "ACCELERATE_USE_FSDP")
+    wanted = (
+        *("FSDP_", "ACCELERATE_USE_FSDP"),
+        *("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    )
     return {name: value for name, value in os.environ.items() if name.startswith(wanted)}
 
 

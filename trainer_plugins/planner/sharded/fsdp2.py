@@ -48,7 +48,8 @@ class Fsdp2:
             for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
                 stack.enter_context(_as_buffers(name, tracker))
             stack.enter_context(_gradients_are_known(tracker))
-            stack.enter_context(_mesh_has_values())
+            for each in _meshes_have_values():
+                stack.enter_context(each)
             for each in _parameters_have_addresses():
                 stack.enter_context(each)
             yield
@@ -96,18 +97,27 @@ def _gradients_are_known(tracker: Tracker) -> _Patch:
     return patch.object(FSDPParamGroup, "post_backward", told)
 
 
-def _mesh_has_values() -> _Patch:
-    """Make a DeviceMesh with real values: it is a table of ranks, which it reads."""
+def _meshes_have_values() -> Iterator[_Patch]:
+    """Make each DeviceMesh with real values: it is a table of ranks, which it reads."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-    module: Any = _fsdp_init
-    original = module.init_device_mesh
+    owners: tuple[tuple[Any, str], ...] = (
+        (_fsdp_init, "init_device_mesh"),
+        (ParallelismConfig, "build_device_mesh"),
+        (DeviceMesh, "__getitem__"),
+    )
+    for owner, name in owners:
+        yield patch.object(owner, name, _on_real_tensors(getattr(owner, name)))
 
+
+def _on_real_tensors(original: Callable[..., object]) -> Callable[..., object]:
     def made(*args: object, **kwargs: object) -> object:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
-    return patch.object(module, "init_device_mesh", made)
+    return made
 
 
 def _parameters_have_addresses() -> Iterator[_Patch]:

@@ -14,6 +14,7 @@ from trainer_plugins.launch.lint.document import ConfigError, Document, read_doc
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.sharded.strategies import refuse_parallelism
 
 # Findings about the form of a file that stop a launch, or launch something else than was written.
 _MALFORMED = (
@@ -133,10 +134,9 @@ def _refuse(config: dict[str, Any], name: str) -> None:
         )
     if config.get("use_cpu"):
         raise NotPredicted(f"what {name} launches: training on the CPU (use_cpu)")
-    if config.get("parallelism_config"):
-        raise NotPredicted(
-            f"what {name} launches: tensor, context and replicated parallelism (parallelism_config)"
-        )
+    parallel = config.get("parallelism_config") or {}
+    sizes = {key.removeprefix("parallelism_config_"): size for key, size in parallel.items()}
+    refuse_parallelism(sizes, name)
     if config.get("mixed_precision") == "fp8":
         raise NotPredicted(f"what {name} launches: fp8 (mixed_precision)")
     dynamo = (config.get("dynamo_config") or {}).get("dynamo_backend", config.get("dynamo_backend"))
@@ -185,7 +185,9 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
     else:
         _, exported = prepare.prepare_simple_launcher_cmd_env(args)
     return {
-        key: value for key, value in exported.items() if key.startswith(("ACCELERATE_", "FSDP_"))
+        key: value
+        for key, value in exported.items()
+        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
     }
 
 

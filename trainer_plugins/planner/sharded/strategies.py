@@ -4,7 +4,7 @@ A strategy surrounds the rehearsal, which then runs as one rank of many.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -12,6 +12,8 @@ from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
+
+_WITHIN_A_MODEL = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
 
 
 class Strategy(Protocol):
@@ -78,6 +80,21 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     return SingleGpu()
 
 
+def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
+    """Refuse all parallelism but of data: groups of cards that share a model, or repeat it.
+
+    Args:
+        sizes: the fields of accelerate's ParallelismConfig that end in `_size`, among others.
+        where: what has these fields, for the message.
+
+    Raises:
+        NotPredicted: the cards share tensors, sequences or context.
+    """
+    for name, words in _WITHIN_A_MODEL.items():
+        if (size := sizes.get(name)) not in (None, 1):
+            raise NotPredicted(f"{words} parallelism ({name} {size} in {where})")
+
+
 def _refuse_quantised(request: PlanRequest, by: str) -> None:
     source = request.source
     if isinstance(source, ConfigSource) and (
@@ -88,8 +105,8 @@ def _refuse_quantised(request: PlanRequest, by: str) -> None:
 
 def _refuse_other_batches(request: PlanRequest, args: Arguments) -> None:
     """Refuse settings that change the micro-batch of a rank."""
-    if getattr(args, "parallelism_config", None) is not None:
-        raise NotPredicted("tensor, context and replicated parallelism (parallelism_config)")
+    parallel = getattr(args, "parallelism_config", None)
+    refuse_parallelism(vars(parallel) if parallel is not None else {}, "parallelism_config")
     loading, rows = args.accelerator_config, args.per_device_train_batch_size
     if request.num_gpus > 1 and loading.split_batches:
         if rows % request.num_gpus:
