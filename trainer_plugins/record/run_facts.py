@@ -32,6 +32,23 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Says how the process was launched, without secrets."""
+
+    file: str = ""
+    """The launch file of `accelerate launch`; empty if there is none, or nobody can tell."""
+
+    command: tuple[str, ...] = ()
+    """What followed `accelerate launch`; empty if that did not start the process."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What file and flags came to: the variables by which accelerate tells its ranks."""
+
+    deepspeed: Mapping[str, object] = field(default_factory=dict)
+    """The content of the DeepSpeed file that the launch named, with each "auto" as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Holds what an explanation has to know of a run, without secrets."""
 
@@ -49,6 +66,9 @@ class RunFacts:
     world_size: int
     command: tuple[str, ...]
     """The command line, with secrets masked."""
+
+    launch: Launch | None = None
+    """How it was launched; None if an earlier version wrote this."""
 
     trainer: str = ""
     """The class of the Trainer."""
