@@ -45,7 +45,8 @@ class Sample:
     moment: str
     """What the run did since the reading before.
 
-    One of `train`, `eval`, `predict`, `save`, `begin`, `end`.
+    One of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`. A `generate` is part of
+    the moment that comes after it; timelines of earlier versions have none.
     """
 
     reading: MemoryReading
@@ -53,7 +54,10 @@ class Sample:
     """Time of the reading in seconds since the Unix epoch."""
 
     num_readings: int = 1
-    """How many readings it stands for: itself, and neighbours that were thinned out."""
+    """How many readings it stands for: itself, and neighbours that were thinned out.
+
+    A `generate` stands for all generations of its moment.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,12 @@ from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.calibrate import peaks_as_seen, readings_in, refuse_another_run
+from trainer_plugins.planner.calibrate import (
+    peaks_as_seen,
+    readings_in,
+    refuse_another_run,
+    tells_generation,
+)
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -84,7 +89,7 @@ def run_page(
     noted = noted_in(run.timelines)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    planned = {} if plan is None else _planned(plan)
+    planned = {} if plan is None else _planned(plan, run.timelines)
     return page(
         "run.html.jinja",
         folder=folder,
@@ -220,16 +225,16 @@ def _small(run: Run, span: Span) -> list[Chart]:
     return [each for each in drawn if each is not None]
 
 
-def _planned(plan: MemoryPlan) -> dict[str, int]:
+def _planned(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> dict[str, int]:
     """Return what a plan predicts of the card at the peak of each moment."""
     return {
         moment: peak.allocated_bytes + plan.context_bytes
-        for moment, peak in peaks_as_seen(plan).items()
+        for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items()
     }
 
 
 def _beside(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> Iterator[Compared]:
-    for moment, peak in peaks_as_seen(plan).items():
+    for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items():
         seen = readings_in(timelines, moment)
         if not seen:
             continue

@@ -151,8 +151,8 @@ def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -
 def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
     before: Sample | None = None
     for entry in entries:
-        if not isinstance(entry, Sample):
-            continue
+        if not isinstance(entry, Sample) or entry.moment == "generate":
+            continue  # a generation is part of the step, or of the evaluation, that comes after it
         if entry.moment == "train" and before is not None:
             seconds, num = entry.time_seconds - before.time_seconds, entry.step - before.step
             if seconds > 0 and num > 0:
