@@ -10,7 +10,8 @@ from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArgume
 from tests.explain.test_planted import Generates
 from tests.models import tiny_llama, token_rows
 from tests.planner.test_closed_loop import EVALUATES, GENERATES, no_metrics, rows, run, t5
-from tests.planner.test_closed_loop_online import HAS_HEAD, online
+from tests.planner.test_closed_loop_online import online
+from tests.planner.test_closed_loop_trl import HAS_HEAD
 from tests.report.drawn import Read
 from tests.report.test_run_page import page_of
 from tests.test_report import report

@@ -205,7 +205,8 @@ class MemoryWatchdog(EvaluationCallback):
                     self._prometheus = PrometheusFile(
                         self.prometheus_dir, args.process_index, device.name
                     )
-            for finding in self._watch.look(state.global_step, moment):
+            num_tokens = int(state.num_input_tokens_seen)
+            for finding in self._watch.look(state.global_step, moment, num_tokens):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 

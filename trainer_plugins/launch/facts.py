@@ -83,6 +83,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
         dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
         arguments=tried(lambda: _arguments(args), {}),
         override=tried(lambda: override_of(vars(args)), ""),
+        num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
         num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
         has_metrics=trainer.compute_metrics is not None,
         strategy=strategy,

@@ -95,6 +95,9 @@ class RunFacts:
     override: str = ""
     """How an override of one begins in a Hydra app: `++trainer.args.`; empty without Hydra."""
 
+    num_rows_a_step: int = 0
+    """Rows of an optimizer step on all ranks; an epoch's last may have fewer. 0 is unknown."""
+
     num_evaluation_batches: int = 0
     """Batches of an evaluation; 0 if there is none, or nobody can count them."""
 

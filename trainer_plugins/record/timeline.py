@@ -59,6 +59,9 @@ class Sample:
     A `generate` stands for all generations of its moment.
     """
 
+    num_tokens_seen: int = 0
+    """Tokens of training until then, of all ranks, as `TrainerState` counts them; else 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
@@ -131,7 +134,9 @@ def to_line(entry: Entry) -> str:
             _quoted(entry.moment),
             _quoted(reading.device),
         )
-        return _SAMPLE_LINE % (*names, *_sizes_of(reading))
+        line = _SAMPLE_LINE % (*names, *_sizes_of(reading))
+        num = entry.num_tokens_seen
+        return f'{line[:-1]}, "num_tokens_seen": {num}}}' if num else line
     record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
         "run": PROCESS,
@@ -142,6 +147,7 @@ def to_line(entry: Entry) -> str:
         record |= {
             "moment": entry.moment,
             **asdict(entry.reading),
+            **({"num_tokens_seen": entry.num_tokens_seen} if entry.num_tokens_seen else {}),
             "num_readings": entry.num_readings,
         }
     elif isinstance(entry, Flush):

@@ -64,20 +64,23 @@ class MemoryWatch:
         self._charted: MemoryReading | None = None
         self._num_charted: dict[Timeline, int] = {}
 
-    def look(self, step: int, moment: str) -> list[Finding]:
+    def look(self, step: int, moment: str, num_tokens_seen: int = 0) -> list[Finding]:
         """Take one reading, start a new peak, and return the news. Takes about 50 microseconds.
 
         Args:
             step: optimizer steps completed.
             moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
                 `begin`, `end`. What it generated meanwhile is a moment of its own, `generate`.
+            num_tokens_seen: tokens of training so far, on all ranks; 0 if nobody counts them.
         """
         generated = self.generations.sample(step)
         if generated is not None:
             self.timeline.add(generated)
         reading = self.generations.with_what_was_around(self.device.read())
         self.device.reset_peak()
-        self.timeline.add(Sample(step=step, moment=moment, reading=reading))
+        self.timeline.add(
+            Sample(step=step, moment=moment, reading=reading, num_tokens_seen=num_tokens_seen)
+        )
         if self._charted is None:  # the first peak belongs to what came before, loading the model
             self._begin_chart(reading)
         findings = [

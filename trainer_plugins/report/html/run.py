@@ -20,10 +20,12 @@ from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
+from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Beginning, Entry, Failure, Sample
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
-from trainer_plugins.report.html.memory import fullest, memory_chart, pace_chart, small_chart
+from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
+from trainer_plugins.report.html.pace import pace_chart, rate_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
 from trainer_plugins.report.text import when
@@ -103,6 +105,7 @@ def run_page(
         rank=rank,
         memory=memory_chart(rank, entries, span, noted, planned),
         pace=pace_chart(rank, entries, span),
+        rate=rate_chart(rank, entries, span, _num_rows_a_step(run, folder)),
         ranks=_small(run, span),
         beside=[] if plan is None else [*_beside(plan, run.timelines)],
         record=record,
@@ -154,6 +157,17 @@ def _records_of(run: Run, folder: Path) -> list[OomRecord]:
         return []
     began = run.seconds[0] - _SLACK_SECONDS
     return [each for each in read_oom_records(folder) if each.time_seconds >= began]
+
+
+def _num_rows_a_step(run: Run, folder: Path) -> int:
+    """Return the rows of a step as the run wrote it down when it began; 0 if it did not."""
+    began, ended = run.seconds
+    of_run = [
+        each.num_rows_a_step
+        for each in read_run_facts(folder)
+        if began - _SLACK_SECONDS <= each.time_seconds <= ended
+    ]
+    return of_run[-1] if of_run else 0
 
 
 def _with_records(run: Run, records: Sequence[OomRecord]) -> Run:
