@@ -172,7 +172,7 @@ def test_rows_a_second_stand_in_for_tokens_that_nobody_counts(make_trainer, tmp_
 
 
 def test_a_long_timeline_that_counts_tokens_is_thinned_and_keeps_the_count(tmp_path) -> None:
-    taken = [
+    taken: list[Entry] = [
         Sample(
             step=n, moment="train", reading=READING, time_seconds=1e9 + n, num_tokens_seen=64 * n
         )
