@@ -16,9 +16,10 @@ from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, Stra
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import read_history
+from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample, read_timeline
 from trainer_plugins.report.html.chart import height_of
-from trainer_plugins.report.html.scales import Height
+from trainer_plugins.report.html.scales import Height, number_ticks
 from trainer_plugins.report.html.stretches import paces_of, stretches_of
 from trainer_plugins.units import GIB, MIB
 
@@ -132,6 +133,66 @@ def test_what_is_joined_has_the_highest_of_every_figure_and_all_of_the_time(most
     paces = paces_of(entries, 1e9, most=most)
     assert sum(each.num_steps for each in paces) == 299
     assert max(each.slowest_seconds for each in paces) < 1.4, "an evaluation is no part of a step"
+
+
+def seen(folder: Path) -> list[int]:
+    entries = read_timeline(folder / "memory" / "rank-0.jsonl")
+    return [each.num_tokens_seen for each in entries if isinstance(each, Sample)]
+
+
+def test_tokens_a_second_are_under_the_time_of_a_step_if_the_trainer_counts_them(
+    make_trainer, tmp_path
+) -> None:
+    settings = {"include_num_input_tokens_seen": True, "gradient_accumulation_steps": 2}
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=4, **settings, **saved).train()
+    tokens = 2 * 2 * 32
+    assert seen(tmp_path / "run") == [0, *(n * tokens for n in (1, 2, 3, 4, 4, 4))]
+    again = make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=8, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert seen(tmp_path / "run")[7:] == [n * tokens for n in (4, 5, 6, 7, 8, 8)]
+
+    entries = read_history(tmp_path / "run").runs[-1].timelines[0]
+    began = entries[0].time_seconds
+    assert [each.num_tokens for each in paces_of(entries, began, most=10**9)] == [tokens] * 4
+    paces = paces_of(entries, began)
+    page = Read(page_of(tmp_path / "run"))
+    mean = sum(each.num_tokens for each in paces) / sum(each.busy_seconds for each in paces)
+    assert f"{mean:,.0f} tokens a second on all ranks, as the Trainer counts them" in page.words
+    assert page.words.index("A step took") < page.words.index(" tokens a second on all ranks")
+
+
+def test_rows_a_second_stand_in_for_tokens_that_nobody_counts(make_trainer, tmp_path) -> None:
+    trainer = make_trainer(MemoryWatchdog(), OOMReporter(), gradient_accumulation_steps=3)
+    trainer.train()
+    page = Read(page_of(tmp_path / "run"))
+    assert "rows a second on all ranks, 6 of each step" in page.words
+    (tmp_path / "run" / "run.json").unlink()
+    assert "a second on all ranks" not in Read(page_of(tmp_path / "run")).words
+
+
+def test_a_long_timeline_that_counts_tokens_is_thinned_and_keeps_the_count(tmp_path) -> None:
+    taken: list[Entry] = [
+        Sample(
+            step=n, moment="train", reading=READING, time_seconds=1e9 + n, num_tokens_seen=64 * n
+        )
+        for n in range(1, 1001)
+    ]
+    write(tmp_path, 0, taken)
+    file = tmp_path / "memory" / "rank-0.jsonl"
+    before = file.stat().st_size
+    assert thin(file) == file.stat().st_size < 0.7 * before
+    found = read_timeline(file)
+    assert sum(each.num_readings for each in found if isinstance(each, Sample)) == 1000
+    assert sum(each.num_tokens for each in paces_of(found, 1e9)) == 64 * (1000 - found[0].step)
+
+
+@pytest.mark.parametrize(
+    ("rate", "texts"),
+    [(3.0, ["0", "1", "2", "3"]), (50_000, ["0", "20k", "40k"]), (7e6, ["0", "5M"])],
+)
+def test_an_axis_of_large_numbers_is_short(rate: float, texts: list[str]) -> None:
+    assert [tick.text for tick in number_ticks(Height(rate, 80))] == texts
 
 
 def test_a_clock_that_is_set_back_and_readings_at_once_are_drawn(tmp_path: Path) -> None:

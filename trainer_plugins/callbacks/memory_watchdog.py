@@ -1,18 +1,24 @@
 """MemoryWatchdog: reads memory at every step, evaluation and save, and warns before it is full."""
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from trainer_plugins.callbacks._order import move_before_trackers
-from trainer_plugins.callbacks._run import EvaluationCallback
+from trainer_plugins.callbacks._run import EvaluationCallback, model_of
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
 from trainer_plugins.record.metrics import MemoryMetrics, as_logs
 from trainer_plugins.record.prometheus import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
+from trainer_plugins.upkeep.frames import code_of, frames_above
+from trainer_plugins.upkeep.generation import guard_generate
 from trainer_plugins.watch.memory_watch import MemoryWatch
 from trainer_plugins.watch.pressure import Budget
 
@@ -22,10 +28,10 @@ logger = logging.getLogger(__name__)
 class MemoryWatchdog(EvaluationCallback):
     """Reads the device every `every_steps` steps and after each evaluation, prediction and save.
 
-    Each of these moments has its own peak. Readings and findings go to
-    `<output_dir>/memory/rank-<rank>.jsonl`, one line a write, so that they survive a kill. A
-    finding (pressure, foreign memory, fragmentation, leak, host memory, see `docs/findings.md`) is
-    logged once at its own severity, and again when it gets worse.
+    Each of these moments has its own peak, and so has what `generate` takes inside training.
+    Readings and findings go to `<output_dir>/memory/rank-<rank>.jsonl`, one line a write, so that
+    they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory, see
+    `docs/findings.md`) is logged once at its own severity, and again when it gets worse.
 
     Each line that training logs gets `memory/peak_gib` and others (`docs/watchdog.md` lists them),
     which so reach TensorBoard or whatever `report_to` names, `state.log_history` and
@@ -35,8 +41,8 @@ class MemoryWatchdog(EvaluationCallback):
 
     With `stop=True` an ERROR on any rank saves a checkpoint and stops training on all ranks.
 
-    Cost: about 0.1 ms a reading; with `stop=True` and several ranks also a vote, about 0.3 ms. See
-    `docs/measured.md`.
+    Cost: about 0.1 ms a reading, and two readings a `generate`; with `stop=True` and several ranks
+    also a vote, about 0.3 ms. See `docs/measured.md`.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class MemoryWatchdog(EvaluationCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
+        self._forget_generate: Callable[[], None] | None = None
         self._watch: MemoryWatch | None = None
         self._prometheus: PrometheusFile | None = None
         self._worst: int = 0
@@ -79,6 +86,11 @@ class MemoryWatchdog(EvaluationCallback):
             if self.stop:
                 self.vote_every(self.every_steps, args)
         self._look(args, state, "begin")
+        if self._watch is not None:
+            with self.harmless():
+                model = model_of(kwargs)
+                if hasattr(model, "generate"):
+                    self._forget_generate = guard_generate(model, self._apart)
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(
@@ -155,6 +167,29 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "end")
         self.end_run()
 
+    def end_run(self) -> None:
+        super().end_run()
+        if self._forget_generate is not None:
+            self._forget_generate()
+            self._forget_generate = None
+
+    @contextmanager
+    def _apart(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Iterator[None]:
+        """Tell the peak of one generation apart from that of the evaluation or step around it."""
+        watch = self._watch
+        if watch is None or _is_beginning():
+            yield
+            return
+        with self.harmless():
+            watch.generations.begin()
+        try:
+            yield
+        finally:
+            with self.harmless():
+                watch.generations.end()
+
     def _look(self, args: TrainingArguments, state: TrainerState, moment: str) -> None:
         device = None if self.is_second(state) else self.device_for(args)
         if device is None:
@@ -170,7 +205,8 @@ class MemoryWatchdog(EvaluationCallback):
                     self._prometheus = PrometheusFile(
                         self.prometheus_dir, args.process_index, device.name
                     )
-            for finding in self._watch.look(state.global_step, moment):
+            num_tokens = int(state.num_input_tokens_seen)
+            for finding in self._watch.look(state.global_step, moment, num_tokens):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 
@@ -197,3 +233,9 @@ class MemoryWatchdog(EvaluationCallback):
             worst = vote.highest(self._worst, step)
         if worst is not None and worst >= Severity.ERROR:
             control.should_save = control.should_training_stop = True
+
+
+def _is_beginning() -> bool:
+    """Return whether training only begins: what callbacks rehearse there counts its own peaks."""
+    code = code_of(CallbackHandler.on_train_begin)
+    return any(frame.f_code is code for frame in frames_above())

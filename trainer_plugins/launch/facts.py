@@ -14,6 +14,7 @@ import torch
 
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
+from trainer_plugins.launch.exported import launch_of
 from trainer_plugins.launch.hydra_job import override_of
 from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.masked import masked, masked_command, masked_text
@@ -56,6 +57,7 @@ def facts_of_process(
         rank=rank,
         world_size=world_size,
         command=masked_command(sys.argv),
+        launch=tried(lambda: launch_of(os.environ), None),
         device=name,
         card=tried(lambda: str(getattr(_properties(name), "name", "")), ""),
         capability=tried(lambda: _capability(name), None),
@@ -75,16 +77,24 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
         facts,
         trainer=type(trainer).__name__,
         model=type(model).__name__,
-        built_class=f"{type(base).__module__}.{type(base).__qualname__}",
+        built_class=_built_class(base),
         model_config=tried(lambda: _config(model), {}),
         adapter=tried(lambda: _adapter(model), {}),
         dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
         arguments=tried(lambda: _arguments(args), {}),
         override=tried(lambda: override_of(vars(args)), ""),
+        num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
         num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
         has_metrics=trainer.compute_metrics is not None,
         strategy=strategy,
     )
+
+
+def _built_class(model: object) -> str:
+    """Name the class that built a model: FSDP2 puts one of its own in front of it."""
+    kinds = type(model).__mro__
+    own = next((kind for kind in kinds if not kind.__module__.startswith("torch.")), kinds[0])
+    return f"{own.__module__}.{own.__qualname__}"
 
 
 def _arguments(args: Any) -> dict[str, object]:

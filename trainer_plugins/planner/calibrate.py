@@ -15,11 +15,13 @@ MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "train": ("forward", "backward", "optimizer step"),
     "eval": ("evaluation", "generation"),
     "predict": ("evaluation", "generation"),
+    "generate": ("generation",),
     "save": ("save",),
 }
 """The moments that the watchdog tells apart, and those of a plan that each of them covers.
 
-What comes before and after them has no steps.
+What comes before and after them has no steps. Where a run tells generation apart, `eval` covers no
+generation: see `tells_generation`.
 """
 
 _SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
@@ -32,7 +34,7 @@ class Difference:
     """Holds the predicted and the measured value of one counter in one moment. Sizes in bytes."""
 
     moment: str
-    """The moment, as the watchdog names it: `train`, `eval`, `predict`, `save`."""
+    """The moment, as the watchdog names it: `train`, `eval`, `predict`, `generate`, `save`."""
 
     counter: str
     """`allocated`, `reserved`, or `card`: all memory of the card in use, by any process."""
@@ -128,7 +130,7 @@ def timelines_of(run_dir: Path, flag: str = "--calibrate") -> Mapping[int, Seque
 
 def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:
     found = []
-    for moment, peak in peaks_as_seen(plan).items():
+    for moment, peak in peaks_as_seen(plan, tells_generation(ranks)).items():
         seen = readings_in(ranks, moment)
         if not seen:
             continue
@@ -153,10 +155,28 @@ def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list
     return found
 
 
-def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
-    """Return the peaks of a plan by the moments that MemoryWatchdog tells apart."""
+def tells_generation(ranks: Mapping[int, Sequence[Entry]]) -> bool:
+    """Return whether generation is a moment of its own in these timelines.
+
+    It is none in those of earlier versions, of runs that generate nothing, or only after training.
+    """
+    return any(isinstance(each, Sample) and each.moment == "generate" for each in _all(ranks))
+
+
+def peaks_as_seen(plan: MemoryPlan, is_apart: bool) -> dict[str, MomentPeak]:
+    """Return the peaks of a plan by the moments that MemoryWatchdog tells apart.
+
+    Args:
+        plan: the plan.
+        is_apart: whether generation is one of them.
+    """
     found = {}
-    for moment, planned in MOMENTS_SEEN.items():
+    covered = dict(MOMENTS_SEEN)
+    if is_apart:
+        covered["eval"] = ("evaluation",)
+    else:
+        del covered["generate"]
+    for moment, planned in covered.items():
         if peaks := [plan.moments[name] for name in planned if name in plan.moments]:
             found[moment] = MomentPeak(
                 allocated_bytes=max(peak.allocated_bytes for peak in peaks),
@@ -172,12 +192,18 @@ def readings_in(
 
     In a plan, evaluation comes after the training. In a run it may come between, and what it has
     reserved stays reserved: with `before_evaluation`, only readings before the first one count.
+
+    Where a run tells generation apart, it does so inside training alone: an evaluation after that
+    is both in one, and is left out.
     """
     found = []
+    is_apart = moment == "eval" and tells_generation(ranks)
     for entries in ranks.values():
         for entry in entries:
             if not isinstance(entry, Sample):
                 continue
+            if is_apart and entry.moment == "end":
+                break
             if before_evaluation and entry.moment in ("eval", "predict"):
                 break
             if entry.moment == moment:

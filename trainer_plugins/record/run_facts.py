@@ -32,6 +32,23 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Says how the process was launched, without secrets."""
+
+    file: str = ""
+    """The launch file of `accelerate launch`; empty if there is none, or nobody can tell."""
+
+    command: tuple[str, ...] = ()
+    """What followed `accelerate launch`; empty if that did not start the process."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What file and flags came to: the variables by which accelerate tells its ranks."""
+
+    deepspeed: Mapping[str, object] = field(default_factory=dict)
+    """The content of the DeepSpeed file that the launch named, with each "auto" as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Holds what an explanation has to know of a run, without secrets."""
 
@@ -49,6 +66,9 @@ class RunFacts:
     world_size: int
     command: tuple[str, ...]
     """The command line, with secrets masked."""
+
+    launch: Launch | None = None
+    """How it was launched; None if an earlier version wrote this."""
 
     trainer: str = ""
     """The class of the Trainer."""
@@ -74,6 +94,9 @@ class RunFacts:
 
     override: str = ""
     """How an override of one begins in a Hydra app: `++trainer.args.`; empty without Hydra."""
+
+    num_rows_a_step: int = 0
+    """Rows of an optimizer step on all ranks; an epoch's last may have fewer. 0 is unknown."""
 
     num_evaluation_batches: int = 0
     """Batches of an evaluation; 0 if there is none, or nobody can count them."""

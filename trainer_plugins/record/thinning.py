@@ -22,7 +22,8 @@ _READING = re.compile(
     rb'"total_bytes": (?P<total>\d{1,18})), '
     rb'"free_bytes": (?P<free>\d{1,18}), "reserved_bytes": (?P<reserved>\d{1,18}), '
     rb'"allocated_bytes": \d{1,18}, '
-    rb'"peak_allocated_bytes": (?P<peak>\d{1,18}), "num_alloc_retries": \d{1,18})'
+    rb'"peak_allocated_bytes": (?P<peak>\d{1,18}), "num_alloc_retries": \d{1,18}'
+    rb'(?:, "num_tokens_seen": \d{1,18})?)'
     rb'(?:, "num_readings": (?P<num>\d{1,18}))?\}\n'
 )
 _BEGINNING = re.compile(rb'\{"kind": (?:"beginning"|"sample",.*"moment": "begin")')

@@ -45,7 +45,8 @@ class Sample:
     moment: str
     """What the run did since the reading before.
 
-    One of `train`, `eval`, `predict`, `save`, `begin`, `end`.
+    One of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`. A `generate` is part of
+    the moment that comes after it; timelines of earlier versions have none.
     """
 
     reading: MemoryReading
@@ -53,7 +54,13 @@ class Sample:
     """Time of the reading in seconds since the Unix epoch."""
 
     num_readings: int = 1
-    """How many readings it stands for: itself, and neighbours that were thinned out."""
+    """How many readings it stands for: itself, and neighbours that were thinned out.
+
+    A `generate` stands for all generations of its moment.
+    """
+
+    num_tokens_seen: int = 0
+    """Tokens of training until then, of all ranks, as `TrainerState` counts them; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +134,9 @@ def to_line(entry: Entry) -> str:
             _quoted(entry.moment),
             _quoted(reading.device),
         )
-        return _SAMPLE_LINE % (*names, *_sizes_of(reading))
+        line = _SAMPLE_LINE % (*names, *_sizes_of(reading))
+        num = entry.num_tokens_seen
+        return f'{line[:-1]}, "num_tokens_seen": {num}}}' if num else line
     record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
         "run": PROCESS,
@@ -138,6 +147,7 @@ def to_line(entry: Entry) -> str:
         record |= {
             "moment": entry.moment,
             **asdict(entry.reading),
+            **({"num_tokens_seen": entry.num_tokens_seen} if entry.num_tokens_seen else {}),
             "num_readings": entry.num_readings,
         }
     elif isinstance(entry, Flush):

@@ -15,6 +15,7 @@ from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
+from trainer_plugins.watch.generation import GenerationPeaks
 from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
 from trainer_plugins.watch.pressure import Budget, pressure
@@ -48,6 +49,7 @@ class MemoryWatch:
         self.timeline = timeline
         self.budget = budget or Budget()
         self.flushes = flushes
+        self.generations = GenerationPeaks(device)
         self._is_expandable = has_expandable_segments()
         self._host = device if isinstance(device, HostDevice) else HostDevice()
         self._host_reading: MemoryReading | None = None
@@ -62,20 +64,27 @@ class MemoryWatch:
         self._charted: MemoryReading | None = None
         self._num_charted: dict[Timeline, int] = {}
 
-    def look(self, step: int, moment: str) -> list[Finding]:
+    def look(self, step: int, moment: str, num_tokens_seen: int = 0) -> list[Finding]:
         """Take one reading, start a new peak, and return the news. Takes about 50 microseconds.
 
         Args:
             step: optimizer steps completed.
             moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
-                `begin`, `end`.
+                `begin`, `end`. What it generated meanwhile is a moment of its own, `generate`.
+            num_tokens_seen: tokens of training so far, on all ranks; 0 if nobody counts them.
         """
-        reading = self.device.read()
+        generated = self.generations.sample(step)
+        if generated is not None:
+            self.timeline.add(generated)
+        reading = self.generations.with_what_was_around(self.device.read())
         self.device.reset_peak()
-        self.timeline.add(Sample(step=step, moment=moment, reading=reading))
+        self.timeline.add(
+            Sample(step=step, moment=moment, reading=reading, num_tokens_seen=num_tokens_seen)
+        )
         if self._charted is None:  # the first peak belongs to what came before, loading the model
             self._begin_chart(reading)
         findings = [
+            *self._judge_generation(generated),
             *self._judge_card(reading, moment),
             *self._judge_host(moment),
             *self._judge_growth(reading, step, moment),
@@ -111,6 +120,12 @@ class MemoryWatch:
     def _is_news(self, finding: Finding) -> bool:
         before = self._said.get(finding.code)
         return before is None or finding.worse_than(before)
+
+    def _judge_generation(self, generated: Sample | None) -> Iterable[Finding]:
+        if generated is not None and (
+            found := pressure(generated.reading, self.budget, generated.moment)
+        ):
+            yield found
 
     def _judge_card(self, reading: MemoryReading, moment: str) -> Iterable[Finding]:
         if found := pressure(reading, self.budget, moment):

@@ -34,6 +34,10 @@ _REMEDIES = {
         "Set eval_accumulation_steps=1 and a preprocess_logits_for_metrics that keeps only what the"
         " metric needs, or halve per_device_eval_batch_size."
     ),
+    "generate": (
+        "Halve per_device_eval_batch_size (in TRL's online trainers, per_device_train_batch_size),"
+        " or the number of tokens that are generated: the cache grows with both."
+    ),
     "save": (
         "Set save_only_model=True, or save a sharded state dict, so that no rank gathers the whole"
         " model."

@@ -163,6 +163,8 @@ def _facts(case: Case) -> tuple[str, ...]:
         found.append(f"batch: {shapes}")
     if run.strategy is not None:
         found.append(f"runs as {run.strategy}")
+    if run.launch is not None and run.launch.file:
+        found.append(f"it was launched with {run.launch.file}")
     if record.plan is not None:
         found.append(_of_plan(record.plan))
     notes = [each for each in case.entries if isinstance(each, Remark)]

@@ -25,6 +25,14 @@ _DEVICES = ("cuda", "simgpu")
 _LAUNCHED = {"DeepSpeed": "deepspeed", "FSDP": "fsdp"}
 """What is set up by the argument of this name, or else by a launch file."""
 
+_OF_THE_LAUNCH = {
+    "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", ("ACCELERATE_",)),
+    "FSDP": ("ACCELERATE_USE_FSDP", ("FSDP_", "ACCELERATE_USE_FSDP")),
+}
+"""The variable that says so if a launch file set it up, and how those begin that say how."""
+
+_OF_THE_MACHINE = "ACCELERATE_TORCH_DEVICE"
+
 
 def request_of(case: Case) -> PlanRequest:
     """Make the request for a plan of the run as it was, on the card as it was.
@@ -65,6 +73,7 @@ def request_of(case: Case) -> PlanRequest:
         card=card if run.capability is None else replace(card, capability=run.capability),
         allocator=_allocator(run),
         num_gpus=run.world_size,
+        environment=_exported(run),
         has_padding=None if rows > 1 and "attention_mask" in record.batch else False,
     )
 
@@ -82,10 +91,29 @@ def _refuse(run: RunFacts) -> None:
     if run.model.startswith("Peft") and not run.adapter:
         raise PlanError("its adapter is not recorded")
     family = run.strategy.family if run.strategy is not None else "unknown"
-    if family in _LAUNCHED and not run.arguments.get(_LAUNCHED[family]):
+    if family in _LAUNCHED and not run.arguments.get(_LAUNCHED[family]) and not _exported(run):
         raise PlanError(f"its launch file is not recorded, from which it ran as {family}")
     if family not in (*_LAUNCHED, "DDP", "nothing"):
         raise PlanError(f"it ran as {family}")
+
+
+def _exported(run: RunFacts) -> dict[str, str]:
+    """Return what a launch file came to; nothing where the arguments say it, or no file did."""
+    family = run.strategy.family if run.strategy is not None else ""
+    if run.launch is None or family not in _LAUNCHED or run.arguments.get(_LAUNCHED[family]):
+        return {}
+    switch, wanted = _OF_THE_LAUNCH[family]
+    told = run.launch.environment
+    if str(told.get(switch)).lower() != "true":
+        return {}
+    found = {
+        name: text
+        for name, text in told.items()
+        if name.startswith(wanted) and name != _OF_THE_MACHINE
+    }
+    if run.launch.deepspeed:
+        found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = json.dumps(run.launch.deepspeed)
+    return found
 
 
 def _flags(arguments: Mapping[str, object]) -> tuple[str, ...]:

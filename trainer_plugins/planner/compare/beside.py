@@ -59,7 +59,7 @@ def beside(a: Path, b: Path) -> Beside:
     """
     one, other = _side(a), _side(b)
     if one.plan is None or other.plan is None:
-        return _beside(one, other, _seen(one), _seen(other))
+        return _beside(one, other, _seen(one, other), _seen(other, one))
     return _beside(one, other, one.moments, other.moments)
 
 
@@ -133,8 +133,11 @@ def _of_run(path: Path) -> _Side:
     return _Side(path, None, peaks)
 
 
-def _seen(side: _Side) -> Mapping[str, MomentPeak]:
-    """Return the peaks by the moments that a watchdog tells apart; a plan has no prediction."""
+def _seen(side: _Side, other: _Side) -> Mapping[str, MomentPeak]:
+    """Return the peaks by the moments that the other one tells apart; a plan has no prediction."""
     if side.plan is None:
         return side.moments
-    return {name: peak for name, peak in peaks_as_seen(side.plan).items() if name != "predict"}
+    is_apart = "generate" in other.moments
+    return {
+        name: peak for name, peak in peaks_as_seen(side.plan, is_apart).items() if name != "predict"
+    }

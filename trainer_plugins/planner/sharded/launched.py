@@ -45,7 +45,9 @@ def resolved(request: PlanRequest) -> PlanRequest:
     if request.launch_file is None:
         num_gpus = max(1, request.num_gpus)
         return replace(
-            request, num_gpus=num_gpus, num_nodes=request.num_nodes or nodes_of(num_gpus)
+            _as_exported(request),
+            num_gpus=num_gpus,
+            num_nodes=request.num_nodes or nodes_of(num_gpus),
         )
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
@@ -66,12 +68,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
     try:
         environment = _environment(request.launch_file, num_gpus)
         if kind == "DEEPSPEED":
-            deepspeed = _deepspeed(environment)
-            environment = {
-                key: environment[key]
-                for key in ("ACCELERATE_MIXED_PRECISION",)
-                if key in environment
-            }
+            deepspeed, environment = _deepspeed(environment), _beside_deepspeed(environment)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
     if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
@@ -83,6 +80,29 @@ def resolved(request: PlanRequest) -> PlanRequest:
         deepspeed=deepspeed,
         environment=environment,
     )
+
+
+def _as_exported(request: PlanRequest) -> PlanRequest:
+    """Complete a request by what a launcher had exported, whose file is not there any more.
+
+    Raises:
+        PlanError: accelerate refuses it.
+    """
+    exported = dict(request.environment)
+    if exported.get("ACCELERATE_USE_DEEPSPEED") != "true" or request.deepspeed is not None:
+        return request
+    try:
+        deepspeed = _deepspeed(exported)
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(
+            f"accelerate refuses what it was launched with: {' '.join(str(error).split())}"
+        ) from error
+    return replace(request, deepspeed=deepspeed, environment=_beside_deepspeed(exported))
+
+
+def _beside_deepspeed(environment: dict[str, str]) -> dict[str, str]:
+    """Keep what accelerate reads besides the config of DeepSpeed."""
+    return {key: environment[key] for key in ("ACCELERATE_MIXED_PRECISION",) if key in environment}
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:

@@ -1,7 +1,6 @@
-"""Draws what a rank did with its memory, and how long its steps took."""
+"""Draws what a rank did with its memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Failure, Sample
@@ -22,14 +21,13 @@ from trainer_plugins.report.html.events import Noted, Span, lane_key, lanes_of
 from trainer_plugins.report.html.scales import (
     Height,
     byte_ticks,
-    number_ticks,
     seconds_text,
     time_ticks,
 )
-from trainer_plugins.report.html.stretches import MOST, Stretch, paces_of, stretches_of
+from trainer_plugins.report.html.stretches import MOST, Stretch, stretches_of
 from trainer_plugins.units import percent, size
 
-_PIXELS, _PACE_PIXELS, _SMALL_PIXELS = 260, 80, 48
+_PIXELS, _SMALL_PIXELS = 260, 48
 _NAMES = (
     ("outside torch", "c-outside"),
     ("tensors between steps", "c-kept"),
@@ -90,7 +88,7 @@ def memory_chart(
             *stacked(edges, _levels(found), _named(reading), height),
             *_planned(edges, found, planned, height),
         ),
-        times=_times(span, found),
+        times=times_under(span, found),
         lines_percent=tuple(
             span.percent(entry.time_seconds) for entry in entries if isinstance(entry, Failure)
         ),
@@ -124,57 +122,6 @@ def small_chart(rank: int, entries: Sequence[Entry], span: Span, num_ranks: int)
         limit=Limit(y=height.y(reading.total_bytes), text="", is_left=False),
         lines_percent=tuple(
             span.percent(entry.time_seconds) for entry in entries if isinstance(entry, Failure)
-        ),
-    )
-
-
-def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
-    """Draw how long steps took; None if fewer than three were read."""
-    found = paces_of(entries, span.began_seconds)
-    if len(found) < 3:
-        return None
-    usual = median(each.busy_seconds / each.num_steps for each in found)
-    slowest = max(found, key=lambda each: each.slowest_seconds)
-    height = Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PACE_PIXELS)
-    edges = [0.0]
-    means: list[float | None] = []
-    highest: list[float | None] = []
-    for each in found:
-        begin, end = span.place(each.began_seconds), span.place(each.ended_seconds)
-        if begin > edges[-1]:  # an evaluation, a save
-            edges.append(begin)
-            means.append(None)
-            highest.append(None)
-        edges.append(end)
-        means.append(each.busy_seconds / each.num_steps)
-        highest.append(each.slowest_seconds)
-    lines = [("mean", "c-pace", means)]
-    if any(each.num_steps > 1 for each in found):
-        lines.insert(0, ("slowest", "c-slow", highest))
-    return Chart(
-        name=f"pace-{rank}",
-        title=f"A step took {seconds_text(usual)}, and {seconds_text(slowest.slowest_seconds)} at"
-        f" most, in step {slowest.slowest_step}",
-        description="Seconds of a step over the time of the run. The table below has all figures.",
-        pixels=_PACE_PIXELS,
-        unit="s",
-        ticks=number_ticks(height),
-        bands=tuple(
-            Band(name=name, colour=colour, path=stairs(edges, levels, height), is_line=True)
-            for name, colour, levels in lines
-        ),
-        times=_times(span, stretches_of(entries, span.began_seconds)),
-        table=Table(
-            head=("until", "steps", "mean", "slowest"),
-            rows=tuple(
-                (
-                    seconds_text(each.ended_seconds),
-                    str(each.num_steps),
-                    seconds_text(each.busy_seconds / each.num_steps),
-                    seconds_text(each.slowest_seconds),
-                )
-                for each in found
-            ),
         ),
     )
 
@@ -249,7 +196,7 @@ def _planned(
     return (Band(name="planned peak", colour="c-planned", path=path, is_line=True),)
 
 
-def _times(
+def times_under(
     span: Span, found: Sequence[Stretch]
 ) -> tuple[tuple[str, tuple[tuple[float, str], ...]], ...]:
     """Write times under the picture, and how many steps were complete by then."""

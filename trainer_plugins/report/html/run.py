@@ -9,16 +9,23 @@ from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.calibrate import peaks_as_seen, readings_in, refuse_another_run
+from trainer_plugins.planner.calibrate import (
+    peaks_as_seen,
+    readings_in,
+    refuse_another_run,
+    tells_generation,
+)
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
+from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Beginning, Entry, Failure, Sample
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
-from trainer_plugins.report.html.memory import fullest, memory_chart, pace_chart, small_chart
+from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
+from trainer_plugins.report.html.pace import pace_chart, rate_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
 from trainer_plugins.report.text import when
@@ -84,7 +91,7 @@ def run_page(
     noted = noted_in(run.timelines)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    planned = {} if plan is None else _planned(plan)
+    planned = {} if plan is None else _planned(plan, run.timelines)
     return page(
         "run.html.jinja",
         folder=folder,
@@ -98,6 +105,7 @@ def run_page(
         rank=rank,
         memory=memory_chart(rank, entries, span, noted, planned),
         pace=pace_chart(rank, entries, span),
+        rate=rate_chart(rank, entries, span, _num_rows_a_step(run, folder)),
         ranks=_small(run, span),
         beside=[] if plan is None else [*_beside(plan, run.timelines)],
         record=record,
@@ -149,6 +157,17 @@ def _records_of(run: Run, folder: Path) -> list[OomRecord]:
         return []
     began = run.seconds[0] - _SLACK_SECONDS
     return [each for each in read_oom_records(folder) if each.time_seconds >= began]
+
+
+def _num_rows_a_step(run: Run, folder: Path) -> int:
+    """Return the rows of a step as the run wrote it down when it began; 0 if it did not."""
+    began, ended = run.seconds
+    of_run = [
+        each.num_rows_a_step
+        for each in read_run_facts(folder)
+        if began - _SLACK_SECONDS <= each.time_seconds <= ended
+    ]
+    return of_run[-1] if of_run else 0
 
 
 def _with_records(run: Run, records: Sequence[OomRecord]) -> Run:
@@ -220,16 +239,16 @@ def _small(run: Run, span: Span) -> list[Chart]:
     return [each for each in drawn if each is not None]
 
 
-def _planned(plan: MemoryPlan) -> dict[str, int]:
+def _planned(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> dict[str, int]:
     """Return what a plan predicts of the card at the peak of each moment."""
     return {
         moment: peak.allocated_bytes + plan.context_bytes
-        for moment, peak in peaks_as_seen(plan).items()
+        for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items()
     }
 
 
 def _beside(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> Iterator[Compared]:
-    for moment, peak in peaks_as_seen(plan).items():
+    for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items():
         seen = readings_in(timelines, moment)
         if not seen:
             continue

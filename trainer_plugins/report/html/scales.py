@@ -51,10 +51,13 @@ def byte_ticks(height: Height, most: int = 6) -> tuple[str, tuple[Tick, ...]]:
 
 
 def number_ticks(height: Height, most: int = 3) -> tuple[Tick, ...]:
-    """Return ticks of a plain number."""
+    """Return ticks of a plain number, of a large one in thousands or millions."""
     every = _round(height.top, most)
     numbers = [every * number for number in range(int(height.top / every) + 1)]
-    return tuple(Tick(height.y(number), f"{number:g}") for number in numbers)
+    unit, name = (1e6, "M") if every >= 1e6 else (1e3, "k") if every >= 1e3 else (1.0, "")
+    return tuple(
+        Tick(height.y(number), f"{number / unit:g}{name if number else ''}") for number in numbers
+    )
 
 
 def _round(top: float, most: int) -> float:

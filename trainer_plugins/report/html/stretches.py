@@ -120,6 +120,8 @@ class Pace:
 
     slowest_seconds: float
     slowest_step: int
+    num_tokens: int
+    """Tokens of these steps on all ranks; 0 if they were not counted."""
 
 
 def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
@@ -144,6 +146,7 @@ def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -
             busy_seconds=last.busy_seconds + each.busy_seconds,
             slowest_seconds=slower.slowest_seconds,
             slowest_step=slower.slowest_step,
+            num_tokens=last.num_tokens + each.num_tokens,
         )
     return joined
 
@@ -151,8 +154,8 @@ def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -
 def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
     before: Sample | None = None
     for entry in entries:
-        if not isinstance(entry, Sample):
-            continue
+        if not isinstance(entry, Sample) or entry.moment == "generate":
+            continue  # a generation is part of the step, or of the evaluation, that comes after it
         if entry.moment == "train" and before is not None:
             seconds, num = entry.time_seconds - before.time_seconds, entry.step - before.step
             if seconds > 0 and num > 0:
@@ -163,5 +166,6 @@ def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
                     busy_seconds=seconds,
                     slowest_seconds=seconds / num,
                     slowest_step=entry.step,
+                    num_tokens=max(0, entry.num_tokens_seen - before.num_tokens_seen),
                 )
         before = entry

@@ -19,7 +19,8 @@ It differs from a CUDA card in this:
   are.
 * Attention stores no scores, like CUDA's flash kernel, except with dropout, where CUDA's still does
   not.
-* Allocator settings (`PYTORCH_ALLOC_CONF`) have no effect; the rules are CUDA's defaults.
+* Of the allocator's settings (`PYTORCH_ALLOC_CONF`, by the name that this torch reads) only
+  `expandable_segments` has an effect, as it was when simgpu was enabled.
 * There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no
   sparse tensor, no graph and no second stream.
 * The card has no memory outside PyTorch: no context of a few hundred MiB.
@@ -38,8 +39,12 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.verify import InForce
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, unavailable_reason
 from trainer_plugins.units import MIB, size
@@ -95,6 +100,7 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
     if capacity_bytes is not None:
         chosen.capacity_bytes = capacity_bytes
     _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), _process_name().encode()))
+    library.simgpu_expandable(_has_expandable_segments(os.environ))
     _library, _card = library, chosen
     _register(library)
 
@@ -158,6 +164,12 @@ def allocations() -> int:
         RuntimeError: simgpu is not enabled.
     """
     return int(_require_library().simgpu_num_allocations())
+
+
+def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
+    variables = Variables.of(environ)
+    text = variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")
+    return bool(InForce(text).value("expandable_segments"))
 
 
 def _register(library: ctypes.CDLL) -> None:

@@ -1,5 +1,5 @@
 // A caching allocator with CUDA's rules over host memory and a card file. What it follows is the default path of
-// c10/cuda/CUDACachingAllocator.cpp (one stream, no max_split_size, no expandable segments, no garbage collection):
+// c10/cuda/CUDACachingAllocator.cpp (one stream, no max_split_size, no garbage collection), and its expandable segments:
 // names and order are that file's, so that the two can be read side by side.
 #pragma once
 
@@ -7,14 +7,17 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "card.h"
+#include "pages.h"
 
 namespace simgpu {
 
@@ -35,6 +38,8 @@ struct Block {
   bool allocated = false;
   Block* prev = nullptr;  // neighbours in the same segment
   Block* next = nullptr;
+  char* expandable_segment = nullptr;  // where that begins; null in a segment of fixed size
+  bool mapped = true;                  // whether there is memory at its addresses
 
   bool is_split() const { return prev || next; }
 };
@@ -43,6 +48,10 @@ struct BySizeThenAddress {
   bool operator()(const Block* a, const Block* b) const {
     return a->size != b->size ? a->size < b->size : a->ptr < b->ptr;
   }
+};
+
+struct ByAddress {
+  bool operator()(const Block* a, const Block* b) const { return a->ptr < b->ptr; }
 };
 
 void free_device_memory(void* ptr);  // DataPtr wants a plain function; defined below
@@ -79,6 +88,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   // The next segment lies here, if nothing of the process does.
   void place_next(uintptr_t address) { next_address_ = address; }
 
+  // New memory is mapped into segments that grow, as with PYTORCH_ALLOC_CONF=expandable_segments:True.
+  void use_expandable_segments(bool use) { expandable_segments_ = use; }
+
   c10::DeleterFnPtr raw_deleter() const override { return &free_device_memory; }
   void copy_data(void* dest, const void* src, size_t count) const override { std::memcpy(dest, src, count); }
   bool initialized() override { return true; }
@@ -113,6 +125,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
  private:
   using Pool = std::set<Block*, BySizeThenAddress>;
+  using Unmapped = std::set<Block*, ByAddress>;
   using StatArray = c10::CachingAllocator::StatArray;
 
   static size_t round_size(size_t size) {
@@ -126,9 +139,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     return size < kMinLargeAlloc ? kLargeBuffer : kRoundLarge * ((size + kRoundLarge - 1) / kRoundLarge);
   }
 
-  static bool should_split(const Block* block, size_t size) {
+  bool should_split(const Block* block, size_t size) const {
     const size_t remaining = block->size - size;
-    return block->is_small ? remaining >= kMinBlockSize : remaining > kSmallSize;
+    return block->is_small || expandable_segments_ ? remaining >= kMinBlockSize : remaining > kSmallSize;
   }
 
   Pool& pool_of(bool is_small) { return is_small ? small_blocks_ : large_blocks_; }
@@ -144,7 +157,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     if (!fails) {
       block = get_free_block(size, is_small);
       if (!block) {
-        block = alloc_block(alloc_size, is_small);
+        block = alloc_block(size, alloc_size, is_small);
       }
     }
     if (!block) {
@@ -152,7 +165,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
       // the card is full.
       release_cached_blocks();
       ++stats_.num_alloc_retries;
-      block = fails ? nullptr : alloc_block(alloc_size, is_small);
+      block = fails ? nullptr : alloc_block(size, alloc_size, is_small);
     }
     if (!block) {
       raise_out_of_memory(size, alloc_size, fails ? 0 : card.free_bytes());
@@ -168,14 +181,27 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     if (best == pool.end()) {
       return nullptr;
     }
+    if ((*best)->expandable_segment) {  // what it can grow to counts as its size
+      for (auto next = std::next(best); next != pool.end() && (*best)->expandable_segment &&
+                                        (*next)->expandable_segment && room_of(*next) < room_of(*best);) {
+        best = next++;
+      }
+    }
     Block* block = *best;
     pool.erase(best);
     return block;
   }
 
-  Block* alloc_block(size_t alloc_size, bool is_small) {
+  bool reserve(size_t num_bytes) {
     const auto reserved = static_cast<uint64_t>(stats_.reserved_bytes[0].current);
-    if (reserved + alloc_size > limit_bytes_ || !card.reserve(alloc_size)) {
+    return reserved + num_bytes <= limit_bytes_ && card.reserve(num_bytes);
+  }
+
+  Block* alloc_block(size_t size, size_t alloc_size, bool is_small) {
+    if (expandable_segments_) {
+      return try_allocate_expandable_block(size, is_small);
+    }
+    if (!reserve(alloc_size)) {
       return nullptr;
     }
     // The host gives pages when they are first written, so a card may be larger than the host's memory.
@@ -196,20 +222,17 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   void alloc_found_block(Block* block, size_t orig_size, size_t size) {
     const bool already_split = block->is_split();
     if (should_split(block, size)) {
-      auto* remaining = new Block{block->ptr + size, block->size - size, 0, block->is_small, false, block, block->next};
-      if (block->next) {
-        block->next->prev = remaining;
-      }
-      block->next = remaining;
-      block->size = size;
+      Block* remaining = cut(block, size, true);
       pool_of(block->is_small).insert(remaining);
-      if (already_split) {  // an inactive split block has shrunk
+      if (block->expandable_segment) {
+        // Not counted: pages of these can always be given back.
+      } else if (already_split) {  // an inactive split block has shrunk
         add(stats_.inactive_split_bytes, block->is_small, -static_cast<int64_t>(size));
       } else {
         add(stats_.inactive_split_bytes, block->is_small, static_cast<int64_t>(remaining->size));
         add(stats_.inactive_split, block->is_small, 1);
       }
-    } else if (already_split) {  // an inactive split block becomes active
+    } else if (already_split && !block->expandable_segment) {  // an inactive split block becomes active
       add(stats_.inactive_split_bytes, block->is_small, -static_cast<int64_t>(block->size));
       add(stats_.inactive_split, block->is_small, -1);
     }
@@ -224,13 +247,16 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     block->allocated = false;
     int64_t split_blocks_change = 0, split_bytes_change = 0;
     for (Block* neighbour : {block->prev, block->next}) {
-      if (neighbour && !neighbour->allocated) {
+      if (neighbour && !neighbour->allocated && neighbour->mapped) {
         --split_blocks_change;
         split_bytes_change -= static_cast<int64_t>(neighbour->size);
         merge(block, neighbour);
       }
     }
     pool_of(block->is_small).insert(block);
+    if (block->expandable_segment) {
+      return;
+    }
     if (block->is_split()) {
       ++split_blocks_change;
       split_bytes_change += static_cast<int64_t>(block->size);
@@ -240,7 +266,11 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
 
   void merge(Block* block, Block* neighbour) {
-    pool_of(block->is_small).erase(neighbour);
+    if (neighbour->mapped) {
+      pool_of(block->is_small).erase(neighbour);
+    } else {
+      unmapped_of(block->is_small).erase(neighbour);
+    }
     if (block->prev == neighbour) {
       block->ptr = neighbour->ptr;
       block->prev = neighbour->prev;
@@ -260,9 +290,14 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   // Gives every segment without a live allocation back to the card.
   void release_cached_blocks() {
     for (Pool* pool : {&large_blocks_, &small_blocks_}) {
+      for (Block* block : std::vector<Block*>(pool->begin(), pool->end())) {
+        if (block->expandable_segment) {
+          unmap_block(block);
+        }
+      }
       for (auto it = pool->begin(); it != pool->end();) {
         Block* block = *it;
-        if (block->is_split()) {
+        if (block->is_split() || block->expandable_segment) {
           ++it;
           continue;
         }
@@ -273,6 +308,119 @@ class DeviceAllocator final : public c10::DeviceAllocator {
         add(stats_.segment, block->is_small, -1);
         add(stats_.reserved_bytes, block->is_small, -static_cast<int64_t>(block->size));
         delete block;
+      }
+    }
+  }
+
+  // Expandable segments: each pool has a range of addresses, into which pages are mapped as they are needed.
+
+  static size_t page_bytes(bool is_small) { return is_small ? kSmallBuffer : kLargeBuffer; }
+
+  static size_t room_of(const Block* block) {
+    return block->size + (block->next && !block->next->mapped ? block->next->size : 0);
+  }
+
+  Unmapped& unmapped_of(bool is_small) { return is_small ? small_unmapped_ : large_unmapped_; }
+
+  // Shortens a block, and returns what is behind it, in no set.
+  static Block* cut(Block* block, size_t size, bool mapped) {
+    auto* behind = new Block{block->ptr + size, block->size - size, 0, block->is_small, false, block, block->next,
+                             block->expandable_segment, mapped};
+    if (block->next) {
+      block->next->prev = behind;
+    }
+    block->next = behind;
+    block->size = size;
+    return behind;
+  }
+
+  Block* try_allocate_expandable_block(size_t size, bool is_small) {
+    Block* candidate = find_expandable_block(size, is_small);
+    if (!candidate || (!candidate->mapped && !map_block(candidate, std::min(candidate->size, size)))) {
+      return nullptr;
+    }
+    while (candidate->size < size) {
+      Block* next = candidate->next;
+      if (!next || !map_block(next, std::min(size - candidate->size, next->size))) {
+        return nullptr;
+      }
+      candidate = next;  // it has merged with the block before it
+    }
+    pool_of(is_small).erase(candidate);
+    return candidate;
+  }
+
+  Block* find_expandable_block(size_t size, bool is_small) {
+    for (Block* unmapped : unmapped_of(is_small)) {
+      Block* first = unmapped->prev && !unmapped->prev->allocated ? unmapped->prev : unmapped;
+      size_t room = 0;
+      for (Block* block = first; block && !block->allocated && room < size; block = block->next) {
+        room += block->size;
+      }
+      if (room >= size) {
+        return first;
+      }
+    }
+    const size_t capacity = card.capacity_bytes(), page = page_bytes(is_small);
+    const size_t num_bytes = pages::round_up(std::max(capacity + capacity / 8, size), page);
+    char* start = pages::take_addresses(num_bytes);
+    if (!start) {
+      return nullptr;
+    }
+    auto* whole = new Block{start, num_bytes, 0, is_small, false, nullptr, nullptr, start, false};
+    unmapped_of(is_small).insert(whole);
+    return whole;
+  }
+
+  bool map_block(Block* block, size_t size) {
+    const size_t before = block->ptr - block->expandable_segment;
+    const size_t num_bytes = pages::round_up(before + size, page_bytes(block->is_small)) - before;
+    if (!reserve(num_bytes)) {
+      return false;
+    }
+    pages::map(block->ptr, num_bytes);
+    unmapped_of(block->is_small).erase(block);
+    block->mapped = true;
+    ++stats_.num_device_alloc;
+    add(stats_.reserved_bytes, block->is_small, static_cast<int64_t>(num_bytes));
+    if (num_bytes < block->size) {
+      unmapped_of(block->is_small).insert(cut(block, num_bytes, false));
+    }
+    merge_with_alike(block);
+    pool_of(block->is_small).insert(block);
+    return true;
+  }
+
+  // Gives back the pages that lie whole in a free block.
+  void unmap_block(Block* block) {
+    const size_t page = page_bytes(block->is_small), offset = block->ptr - block->expandable_segment;
+    const size_t first = pages::round_up(offset, page), last = (offset + block->size) / page * page;
+    if (last <= first) {
+      return;
+    }
+    Pool& pool = pool_of(block->is_small);
+    pool.erase(block);
+    if (first > offset) {
+      Block* before = block;
+      block = cut(before, first - offset, true);
+      pool.insert(before);
+    }
+    if (block->size > last - first) {
+      pool.insert(cut(block, last - first, true));
+    }
+    pages::unmap(block->ptr, block->size);
+    card.release(block->size);
+    ++stats_.num_device_free;
+    add(stats_.reserved_bytes, block->is_small, -static_cast<int64_t>(block->size));
+    block->mapped = false;
+    merge_with_alike(block);
+    unmapped_of(block->is_small).insert(block);
+  }
+
+  void merge_with_alike(Block* block) {
+    for (Block* neighbour : {block->prev, block->next}) {
+      if (neighbour && !neighbour->allocated && neighbour->mapped == block->mapped) {
+        merge(block, neighbour);
       }
     }
   }
@@ -335,6 +483,8 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   std::mutex mutex_;
   Pool small_blocks_, large_blocks_;  // what is cached
+  Unmapped small_unmapped_, large_unmapped_;  // parts of expandable segments without memory
+  bool expandable_segments_ = false;
   std::unordered_map<void*, Block*> allocated_blocks_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
   std::atomic<uint64_t> num_allocations_{0}, allocations_until_failure_{0};

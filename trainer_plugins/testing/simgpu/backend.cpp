@@ -1,5 +1,5 @@
 // simgpu: an accelerator in host memory, as torch's PrivateUse1 device. The one translation unit; the headers beside it
-// hold one subject each, in the order card, allocator, host_alias, fallback, kernels, device, attention, autocast.
+// hold one subject each, in the order card, pages, allocator, host_alias, fallback, kernels, device, attention, autocast.
 //
 // Python talks to it through the C functions at the end, with ctypes: no Python headers are needed to build it, and one
 // build serves every Python of the same torch.
@@ -133,6 +133,7 @@ int simgpu_attach_card(const char* path, const char* process_name) {
 const char* simgpu_last_error() { return last_error.c_str(); }
 void simgpu_fail_at(uint64_t n) { device_allocator().fail_at(n); }
 void simgpu_limit(uint64_t num_bytes) { device_allocator().limit(num_bytes); }
+void simgpu_expandable(int use) { device_allocator().use_expandable_segments(use != 0); }
 void simgpu_place_next(uint64_t address) { device_allocator().place_next(address); }
 // Returns when autograd's device thread has dropped every graph it was given; __init__.py says why that matters.
 //

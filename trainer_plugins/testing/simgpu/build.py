@@ -87,6 +87,8 @@ def load() -> ctypes.CDLL:
     library.simgpu_fail_at.restype = None
     library.simgpu_limit.argtypes = [ctypes.c_uint64]
     library.simgpu_limit.restype = None
+    library.simgpu_expandable.argtypes = [ctypes.c_int]
+    library.simgpu_expandable.restype = None
     library.simgpu_place_next.argtypes = [ctypes.c_uint64]
     library.simgpu_place_next.restype = None
     library.simgpu_attach_card.argtypes = [ctypes.c_char_p, ctypes.c_char_p]

@@ -1,0 +1,148 @@
+"""Draws how long the steps of a rank took, and how much they came to in a second."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from trainer_plugins.record.timeline import Entry
+from trainer_plugins.report.html.chart import Band, Chart, Table, stairs
+from trainer_plugins.report.html.events import Span
+from trainer_plugins.report.html.memory import times_under
+from trainer_plugins.report.html.scales import Height, number_ticks, seconds_text
+from trainer_plugins.report.html.stretches import Pace, paces_of, stretches_of
+
+_PIXELS = 80
+_FEWEST = 3
+
+Line = tuple[str, str, Sequence[float]]
+"""The name and the colour of a line, and its value in each stretch of time."""
+
+
+def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
+    """Draw how long steps took; None if fewer than three were read."""
+    found = paces_of(entries, span.began_seconds)
+    if len(found) < _FEWEST:
+        return None
+    means = [each.busy_seconds / each.num_steps for each in found]
+    usual = median(means)
+    slowest = max(found, key=lambda each: each.slowest_seconds)
+    lines: list[Line] = [("mean", "c-pace", means)]
+    if any(each.num_steps > 1 for each in found):
+        lines.insert(0, ("slowest", "c-slow", [each.slowest_seconds for each in found]))
+    return _chart(
+        name=f"pace-{rank}",
+        title=f"A step took {seconds_text(usual)}, and {seconds_text(slowest.slowest_seconds)} at"
+        f" most, in step {slowest.slowest_step}",
+        description="Seconds of a step over the time of the run. The table below has all figures.",
+        unit="s",
+        height=Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PIXELS),
+        drawn=(found, lines),
+        table=Table(
+            head=("until", "steps", "mean", "slowest"),
+            rows=tuple(
+                (
+                    seconds_text(each.ended_seconds),
+                    str(each.num_steps),
+                    seconds_text(each.busy_seconds / each.num_steps),
+                    seconds_text(each.slowest_seconds),
+                )
+                for each in found
+            ),
+        ),
+        over=(entries, span),
+    )
+
+
+def rate_chart(
+    rank: int, entries: Sequence[Entry], span: Span, num_rows_a_step: int
+) -> Chart | None:
+    """Draw the tokens of all ranks in a second of training, or the rows if nobody counted tokens.
+
+    It is None if neither is known, or fewer than three steps were read. What evaluations and saves
+    took is left out.
+
+    Args:
+        rank: the rank whose time is taken.
+        entries: its timeline.
+        span: the time that is drawn.
+        num_rows_a_step: rows of a step on all ranks, by the arguments; 0 if unknown.
+    """
+    found = paces_of(entries, span.began_seconds)
+    has_tokens = any(each.num_tokens for each in found)
+    if len(found) < _FEWEST or not (has_tokens or num_rows_a_step):
+        return None
+    what = "tokens" if has_tokens else "rows"
+    counts = [each.num_tokens if has_tokens else each.num_steps * num_rows_a_step for each in found]
+    rates = [num / each.busy_seconds for num, each in zip(counts, found, strict=True)]
+    mean = sum(counts) / sum(each.busy_seconds for each in found)
+    by = "as the Trainer counts them" if has_tokens else f"{num_rows_a_step:,} of each step"
+    return _chart(
+        name=f"rate-{rank}",
+        title=f"{_number(mean)} {what} a second on all ranks, {by}",
+        description=f"{what.capitalize()} in a second of training over the time of the run. The"
+        " table below has all figures.",
+        unit="/s",
+        height=Height(1.3 * min(max(rates), 4 * median(rates)), _PIXELS),
+        drawn=(found, [(f"{what} a second", "c-pace", rates)]),
+        table=Table(
+            head=("until", "steps", what, "a second"),
+            rows=tuple(
+                (
+                    seconds_text(each.ended_seconds),
+                    str(each.num_steps),
+                    f"{num:,}",
+                    _number(rate),
+                )
+                for each, num, rate in zip(found, counts, rates, strict=True)
+            ),
+        ),
+        over=(entries, span),
+    )
+
+
+def _chart(
+    *,
+    name: str,
+    title: str,
+    description: str,
+    unit: str,
+    height: Height,
+    drawn: tuple[Sequence[Pace], Sequence[Line]],
+    table: Table,
+    over: tuple[Sequence[Entry], Span],
+) -> Chart:
+    """Draw lines over time, with gaps where the run did something else: an evaluation, a save."""
+    (found, lines), (entries, span) = drawn, over
+    edges = [0.0]
+    values: list[list[float | None]] = [[] for _ in lines]
+    for number, each in enumerate(found):
+        begin, end = span.place(each.began_seconds), span.place(each.ended_seconds)
+        if begin > edges[-1]:
+            edges.append(begin)
+            for line in values:
+                line.append(None)
+        edges.append(end)
+        for line, (_, _, levels) in zip(values, lines, strict=True):
+            line.append(levels[number])
+    return Chart(
+        name=name,
+        title=title,
+        description=description,
+        pixels=_PIXELS,
+        unit=unit,
+        ticks=number_ticks(height),
+        bands=tuple(
+            Band(name=each, colour=colour, path=stairs(edges, line, height), is_line=True)
+            for (each, colour, _), line in zip(lines, values, strict=True)
+        ),
+        times=times_under(span, stretches_of(entries, span.began_seconds)),
+        table=table,
+    )
+
+
+def _number(rate: float) -> str:
+    """Render a rate for people: three digits, or all of a larger whole number.
+
+    >>> _number(0.1234), _number(5.678), _number(12345.6)
+    ('0.123', '5.68', '12,346')
+    """
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
