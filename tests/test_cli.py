@@ -100,6 +100,23 @@ def test_each_option_of_plan_stands_in_a_panel() -> None:
     assert "─ Options ─" not in text
 
 
+def test_the_shell_completes_commands_flags_and_launch_files() -> None:
+    said = []
+    for words in ("pl", "plan --from", "configs path zero3_offload_o"):
+        line = f"trainer-plugins {words}"
+        environ = {
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(line.count(" ")),
+            "_TRAINER_PLUGINS_COMPLETE": "complete_bash",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", "from trainer_plugins.cli import app; app(prog_name='trainer-plugins')"],
+            check=False, capture_output=True, text=True, env={**os.environ, **environ},
+        )  # fmt: skip
+        said.append(done.stdout)
+    assert said == ["plan\n", "--from-hub\n", "zero3_offload_optimizer\n"]
+
+
 def test_what_a_bug_report_needs_names_no_people_and_no_machines(tmp_path: Path) -> None:
     if unavailable_reason() and not os.environ.get("CI"):
         pytest.skip(str(unavailable_reason()))

@@ -1,9 +1,6 @@
-"""The pages: each link leads somewhere, each command exists, and the site builds strictly."""
+"""The pages: each link leads somewhere, and each command exists."""
 
-import importlib.util
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -97,19 +94,3 @@ def test_the_reference_has_the_first_sentence_of_each_public_name() -> None:
     for name in trainer_plugins.__all__:
         (first, *_) = (getattr(trainer_plugins, name).__doc__ or "").strip().splitlines()
         assert f"| `{name}` | {first} |" in page
-
-
-def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    if importlib.util.find_spec("material") is None:
-        pytest.skip("mkdocs-material is not installed: pip install '.[docs]'")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert {page.stem for page in DOCS.glob("*.md")} <= {page.stem for page in tmp_path.glob("*")}
-    page = (tmp_path / "index.html").read_text()
-    assert re.findall(r'<(?:link|script)[^>]*(?:href|src)="https?:', page) == []  # reads offline

@@ -1,10 +1,12 @@
 """What is installed is what the repository shows."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> dict[str, set[str]]:
-    """The names inside the wheel and the sdist, built from this checkout."""
+def dist(tmp_path_factory) -> tuple[Path, Path]:
+    """The wheel and the sdist, built from this checkout."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
@@ -24,6 +26,13 @@ def built(tmp_path_factory) -> dict[str, set[str]]:
         capture_output=True,
     )
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def built(dist: tuple[Path, Path]) -> dict[str, set[str]]:
+    """The names inside the wheel and the sdist."""
+    wheel, sdist = dist
     with zipfile.ZipFile(wheel) as names, tarfile.open(sdist) as more:
         return {
             "wheel": set(names.namelist()),
@@ -71,6 +80,50 @@ def test_the_sdist_holds_what_the_readme_names(built: dict[str, set[str]]) -> No
     named |= set(re.findall(r"^(scripts/\w+)", readme, re.MULTILINE))
     assert len(named) > 20
     assert named - built["sdist"] == set()
+
+
+def test_a_package_index_would_take_both(dist: tuple[Path, Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *dist],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def description_in(metadata: bytes) -> str:
+    described = message_from_bytes(metadata)
+    assert described["Description-Content-Type"] == "text/markdown"
+    return str(described.get_payload(decode=True), "utf-8")  # type: ignore[arg-type]
+
+
+def test_a_package_index_shows_no_link_that_leads_nowhere(dist: tuple[Path, Path]) -> None:
+    wheel, _ = dist
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        shown = description_in(archive.read(name))
+    assert "I have an OOM now (`docs/oom_now.md`)" in shown
+    assert re.findall(r"\]\((?!https://)[^)]*\)", shown) == []
+
+
+def test_once_there_is_an_address_the_links_lead_there(tmp_path: Path) -> None:
+    """The build of a copy whose setup.cfg has the lines that now are a comment in it."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "trainer_plugins", tmp_path / "trainer_plugins")
+    settings = (ROOT / "setup.cfg").read_text()
+    at_home = re.sub(r"^# (project_urls =|    \w+ = )", r"\1", settings, flags=re.MULTILINE)
+    (tmp_path / "setup.cfg").write_text(at_home.replace("https://...", "https://code.example/us"))
+    code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_wheel('.'))"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    shown = description_in(metadata.read_bytes())
+    assert "[plan](https://code.example/us/blob/main/docs/plan.md)" in shown
+    assert re.findall(r"\]\((?!https://)[^)]*\)", shown) == []
+    told = metadata.read_text()
+    assert "Project-URL: Source, https://code.example/us\n" in told
 
 
 def test_nothing_but_the_package_is_installed(built: dict[str, set[str]]) -> None:

@@ -1,5 +1,6 @@
 """Lets Hydra find our configs: in every app it imports all modules below `hydra_plugins`."""
 
+import sys
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -20,6 +21,10 @@ class TrainerPluginsSearchPath(SearchPathPlugin):
             folder = Path(spec.origin).parent / "configs" / "hydra"
             # Not as_uri(): Hydra cuts the scheme off, and reads %20 as it stands.
             search_path.append(provider="trainer_plugins", path=f"file://{folder.as_posix()}")
+            if any("trainer_" in word for word in sys.argv[1:]):
+                from trainer_plugins.integrations.hydra_keys import say_what_was_meant
+
+                say_what_was_meant(sys.argv[1:])
 
 
 def _callbacks(*, _root_: DictConfig) -> list[object]:

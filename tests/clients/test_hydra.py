@@ -201,21 +201,71 @@ def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("word", "says"),
     [
-        (["+trainer_plugins=surviv"], "memory_safe"),  # one of those that there are
+        ("+trainer_plugins=surviv", "memory_safe"),  # one of those that there are
         (
-            ["+trainer_plugins=memory_safe", "trainer_plugins.callbacks.cuda_cache.intervall=5"],
-            "intervall",
+            "trainer_plugins.callbacks.cuda_cache.intervall=5",
+            "Did you mean trainer_plugins.callbacks.cuda_cache.interval?",
+        ),
+        (
+            "trainer_plugins.callback.memory_watchdog.warn_fracton=0.8",
+            "Did you mean trainer_plugins.callbacks.memory_watchdog.warn_fraction?",
+        ),
+        (
+            "~trainer_plugins.callbacks.kv_cash_guard",
+            "Did you mean trainer_plugins.callbacks.kv_cache_guard?",
         ),
     ],
 )
-def test_what_hydra_refuses_by_itself(tmp_path: Path, words: list[str], says: str) -> None:
-    done = run(tmp_path, *words)
+def test_what_hydra_refuses_by_itself(tmp_path: Path, word: str, says: str) -> None:
+    done = run(tmp_path, "+trainer_plugins=memory_safe", word)
 
     assert done.returncode == 1
     assert says in done.stderr
     assert not (tmp_path / "facts.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("warn_fraction=0.8", "warn_fraction is read by nobody. Did you mean trainer_plugins.callbacks.memory_watchdog.warn_fraction?"),
+        ("callbaks.cuda_cache.interval=5", "callbaks is read by nobody. Did you mean trainer_plugins.callbacks?"),
+        ("callbacks.memory_wachdog.stop=true", "callbacks.memory_wachdog has no _target_, so no callback is made of it. Did you mean trainer_plugins.callbacks.memory_watchdog?"),
+        ("callbacks.memory_watchdog.warn_fracton=0.8", "callbacks.memory_watchdog.warn_fracton: MemoryWatchdog has no argument warn_fracton. Did you mean warn_fraction?"),
+    ],
+)  # fmt: skip
+def test_a_plus_makes_any_key_but_none_that_is_passed_over(
+    tmp_path: Path, word: str, says: str
+) -> None:
+    done = run(tmp_path, "+trainer_plugins=memory_safe", f"++trainer_plugins.{word}")
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"trainer_plugins: trainer_plugins.{says}"
+    assert not (tmp_path / "facts.json").exists()
+
+
+def test_a_group_of_another_name_is_said_to_do_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "+trainer_plugin=memory_safe")
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ours(tmp_path) == []
+    said = "trainer_plugins: +trainer_plugin makes a key of your own. Did you mean trainer_plugins?"
+    assert said in done.stderr.splitlines()
+
+
+def test_a_callback_of_the_users_own_is_no_misspelling(tmp_path: Path) -> None:
+    mine = "{_target_: trainer_plugins.callbacks.Headroom, leave_fraction: 0.1}"
+    done = run(
+        tmp_path,
+        "+trainer_plugins=observe",
+        f"++trainer_plugins.callbacks.mine={mine}",
+        "trainer_plugins.callbacks.memory_watchdog.warn_fraction=0.8",
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Did you mean" not in done.stderr
+    assert homes([f"{CALLBACKS}.Headroom"])[0] in ours(tmp_path)
 
 
 @pytest.fixture

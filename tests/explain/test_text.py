@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -322,8 +325,9 @@ def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:
     assert "\x1b" not in out
 
 
-def test_the_command_writes_json_from_standard_input() -> None:
-    code, out, _ = command("--json", "-", stdin=FULL.encode())
+@pytest.mark.parametrize("named", [["-"], []], ids=["named", "piped"])
+def test_the_command_writes_json_from_standard_input(named: list[str]) -> None:
+    code, out, _ = command("--json", *named, stdin=FULL.encode())
     read = json.loads(out)
     assert code == 0
     assert [cause["code"] for cause in read["causes"]] == ["capacity"]
@@ -347,6 +351,18 @@ def test_what_is_no_oom_or_no_text_is_said(stdin: bytes, code: int, words: str) 
     assert found == code
     assert words in " ".join((out + err).replace("│", " ").split())
     assert "Traceback" not in err
+
+
+def test_a_person_at_a_terminal_is_not_waited_for() -> None:
+    ours, theirs = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", "explain"],
+        check=False, stdin=theirs, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 2
+    assert "or pipe a log in" in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_bad_paths_get_one_line(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
+from tests.distributed.launched import command, environment
 from trainer_plugins import StrategyInForce, protect
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
@@ -192,3 +193,19 @@ def test_configs_check_says_it_and_the_file_is_fine(left: Path) -> None:
     assert done.returncode == 0
     assert "WARNING [extension-lock]" in done.stdout
     assert f"{left} is 2 h old" in done.stdout
+
+
+def test_a_launch_says_what_deepspeed_will_compile_and_only_then(extensions: Path) -> None:
+    """The script builds a Trainer and does not train, so nothing is really compiled."""
+    script = ROOT / "tests" / "distributed" / "built.py"
+    said = []
+    for name, is_there in (("offload_optimizer", False), ("offload_optimizer", True), ("", False)):
+        library = extensions / "cpu_adam" / "cpu_adam.so"
+        library.parent.mkdir(exist_ok=True)
+        library.touch() if is_there else library.unlink(missing_ok=True)
+        call = command("_".join(filter(None, ("zero3", name))), script=script)
+        environ = environment(TORCH_EXTENSIONS_DIR=str(extensions))
+        done = processes.run([*call, str(extensions)], environ=environ, cwd=extensions)
+        assert done.stdout.count("built") == 2, done.stderr[-3000:]  # by each of two ranks
+        said.append(done.stderr.count("trainer_plugins: DeepSpeed compiles its optimizer"))
+    assert said == [1, 0, 0]

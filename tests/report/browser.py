@@ -63,16 +63,27 @@ def look(
     folder: Path, pages: dict[str, str], *, is_dark: bool, widths: tuple[int, ...] = (1280, 400)
 ) -> tuple[dict[tuple[str, int], dict[str, Any]], list[str]]:
     """Draw pages at each width at once; return the measurements, and what the console says."""
-    assert CHROMIUM is not None
     asked = [(name, width) for name in pages for width in widths]
     frames = "".join(
         f'<iframe width="{width}" height="900" srcdoc="{escape(pages[name])}"></iframe>'
         for name, width in asked
     )
-    wrapper = folder / "all.html"
-    wrapper.write_text(
+    found, console = measured_in(folder, MEASURE, frames, is_dark=is_dark)
+    return dict(zip(asked, found, strict=True)), console
+
+
+def measured_in(
+    folder: Path, script: str, frames: str, *flags: str, is_dark: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Load pages in frames, with a script that writes what it measures into `pre#measured`.
+
+    Returns that, and what the console says.
+    """
+    assert CHROMIUM is not None
+    file = folder / "all.html"
+    file.write_text(
         '<!DOCTYPE html><meta charset="utf-8"><style>:root { color-scheme: light dark; }'
-        f"iframe {{ border: 0; }}</style><script>{MEASURE}</script>{frames}",
+        f"iframe {{ border: 0; }}</style><script>{script}</script>{frames}",
         encoding="utf-8",
     )
     done = subprocess.run(
@@ -82,11 +93,18 @@ def look(
             "--disable-background-networking", "--enable-logging=stderr",
             f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
             f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", "--dump-dom",
-            wrapper.as_uri(),
+            *flags, file.as_uri(),
         ],
         check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     match = re.search(r'<pre id="measured">(.*)</pre>', done.stdout, re.DOTALL)
     assert match is not None, done.stdout[-2000:] + done.stderr[-2000:]
-    found = dict(zip(asked, json.loads(unescape(match[1])), strict=True))
+    found = json.loads(unescape(match[1]))
     return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def luminance(colour: str) -> float:
+    """As WCAG defines it, of `rgb(1, 2, 3)`."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,12 +1,11 @@
 """The pages in Chromium, with the network cut: drawn, readable on a telephone too, light and dark."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.report.browser import CHROMIUM, look
+from tests.report.browser import CHROMIUM, look, luminance
 from tests.report.drawn import MOMENTS, page_of_snapshot, plan_of
 from tests.report.test_run_page import long_run
 from tests.test_report import write
@@ -52,13 +51,6 @@ def pages(tmp_path_factory) -> dict[str, str]:
         "plan that fits": draw(plan_of(MOMENTS)),
         "plan that does not": draw(plan_of(MOMENTS, gpu_gib=5)),
     }
-
-
-def luminance(colour: str) -> float:
-    """As WCAG defines it, of `rgb(1, 2, 3)`."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])

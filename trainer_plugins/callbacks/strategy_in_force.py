@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -10,8 +11,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.asked import read_asked
-from trainer_plugins.launch.extensions import lock_findings, read_locks
+from trainer_plugins.launch.asked import Asked, read_asked
+from trainer_plugins.launch.extensions import is_compiled, lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.record.timeline import Beginning, Remark
@@ -29,7 +30,8 @@ class StrategyInForce(RunCallback):
     findings go into the timeline of every rank.
 
     When the Trainer has been built, and so before DeepSpeed compiles anything, it also reports an
-    extension of torch on which this run would wait forever because an earlier build was cut off.
+    extension of torch on which this run would wait forever because an earlier build was cut off;
+    and if DeepSpeed will compile its optimizer first, it writes a line to stderr.
 
     It changes nothing. Cost: some milliseconds, once.
     """
@@ -48,6 +50,8 @@ class StrategyInForce(RunCallback):
             if args.process_index == 0:
                 for finding in self._found_before:
                     logger.log(finding.severity, "%s", finding)
+            if args.local_process_index == 0:
+                _say_what_compiles(args)
 
     def on_train_begin(
         self,
@@ -80,9 +84,7 @@ class StrategyInForce(RunCallback):
             device=args.device.type,
         )
         timeline.add(Beginning(step=state.global_step, strategy=runs))
-        asked = read_asked(
-            os.environ, getattr(args, "deepspeed", None), getattr(args, "fsdp", None)
-        )
+        asked = _asked(args)
         findings: list[Finding | None] = [*verify(asked, runs), allocator.check()]
         is_first = args.process_index == 0
         if is_first:
@@ -93,3 +95,18 @@ class StrategyInForce(RunCallback):
             timeline.add(Remark(step=state.global_step, finding=finding))
             if is_first:
                 logger.log(finding.severity, "%s", finding)
+
+
+def _asked(args: TrainingArguments) -> Asked:
+    return read_asked(os.environ, getattr(args, "deepspeed", None), getattr(args, "fsdp", None))
+
+
+def _say_what_compiles(args: TrainingArguments) -> None:
+    """Say that DeepSpeed will be silent for a while, if its optimizer is not compiled yet."""
+    asked = _asked(args)
+    offloads = asked.family == "DeepSpeed" and "optimizer" in asked.offload
+    if offloads and not is_compiled("cpu_adam", os.environ):
+        sys.stderr.write(
+            "trainer_plugins: DeepSpeed compiles its optimizer for main memory (cpu_adam) before"
+            " step 1: silent for one minute or several, once for this Python\n"
+        )

@@ -145,7 +145,7 @@ def _with_model(facts: "Facts", given: Mapping[str, Any], flags: list[str]) -> "
     length = given["seq_length"]
     facts = replace(
         facts,
-        model=_model(read_config(Path(given["model"])), facts.run),
+        model=_model(read_config(given["model"], given["from_hub"]), facts.run),
         data=DataFacts(
             lengths=(length,),
             longest_target=given["target_length"] or length,

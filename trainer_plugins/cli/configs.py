@@ -17,7 +17,16 @@ configs = typer.Typer(
 # Findings about files that say something other than what a reader takes from them.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
-Name = Annotated[str, typer.Argument(help="A name that `configs list` shows.")]
+
+def _names() -> list[str]:
+    from trainer_plugins.launch.configs import names
+
+    return [*names()]
+
+
+Name = Annotated[
+    str, typer.Argument(help="A name that `configs list` shows.", autocompletion=_names)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 PinnedMemory = Annotated[
     str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")

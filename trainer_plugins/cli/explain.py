@@ -15,13 +15,13 @@ _PICKLE = b"\x80"
 
 def explain(
     paths: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="A run's output_dir, a log, - for standard input, or a memory snapshot of torch; "
-            "two snapshots are compared.",
+            help="A run's output_dir, a log, or a memory snapshot of torch; two snapshots are "
+            "compared. What is piped in is read if there is none, or -.",
         ),
-    ],
+    ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     html: Annotated[
         Path | None,
@@ -42,6 +42,7 @@ def explain(
 
     Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
     """
+    paths = paths or [_piped()]
     try:
         if html is not None:
             answer = _drawn(paths, html)
@@ -59,6 +60,17 @@ def explain(
         _print_facts(answer, "no out-of-memory error was found in it" if len(paths) == 1 else "")
     if len(paths) == 1 and (not answer.causes or answer.causes[0].code == "not-an-oom"):
         raise typer.Exit(_NO_OOM)
+
+
+def _piped() -> str:
+    """Return the name of standard input, unless a person would have to type the log there."""
+    import sys
+
+    if sys.stdin.isatty():
+        raise typer.BadParameter(
+            "give a log, the output_dir of a run or a snapshot, or pipe a log in"
+        )
+    return "-"
 
 
 def _is_pickle(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -21,7 +21,10 @@ _EXIT_DOES_NOT_FIT = 3
 _LARGEST_RANK = 1 << 20
 
 _Model: TypeAlias = Annotated[
-    str | None, typer.Option(help="A config.json of a model, or a folder that has one.")
+    str | None, typer.Option(help="A config.json, its folder, or org/name in the hub's cache here.")
+]
+_FromHub: TypeAlias = Annotated[
+    bool, typer.Option("--from-hub", help="Fetch the config.json of --model org/name, no more.")
 ]
 _Trainer: TypeAlias = Annotated[
     str | None,
@@ -156,6 +159,7 @@ _Html: TypeAlias = Annotated[
 def plan(
     context: typer.Context,
     model: _Model = None,
+    from_hub: _FromHub = False,
     trainer: _Trainer = None,
     seq_length: _SeqLength = 2048,
     target_length: _TargetLength = None,
@@ -206,8 +210,7 @@ def plan(
             raise typer.Exit(_show_beside(*compare, as_json))
         _check_places(html, run_dir, is_table)
         if is_table:
-            request = plan_request(context.params, context.args)
-            fits = _table(request, search, search_lengths, explain_change, timeout, as_json)
+            fits = _table(plan_request(context.params, context.args), context.params)
         else:
             fits = _one_plan(_in_full(context), timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
@@ -226,7 +229,7 @@ def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest
     from trainer_plugins.planner.plan import PlanError
 
     if given["model"] is None:
-        raise PlanError("name the model: --model config.json, or a folder that has one")
+        raise PlanError("name the model: --model with a config.json, its folder, or org/name")
     details = ConfigInputs(
         training_args=(*_flags(arguments), *_vllm(given["trainer"], given["vllm_utilization"])),
         num_labels=given["num_labels"],
@@ -242,6 +245,7 @@ def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest
         prepare_kbit=given["prepare_kbit"],
         resident_layers=given["stream_base"],
         streams_embeddings=given["stream_embeddings"],
+        from_hub=given["from_hub"],
     )
     run = RunInputs(
         gpu=given["gpu"],
@@ -282,25 +286,19 @@ def _check_places(html: Path | None, run_dir: Path | None, is_table: bool) -> No
         timelines_of(run_dir)
 
 
-def _table(
-    request: "PlanRequest",
-    search: bool,
-    lengths: str | None,
-    switches: Sequence[str] | None,
-    timeout_seconds: float,
-    as_json: bool,
-) -> bool | None:
+def _table(request: "PlanRequest", given: Mapping[str, Any]) -> bool | None:
     """Print a table of many predictions, and return whether the run, or any line of it, fits."""
     from trainer_plugins.cli.plan_search import explain_changes, search_batches
     from trainer_plugins.planner.plan import PlanError
 
-    if search and switches:
+    lengths, switches = given["search_lengths"], given["explain_change"]
+    if given["search"] and switches:
         raise PlanError("--search and --explain-change ask for different tables: give one")
-    if not search and lengths is not None:
+    if not given["search"] and lengths is not None:
         raise PlanError("--search-lengths belongs to --search")
     if switches:
-        return explain_changes(request, switches, timeout_seconds, as_json)
-    return search_batches(request, lengths, timeout_seconds, as_json)
+        return explain_changes(request, switches, given["timeout"], given["as_json"])
+    return search_batches(request, lengths, given["timeout"], given["as_json"])
 
 
 def _one_plan(

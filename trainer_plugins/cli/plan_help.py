@@ -7,6 +7,7 @@ from typer.core import TyperCommand
 PANELS = {
     "The model and its Trainer": (
         "model",
+        "from_hub",
         "dtype",
         "trainer",
         "num_labels",

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer_plugins.integrations.hydra_keys import refuse_unknown
 from trainer_plugins.plug_in.attachment import attached_callbacks, say_at_exit
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
     """Make fresh callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls.
 
     Raises:
+        ValueError: a key is misspelt.
         hydra.errors.InstantiationException: an entry cannot be instantiated.
     """
+    refuse_unknown(OmegaConf.select(config, "trainer_plugins"))
     entries = OmegaConf.select(config, "trainer_plugins.callbacks") or {}
     return [instantiate(entry) for entry in entries.values() if entry is not None]
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
     Args:
         environ: its TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may name that folder.
     """
-    files = sorted(_lock_files(environ))
+    files = sorted(_built("*/lock", environ))
     return tuple(lock for file in files if _existence_locks() and (lock := _read(file)) is not None)
 
 
@@ -93,17 +94,33 @@ def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
         )
 
 
-def _lock_files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the lock files that torch.utils.cpp_extension._get_build_directory would use.
+def is_compiled(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether an extension is there for this Python: compiled, or installed with DeepSpeed.
+
+    One that was compiled for another version of its source counts too.
+    """
+    deepspeed = find_spec("deepspeed")
+    shipped = (
+        any(Path(folder, "ops").glob(f"*/{name}_op*.so")) for folder in _folders_of(deepspeed)
+    )
+    return any(_built(f"{name}/{name}.so", environ)) or any(shipped)
+
+
+def _folders_of(package: ModuleSpec | None) -> list[str]:
+    return [*((package and package.submodule_search_locations) or ())]
+
+
+def _built(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the files that torch.utils.cpp_extension._get_build_directory would use.
 
     The accelerator's name in the path may be any.
     """
     if (chosen := environ.get("TORCH_EXTENSIONS_DIR")) is not None:
-        yield from Path(chosen).glob("*/lock")
+        yield from Path(chosen).glob(pattern)
         return
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    yield from (cache / "torch_extensions").glob(f"{python}_*/*/lock")
+    yield from (cache / "torch_extensions").glob(f"{python}_*/{pattern}")
 
 
 def _existence_locks() -> bool:

@@ -18,6 +18,7 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
+from trainer_plugins.planner.hub import config_file, may_be_a_name
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
@@ -105,6 +106,9 @@ class ConfigInputs:
     trainer: str | None = None
     """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
 
+    from_hub: bool = False
+    """Whether the config of a model that is given by name is fetched from the hub."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
@@ -136,8 +140,8 @@ def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs)
     """Make the request for a run.
 
     Args:
-        trainer_or_config: a Trainer before training; or a PretrainedConfig, a dict, or the path of
-            a config.json or of its folder.
+        trainer_or_config: a Trainer before training; or a PretrainedConfig, a dict, the path of a
+            config.json or of its folder, or a name on the hub.
         details: what belongs to a config.
         run: the cards and the launch.
 
@@ -174,7 +178,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         _check_flags(arguments)
     if details.streams_embeddings and details.resident_layers is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
-    config = _config(given)
+    config = _config(given, details.from_hub)
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
@@ -262,19 +266,22 @@ def allocator_text() -> str:
     return variables.texts[name] if name is not None else ""
 
 
-def read_config(path: Path) -> dict[str, object]:
-    """Read a config.json from its path or from its folder.
+def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[str, object]:
+    """Read a config.json from its path, from its folder, or by the model's name on the hub.
 
     Raises:
         PlanError: there is no such file, or it is not a mapping in JSON.
     """
+    path, name = Path(given), os.fspath(given)
+    if not path.exists() and may_be_a_name(name):
+        path = config_file(name, from_hub)
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
     except OSError as error:
         raise PlanError(
             f"no config of a model at {path}: {error.strerror}. "
-            "Give a file or folder on disk; nothing is read from the hub"
+            "Give a file or folder on disk, or the name of a model on the hub, as org/name"
         ) from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{file} is not JSON: {error}") from error
@@ -283,13 +290,13 @@ def read_config(path: Path) -> dict[str, object]:
     return content
 
 
-def _config(given: object) -> dict[str, object]:
+def _config(given: object, from_hub: bool) -> dict[str, object]:
     if to_dict := getattr(given, "to_dict", None):
         return dict(to_dict())
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, (str, os.PathLike)):
-        return read_config(Path(given))
+        return read_config(given, from_hub)
     raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
 
 

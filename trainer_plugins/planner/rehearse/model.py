@@ -210,7 +210,9 @@ def adapter_of(fields: Mapping[str, object]) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise PlanError("LoRA and other adapters need the package peft") from error
+        raise PlanError(
+            "LoRA and other adapters need the package peft: pip install peft"
+        ) from error
     kind = str(fields.get("peft_type", "LORA")).upper()
     mapping = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     if kind not in mapping:

@@ -1,0 +1,103 @@
+"""The site: it builds strictly, and each of its pages is read at a desk and on a telephone."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.report.browser import CHROMIUM, luminance, measured_in
+
+ROOT = Path(__file__).parent.parent
+PAGES = {page.stem for page in (ROOT / "docs").glob("*.md")}
+WIDTHS = (1280, 400)
+
+in_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
+)
+
+MEASURE = r"""
+function measured(frame) {
+  const view = frame.contentWindow, page = frame.contentDocument, body = view.getComputedStyle(page.body);
+  const rolls = each => each && (/auto|scroll/.test(view.getComputedStyle(each).overflowX) || rolls(each.parentElement));
+  const content = [...page.querySelectorAll(".md-content *")];
+  return {
+    name: frame.src.split("/").pop().replace(".html", ""), width: view.innerWidth,
+    scheme: page.body.dataset.mdColorScheme, ink: body.color, paper: body.backgroundColor,
+    wider_by: page.documentElement.scrollWidth - view.innerWidth,
+    cut: content.filter(each => each.getBoundingClientRect().right > view.innerWidth && !rolls(each)).map(each => each.tagName + " " + each.textContent.slice(0, 60)),
+    missing: [...page.images].filter(each => each.naturalWidth === 0).map(each => each.src),
+    num_words: content.length && page.querySelector(".md-content").innerText.split(/\s+/).length,
+  };
+}
+addEventListener("load", () => {
+  const all = [...document.querySelectorAll("iframe")].map(measured);
+  document.body.innerHTML = "<pre id=measured></pre>";
+  document.querySelector("pre").textContent = JSON.stringify(all);
+});
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def look_at(files: list[Path], folder: Path, is_dark: bool) -> tuple[list[dict], list[str]]:
+    frames = "".join(
+        f'<iframe width="{width}" height="900" src="{file.as_uri()}"></iframe>'
+        for file in files
+        for width in WIDTHS
+    )
+    # To the script of one file, another file is a stranger.
+    return measured_in(folder, MEASURE, frames, "--allow-file-access-from-files", is_dark=is_dark)
+
+
+def test_the_site_builds_strictly(site: Path) -> None:
+    assert {page.stem for page in site.glob("*")} >= PAGES
+    page = (site / "index.html").read_text()
+    assert re.findall(r'<(?:link|script)[^>]*(?:href|src)="https?:', page) == []  # reads offline
+
+
+@in_chromium
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_every_page_is_readable(site: Path, tmp_path: Path, is_dark: bool) -> None:
+    found, console = look_at([site / f"{name}.html" for name in sorted(PAGES)], tmp_path, is_dark)
+    assert console == []
+    assert {(seen["name"], seen["width"]) for seen in found} == {
+        (name, width) for name in PAGES for width in WIDTHS
+    }
+    for seen in found:
+        assert seen["scheme"] == ("slate" if is_dark else "default"), seen
+        assert (luminance(seen["ink"]) > luminance(seen["paper"])) == is_dark, seen
+        assert seen["wider_by"] <= 0, seen
+        assert (seen["cut"], seen["missing"]) == ([], []), seen
+        assert seen["num_words"] >= 100, seen
+
+
+@in_chromium
+def test_what_is_wrong_with_a_page_is_measured(site: Path, tmp_path: Path) -> None:
+    page = (site / "index.html").read_text()
+    spoilt = site / "spoilt.html"
+    wrong = '<p style="width: 2000px">wide</p><img src="none.png"><script>no_such()</script>'
+    spoilt.write_text(page.replace("</article>", f"{wrong}</article>"))
+    found, console = look_at([spoilt], tmp_path, is_dark=False)
+    spoilt.unlink()
+    assert any("no_such" in line for line in console)
+    for seen in found:
+        assert seen["wider_by"] > 0
+        assert "P wide" in seen["cut"]
+        assert [each.rpartition("/")[2] for each in seen["missing"]] == ["none.png"]

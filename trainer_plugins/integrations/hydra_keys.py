@@ -1,0 +1,86 @@
+"""The keys of our Hydra configs: what a misspelt one probably meant."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import yaml
+
+from trainer_plugins.presets import nearest
+
+_FOLDER = Path(__file__).parent.parent / "configs" / "hydra" / "trainer_plugins" / "callback"
+_CALLBACKS = "trainer_plugins.callbacks"
+_OVERRIDE = re.compile(r"~?(trainer_plugins\.[\w.]+)(=|$)")
+_OWN_KEY = re.compile(r"\+{1,2}(\w+)=")
+
+
+def say_what_was_meant(words: Iterable[str]) -> None:
+    """Write a line to stderr for each word of a command line whose key is probably misspelt.
+
+    Hydra refuses an override of a key that is not there without a guess; a `+` makes any key.
+    """
+    for word in words:
+        if (override := _OVERRIDE.match(word)) and override[1] not in _known():
+            line = f"our configs have no key {override[1]}.{_meant(override[1])}"
+        elif (own := _OWN_KEY.match(word)) and own[1] != "trainer_plugins":
+            line = f"+{own[1]} makes a key of your own.{nearest(own[1], ['trainer_plugins'])}"
+        else:
+            continue
+        if line.endswith("?"):
+            sys.stderr.write(f"trainer_plugins: {line}\n")
+
+
+def refuse_unknown(config: Any) -> None:
+    """Refuse keys below `trainer_plugins` from which nothing is made, with the nearest right one.
+
+    Raises:
+        ValueError: the key would be passed over, or its callback would not take it.
+    """
+    for key in _keys(config):
+        if key != "callbacks":
+            raise ValueError(f"trainer_plugins.{key} is read by nobody.{_meant(key)}")
+    for name in _keys(config and config.get("callbacks")):
+        entry, key = config["callbacks"][name], f"{_CALLBACKS}.{name}"
+        if _keys(entry) and "_target_" not in entry:
+            raise ValueError(f"{key} has no _target_, so no callback is made of it.{_meant(key)}")
+        for stranger, parameters in _strangers(entry):
+            raise ValueError(
+                f"{key}.{stranger}: {entry['_target_'].rpartition('.')[2]} has no argument"
+                f" {stranger}.{nearest(stranger, parameters)}"
+            )
+
+
+def _keys(part: Any) -> list[str]:
+    return [*part] if hasattr(part, "keys") else []
+
+
+def _strangers(entry: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys that the callable of an entry does not take, with those that it takes."""
+    given = [key for key in _keys(entry) if not key.startswith("_")]
+    try:
+        parameters = inspect.signature(resolve_name(entry["_target_"])).parameters if given else {}
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return  # Hydra says what is wrong with it
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        yield from ((key, [*parameters]) for key in given if key not in parameters)
+
+
+def _meant(key: str) -> str:
+    """Suggest a key: of those that end nearly alike, else of all."""
+    known, last = _known(), key.rpartition(".")[2]
+    ends = get_close_matches(last, {each.rpartition(".")[2] for each in known}, 1, 0.8)
+    alike = [each for each in known if each.rpartition(".")[2] in ends]
+    return nearest(f"trainer_plugins.{key.removeprefix('trainer_plugins.')}", alike or known)
+
+
+def _known() -> list[str]:
+    known = [_CALLBACKS]
+    for file in sorted(_FOLDER.glob("*.yaml")):
+        key = f"{_CALLBACKS}.{file.stem}"
+        known += [key, *(f"{key}.{name}" for name in yaml.safe_load(file.read_text()))]
+    return known
