@@ -171,6 +171,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_getframe": ("sys",),
     "_member_map_": ("enum.IntEnum",),
     "_option_string_actions": ("argparse",),
+    # Hydra
+    "_target_": ("hydra.utils.instantiate",),
 }
 """By name: the modules or classes of which one at least has it.
 
