@@ -27,13 +27,15 @@ _Trainer: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="A Trainer of TRL's: sft, dpo, kto, reward, grpo, rloo. Then all flags of its config "
-        "may follow.",
+        help="A Trainer of TRL's: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo, tpo. Then "
+        "all flags of its config may follow.",
     ),
 ]
 _VllmUtilization: TypeAlias = Annotated[
     float | None,
-    typer.Option(help="With --trainer grpo or rloo: the part of the card that vLLM takes on it."),
+    typer.Option(
+        help="With --trainer grpo, rloo or gmpo: the part of the card that vLLM takes on it."
+    ),
 ]
 _SeqLength: TypeAlias = Annotated[int, typer.Option(help="Tokens of each row.")]
 _TargetLength: TypeAlias = Annotated[
@@ -367,8 +369,10 @@ def _vllm(trainer: str | None, utilization: float | None) -> tuple[str, ...]:
 
     if utilization is None:
         return ()
-    if trainer not in ("grpo", "rloo"):
-        raise PlanError("--vllm-utilization is for --trainer grpo or rloo, which may generate so")
+    if trainer not in ("grpo", "rloo", "gmpo"):
+        raise PlanError(
+            "--vllm-utilization is for --trainer grpo, rloo or gmpo, which may generate so"
+        )
     if not 0 < utilization < 1:
         raise PlanError(f"--vllm-utilization is a part of the card below 1, got {utilization}")
     share = str(utilization)

@@ -13,7 +13,7 @@ LONGEST_SEQUENCE = 1 << 24
 """The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
-TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
 """The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
 
 RESIDENT_LAYERS = 2
