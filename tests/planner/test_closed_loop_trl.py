@@ -172,3 +172,16 @@ def test_what_generates_while_it_trains_is_refused_by_name():
     of_trl = type("OnlineDPOTrainer", (), {"__module__": "trl.experimental.online_dpo"})
     with pytest.raises(NotPredicted, match="TRL's OnlineDPOTrainer"):
         refusals.refuse_trainer(of_trl())
+
+
+def test_what_generates_while_it_evaluates_is_refused_by_name(tmp_path):
+    orpo = pytest.importorskip("trl.experimental.orpo")
+    trainer = orpo.ORPOTrainer(
+        llama(),
+        orpo.ORPOConfig(str(tmp_path), use_cpu=True, **SETTINGS),
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+    )
+    trainer.generate_during_eval = True  # as its config would, if wandb were installed
+    with pytest.raises(NotPredicted, match="generate_during_eval"):
+        refusals.refuse_trainer(trainer)

@@ -1,5 +1,7 @@
 """TRL's Trainers from a config and flags: `--trainer`, whose rows are as long as it is told."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -9,6 +11,8 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.inputs import arguments_to_send
+from trainer_plugins.planner.request import TRL_TRAINERS, PlanRequest
 from trainer_plugins.planner.run import predict_all
 
 pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
@@ -22,6 +26,13 @@ VLLM = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.25")
 def looped(trainer, *flags, **fields):
     fields = {"sequence_length": 64, "dtype": None, "rows": 4, "padded": None, **fields}
     return request(tiny(), *flags, trainer=trainer, **fields)
+
+
+def uncut(trainer) -> PlanRequest:
+    cpo = pytest.importorskip("trl.experimental.cpo")
+    asked = looped(trainer, sequence_length=2048)
+    arguments = arguments_to_send(cpo.CPOConfig("runs", max_length=None, bf16=False))
+    return replace(asked, source=replace(asked.source, arguments=arguments))
 
 
 REQUESTS = {
@@ -40,11 +51,16 @@ REQUESTS = {
     "grpo, vllm sleeps": looped("grpo", *FOUR, *VLLM, "--vllm_enable_sleep_mode", "True"),
     "grpo, two cards": looped("grpo", *FOUR, num_gpus=2),
     "rloo": looped("rloo", *FOUR, peft=LORA),
+    "gmpo": looped("gmpo", *FOUR),
+    "orpo": looped("orpo"),
+    "cpo": looped("cpo", peft=LORA),
+    "tpo": looped("tpo"),
     "no room": looped("grpo", "--max_completion_length", "64", rows=8),
     "groups": looped("grpo", "--num_generations", "3"),
     "no such flag": looped("grpo", "--max_prompt_lenght", "3", rows=8),
     "evaluates": looped("sft", "--do_eval", "True"),
     "cut": looped("sft", "--max_length", "32"),
+    "cut, though nobody said so": uncut("cpo"),
 }
 
 
@@ -60,7 +76,7 @@ def plan_of(outcomes, name: str) -> MemoryPlan:
 
 
 def test_each_loop_trains_and_says_what_it_took_for_granted(outcomes):
-    for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo"):
+    for name in TRL_TRAINERS:
         plan = plan_of(outcomes, name)
         assert plan.planned["trainer"].casefold() == f"trl's {name}trainer"
         assert plan.planned["dtype"] == "float32, autocast to bf16", "TRL's own defaults"
@@ -71,7 +87,7 @@ def test_each_loop_trains_and_says_what_it_took_for_granted(outcomes):
     )
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo", "gmpo"])
 def test_a_reference_is_a_second_model(outcomes, name):
     plan = plan_of(outcomes, name)
     assert plan.moments["load"].allocated_bytes > 1.9 * 4 * plan.num_parameters
@@ -125,13 +141,23 @@ def test_what_cannot_be_is_one_line(outcomes, name, line):
 def test_rows_are_cut_where_the_run_cuts_them(outcomes):
     plan = plan_of(outcomes, "cut")
     assert any("rows are cut at 32 tokens" in line for line in plan.assumptions)
+    plan = plan_of(outcomes, "cut, though nobody said so")
+    assert any("rows are cut at 512 tokens" in line for line in plan.assumptions)
+
+
+def test_on_cuda_log_probabilities_have_one_gradient_for_all_rows(outcomes):
+    """trl/kernels/logprob_entropy.py: torch's own operations make one a row, and stack them."""
+    rows, length, vocabulary = 3 * 4, 64, 512  # chosen, rejected and reference
+    made = [each for each in plan_of(outcomes, "tpo").top_tensors if each.moment == "backward"]
+    shape = (rows, length - 1, vocabulary)
+    assert ("aten::empty_like", shape) in [(each.operation, each.shape) for each in made]
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--trainer", "orpo"), "--trainer is one of sft, dpo, kto, reward, grpo, rloo"),
-        (("--vllm-utilization", "0.3"), "--vllm-utilization is for --trainer grpo or rloo"),
+        (("--trainer", "bco"), f"--trainer is one of {', '.join(TRL_TRAINERS)}, got 'bco'"),
+        (("--vllm-utilization", "0.3"), "--vllm-utilization is for --trainer grpo, rloo or gmpo"),
         (("--trainer", "grpo", "--vllm-utilization", "3"), "a part of the card below 1, got 3"),
     ],
 )

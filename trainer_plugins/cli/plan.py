@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
-_LARGEST_RANK = 1 << 20
 
 _Model: TypeAlias = Annotated[
     str | None, typer.Option(help="A config.json, its folder, or org/name in the hub's cache here.")
@@ -30,13 +29,15 @@ _Trainer: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="A Trainer of TRL's: sft, dpo, kto, reward, grpo, rloo. Then all flags of its config "
-        "may follow.",
+        help="A Trainer of TRL's: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo, tpo. Then "
+        "all flags of its config may follow.",
     ),
 ]
 _VllmUtilization: TypeAlias = Annotated[
     float | None,
-    typer.Option(help="With --trainer grpo or rloo: the part of the card that vLLM takes on it."),
+    typer.Option(
+        help="With --trainer grpo, rloo or gmpo: the part of the card that vLLM takes on it."
+    ),
 ]
 _SeqLength: TypeAlias = Annotated[int, typer.Option(help="Tokens of each row.")]
 _TargetLength: TypeAlias = Annotated[
@@ -46,6 +47,14 @@ _TargetLength: TypeAlias = Annotated[
 _NumLabels: TypeAlias = Annotated[
     int | None,
     typer.Option(help="Train a classifier of so many labels; if not given, as the config says."),
+]
+_ImagesPerRow: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Pictures of each row of a vision-language model; 1 if not given."),
+]
+_ImageSize: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="HxW", help="Size of a picture in pixels; if not given, the plan says."),
 ]
 _Dtype: TypeAlias = Annotated[
     str | None, typer.Option(help="Dtype of the loaded weights: bfloat16, float16, float32.")
@@ -164,6 +173,8 @@ def plan(
     seq_length: _SeqLength = 2048,
     target_length: _TargetLength = None,
     num_labels: _NumLabels = None,
+    images_per_row: _ImagesPerRow = None,
+    image_size: _ImageSize = None,
     dtype: _Dtype = None,
     lora_r: _LoraR = None,
     lora_target: _LoraTarget = "all-linear",
@@ -225,19 +236,22 @@ def _refused(error: Exception) -> typer.Exit:
 
 def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest":
     """Make the request of a command line: its options by name, and what follows them."""
+    from trainer_plugins.cli.plan_flags import of_an_adapter, of_vllm
     from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
     from trainer_plugins.planner.plan import PlanError
 
     if given["model"] is None:
         raise PlanError("name the model: --model with a config.json, its folder, or org/name")
     details = ConfigInputs(
-        training_args=(*_flags(arguments), *_vllm(given["trainer"], given["vllm_utilization"])),
+        training_args=(*_flags(arguments), *of_vllm(given["trainer"], given["vllm_utilization"])),
         num_labels=given["num_labels"],
+        images_per_row=given["images_per_row"],
+        image_size=given["image_size"],
         trainer=given["trainer"],
         seq_length=given["seq_length"],
         target_length=given["target_length"],
         dtype=given["dtype"],
-        peft_config=_adapter(given["lora_r"], given["lora_target"], given["peft_config"]),
+        peft_config=of_an_adapter(given["lora_r"], given["lora_target"], given["peft_config"]),
         accelerate_config=given["accelerate_config"],
         num_evaluation_batches=given["eval_batches"],
         has_metrics=given["metrics"],
@@ -357,40 +371,3 @@ def _flags(arguments: list[str]) -> tuple[str, ...]:
         argument.split("=")[0] in ("--output_dir", "--output-dir") for argument in arguments
     )
     return (*arguments, *(() if given else ("--output_dir", "runs")))
-
-
-def _vllm(trainer: str | None, utilization: float | None) -> tuple[str, ...]:
-    """Return the flags of TRL's config for vLLM on the same card."""
-    from trainer_plugins.planner.plan import PlanError
-
-    if utilization is None:
-        return ()
-    if trainer not in ("grpo", "rloo"):
-        raise PlanError("--vllm-utilization is for --trainer grpo or rloo, which may generate so")
-    if not 0 < utilization < 1:
-        raise PlanError(f"--vllm-utilization is a part of the card below 1, got {utilization}")
-    share = str(utilization)
-    return ("--use_vllm", "True", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", share)
-
-
-def _adapter(rank: int | None, target: str, file: Path | None) -> dict[str, object] | None:
-    from trainer_plugins.planner.plan import PlanError
-
-    if file is None and rank is None:
-        return None
-    if file is None:
-        if rank is not None and not 1 <= rank <= _LARGEST_RANK:
-            raise PlanError(f"--lora-r is a rank from 1 to {_LARGEST_RANK:,}, got {rank:,}")
-        modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
-        return {"peft_type": "LORA", "r": rank, "target_modules": modules}
-    if rank is not None:
-        raise PlanError("--lora-r and --peft-config both say which adapter to train: give one")
-    try:
-        content = json.loads(file.read_text())
-    except OSError as error:
-        raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"--peft-config: {file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise PlanError(f"--peft-config: {file} holds no mapping")
-    return content

@@ -13,6 +13,8 @@ PANELS = {
         "num_labels",
         "seq_length",
         "target_length",
+        "images_per_row",
+        "image_size",
     ),
     "Adapters and quantised weights": (
         "lora_r",

@@ -23,6 +23,7 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
     DEFAULT_SEQUENCE_LENGTH,
+    MOST_PIXELS,
     TRL_TRAINERS,
     ConfigSource,
     PlanRequest,
@@ -34,6 +35,8 @@ _OF_A_TRAINER = {
     "training_args": "its own count (trainer.args)",
     "seq_length": _ITS_BATCH,
     "target_length": _ITS_BATCH,
+    "images_per_row": _ITS_BATCH,
+    "image_size": _ITS_BATCH,
     "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
     "peft_config": "its model is planned as it is: make the Trainer with a model of peft",
     "quantization_config": "its model is planned as it is: load it quantised",
@@ -96,6 +99,12 @@ class ConfigInputs:
 
     num_labels: int | None = None
     """The classes of a classifier; None is as the config says."""
+
+    images_per_row: int | None = None
+    """The pictures of each row, for a vision-language model; None is one."""
+
+    image_size: str | None = None
+    """Height and width of a picture, as in "448x672"."""
 
     resident_layers: int | None = None
     """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
@@ -194,6 +203,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             has_metrics=details.has_metrics,
             num_labels=details.num_labels,
             trainer=_trainer_of(details),
+            images_per_row=details.images_per_row,
+            image_size=_image_size(details.image_size),
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,
@@ -318,6 +329,18 @@ def _trainer_of(details: ConfigInputs) -> str | None:
     name = type(details.training_args).__name__
     of_config = name.removesuffix("Config").lower() if name.endswith("Config") else ""
     return details.trainer or (of_config if of_config in TRL_TRAINERS else None)
+
+
+def _image_size(text: str | None) -> tuple[int, int] | None:
+    """Read the height and the width of a picture."""
+    if text is None:
+        return None
+    sides = text.casefold().split("x")
+    if len(sides) != 2 or not all(
+        side.isdecimal() and 0 < int(side) <= MOST_PIXELS for side in sides
+    ):
+        raise PlanError(f"--image-size is a height and a width, as in 448x672, got {text!r}")
+    return int(sides[0]), int(sides[1])
 
 
 def _fields(given: Any) -> dict[str, object] | None:

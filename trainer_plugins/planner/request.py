@@ -11,9 +11,11 @@ DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_EVALUATION_BATCHES = 8
 LONGEST_SEQUENCE = 1 << 24
 """The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
+MOST_PIXELS = 1 << 16
+"""The most pixels of a side of a picture."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
-TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
 """The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
 
 RESIDENT_LAYERS = 2
@@ -68,6 +70,12 @@ class ConfigSource:
     trainer: str | None = None
     """One of `TRL_TRAINERS`; None is transformers' own."""
 
+    images_per_row: int | None = None
+    """The pictures of each row, for a vision-language model; None is one."""
+
+    image_size: tuple[int, int] | None = None
+    """Height and width of a picture; None is as the config says, or a size that the plan says."""
+
     def __post_init__(self) -> None:
         if self.trainer not in (None, *TRL_TRAINERS):
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
@@ -79,6 +87,12 @@ class ConfigSource:
                 )
         if self.num_labels is not None and self.trainer is not None:
             raise PlanError("--num-labels and --trainer do not go together: TRL's make no classes")
+        if self.trainer is not None and (self.images_per_row, self.image_size) != (None, None):
+            raise PlanError("pictures and --trainer do not go together: give plan_run the Trainer")
+        if self.images_per_row is not None and not 0 <= self.images_per_row <= MOST_ROWS:
+            raise PlanError(
+                f"a row has from 0 to {MOST_ROWS:,} pictures, got {self.images_per_row}"
+            )
         if self.num_labels is not None and not 1 <= self.num_labels <= MOST_ROWS:
             raise PlanError(
                 f"a classifier has from 1 to {MOST_ROWS:,} labels, got {self.num_labels:,}"

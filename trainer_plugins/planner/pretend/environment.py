@@ -65,7 +65,8 @@ def in_world(world: World) -> Iterator[Tracker]:
         _resized_storages_are_seen(patches, tracker)
         _shapes_of_dtensor_are_not(patches, tracker)
         _kv_cache_is_known(patches, tracker)
-        _lists_have_one_value(patches)
+        _lists_have_one_value(patches, tracker)
+        _lists_become_tensors(patches)
         _predictions_become_arrays(patches)
         if on_cuda:
             _cuda_answers(patches, tracker, world)
@@ -254,16 +255,29 @@ def _kv_cache_is_known(patches: Patches, tracker: Tracker) -> None:
     patches.wrap(cache_utils.Cache, "update", update)
 
 
-def _lists_have_one_value(patches: Patches) -> None:
-    """Let `tolist` ask for one value, and not for each of thousands of tokens."""
+def _lists_have_one_value(patches: Patches, tracker: Tracker) -> None:
+    """Let `tolist` ask for one value, and not for each of thousands of tokens, if none is known."""
 
     def tolist(tensor: torch.Tensor) -> Any:
+        if (told := tracker.values.told(tensor)) is not None:
+            return told
         listed: Any = tensor.flatten()[0].item() if tensor.numel() else None
         for length in reversed(tensor.shape):
             listed = [listed] * length
         return listed
 
     patches.set(FakeTensor, "tolist", tolist)
+
+
+def _lists_become_tensors(patches: Patches) -> None:
+    """Let `torch.tensor` ask the tensors of a list for their values, which it would read itself."""
+
+    def tensor(original: Callable[..., object], data: Any, **how: object) -> object:
+        if isinstance(data, list) and data and isinstance(data[0], FakeTensor):
+            data = [each.item() for each in data]
+        return original(data, **how)
+
+    patches.wrap(torch, "tensor", tensor)
 
 
 def _predictions_become_arrays(patches: Patches) -> None:

@@ -1,21 +1,36 @@
 """Make the batches of a model that was built from a config. Imports torch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.rehearse.pictures import pictures_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
 _Sizes = dict[str, tuple[int, ...]]
 """The shape of a row of each input or label, by name; a label of a whole row has none."""
 
 
-def batch_of(model: Any, rows: int, source: ConfigSource) -> tuple[Callable[[], Batch], list[str]]:
-    """Return what makes the batches that a collator would make, and what was taken for granted.
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Holds what makes the batches that a collator would make."""
+
+    make: Callable[[], Batch]
+    said: tuple[str, ...]
+    """What was taken for granted."""
+
+    asked: Asked = NOTHING
+    """What the model asks of the numbers in them."""
+
+
+def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
+    """Return what makes the batches that a collator would make.
 
     Args:
         model: a model that was built from a config.
@@ -27,7 +42,8 @@ def batch_of(model: Any, rows: int, source: ConfigSource) -> tuple[Callable[[], 
         PlanError: the model has no positions for so many tokens, or cannot make decoder inputs.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    floats, tokens, said = _inputs(inner, source.sequence_length)
+    pictures = pictures_of(inner, source)
+    floats, tokens, said = _inputs(inner, source.sequence_length, pictures is not None)
     if "input_ids" in tokens:
         _check_positions(inner, source.sequence_length)
     if inner.config.is_encoder_decoder and (
@@ -37,22 +53,26 @@ def batch_of(model: Any, rows: int, source: ConfigSource) -> tuple[Callable[[], 
             "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
             "decoder's inputs of labels: add the one of the model (T5: 0)"
         )
-    tokens |= _labels(inner, source)
+    tokens |= {"labels": (source.sequence_length,)} if pictures else _labels(inner, source)
 
     def make() -> Batch:
         made: Batch = {name: torch.zeros(rows, *shape) for name, shape in floats.items()}
         for name, shape in tokens.items():
             value = 1 if shape else 0
             made[name] = torch.full((rows, *shape), value, dtype=torch.long)
+        if pictures is not None:
+            pictures.add_to(made, rows)
         return made
 
-    return make, said
+    if pictures is None:
+        return Batches(make, tuple(said))
+    return Batches(make, (*said, pictures.said), pictures.asked)
 
 
-def _inputs(model: Any, length: int) -> tuple[_Sizes, _Sizes, list[str]]:
+def _inputs(model: Any, length: int, is_text: bool) -> tuple[_Sizes, _Sizes, list[str]]:
     """Return the inputs that are numbers and those that are tokens, and where sizes are from."""
     config, takes = model.config, getattr(model, "main_input_name", "input_ids")
-    if takes == "input_ids":
+    if takes == "input_ids" or is_text:
         return {}, {"input_ids": (length,), "attention_mask": (length,)}, []
     side = getattr(config, "image_size", None)
     if takes == "pixel_values" and isinstance(side, int):

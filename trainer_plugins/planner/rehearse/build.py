@@ -9,7 +9,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head, quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
-from trainer_plugins.planner.rehearse.batches import batch_of
+from trainer_plugins.planner.rehearse.batches import batches_of
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
@@ -89,8 +89,8 @@ def _of_config(
             assumptions.append(_PADDED)
     generates = getattr(args, "predict_with_generate", False)
     trainer_class = transformers.Seq2SeqTrainer if generates else transformers.Trainer
-    make_batch, said = batch_of(model, rows, source)
-    assumptions += said
+    batches = batches_of(model, rows, source)
+    assumptions += batches.said
     try:
         trainer = trainer_class(
             model=model,
@@ -101,16 +101,17 @@ def _of_config(
     except ValueError as error:
         raise PlanError(first_line(error)) from error
     evaluates = text_of(args.eval_strategy).lower() != "no" or args.do_eval
-    make_evaluation_batch, _ = batch_of(model, args.per_device_eval_batch_size, source)
+    of_evaluation = batches_of(model, args.per_device_eval_batch_size, source)
     return Rehearsed(
         trainer=trainer,
-        make_batch=make_batch,
-        make_evaluation_batch=make_evaluation_batch if evaluates else None,
+        make_batch=batches.make,
+        make_evaluation_batch=of_evaluation.make if evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=text_of(args.save_strategy).lower() != "no",
         resumes=not args.save_only_model,
         has_padding=has_padding,
         assumptions=assumptions,
+        asked=batches.asked,
     )
 
 

@@ -37,9 +37,11 @@ _ANSWERS = (
     "completion_ids",
     "chosen_ids",
     "rejected_ids",
+    "reference_ids",
     "chosen_input_ids",
     "rejected_input_ids",
 )
+_MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
 
 
@@ -265,6 +267,8 @@ def _size(row: object) -> int:
     if not isinstance(row, _Row):
         return 0
     answers = [len(row[name]) for name in _ANSWERS if row.get(name) is not None]
+    if answers and row.get("chosen_labels") is not None:
+        return max(answers)  # TRL's ORPO and CPO begin each answer with its prompt
     if answers:
         return max(answers) + sum(len(row[name]) for name in _PROMPTS if row.get(name) is not None)
     lengths = (row.get(name) for name in _COUNTED)
@@ -282,8 +286,10 @@ def _length(dataset: object) -> int:
 
 
 def _is_padded(batch: object) -> bool:
-    mask = batch.get("attention_mask") if isinstance(batch, _Row) else None
-    return isinstance(mask, torch.Tensor) and not bool(mask.all())
+    """Say whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
+    found = [batch.get(name) for name in _MASKS] if isinstance(batch, _Row) else []
+    masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
+    return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1
 
 
 def _packed_sequences(batch: object) -> int:

@@ -5,6 +5,7 @@ Its own constructor runs, with a tokenizer of four words and rows of one of them
 
 import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ def _compared(length: int, _: int) -> _Row:
     return {"chosen": _text(length - 1), "rejected": _text(length - 1)}
 
 
+def _triple(length: int, index: int) -> _Row:
+    row = _pair(length, index)
+    return {**row, "reference": row["chosen"]}
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """Describes one of TRL's Trainers."""
@@ -52,15 +58,21 @@ class Loop:
     row: Callable[[int, int], _Row]
     """Makes a row from its length in tokens and its index."""
 
+    home: str = "trl"
+    """The module that has them."""
+
+    longest: int | None = None
+    """Where it cuts rows if its `max_length` is None; None: nowhere."""
+
     @property
     def trainer(self) -> Any:
         """Return the class of the Trainer."""
-        return getattr(importlib.import_module("trl"), f"{self.name}Trainer")
+        return getattr(importlib.import_module(self.home), f"{self.name}Trainer")
 
     @property
     def config(self) -> Any:
         """Return the class of its arguments."""
-        return getattr(importlib.import_module("trl"), f"{self.name}Config")
+        return getattr(importlib.import_module(self.home), f"{self.name}Config")
 
 
 _LOOPS = {
@@ -70,6 +82,10 @@ _LOOPS = {
     "reward": Loop("Reward", _compared),
     "grpo": Loop("GRPO", lambda length, _: {"prompt": _text(length)}),
     "rloo": Loop("RLOO", lambda length, _: {"prompt": _text(length)}),
+    "gmpo": Loop("GMPO", lambda length, _: {"prompt": _text(length)}, "trl.experimental.gmpo"),
+    "orpo": Loop("ORPO", _pair, "trl.experimental.orpo", longest=512),
+    "cpo": Loop("CPO", _pair, "trl.experimental.cpo", longest=512),
+    "tpo": Loop("TPO", _triple, "trl.experimental.tpo"),
 }
 
 
@@ -118,7 +134,7 @@ def make(
     ):
         if getattr(args, name, False):
             raise NotPredicted(f"{name} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
-    length, said = _length(source, args)
+    length, said = _length(loop, source, args)
     rows = args.per_device_train_batch_size
     if rollout.generates(loop.trainer):
         length -= args.max_completion_length
@@ -130,7 +146,7 @@ def make(
                 "is left for the prompt"
             )
         said.append(f"prompts have {length:,} tokens: the row without its completion")
-    elif loop.row is _pair or loop.row is _judged:
+    elif loop.row in (_pair, _judged, _triple):
         said.append("half of each row is the prompt, which gets no loss")
     rewards = {"reward_funcs": [_no_reward]} if rollout.generates(loop.trainer) else {}
     data = Dataset.from_list([loop.row(length, index) for index in range(max(2, rows))])
@@ -149,9 +165,9 @@ def make(
     return made, said
 
 
-def _length(source: ConfigSource, args: Any) -> tuple[int, list[str]]:
+def _length(loop: Loop, source: ConfigSource, args: Any) -> tuple[int, list[str]]:
     """Return the tokens of a row: what the run cuts longer ones at, if that is less."""
-    most = getattr(args, "max_length", None)
+    most = getattr(args, "max_length", None) or loop.longest
     if most is None or most >= source.sequence_length:
         return source.sequence_length, []
     return most, [f"rows are cut at {most:,} tokens (--max_length of {type(args).__name__})"]
@@ -160,14 +176,15 @@ def _length(source: ConfigSource, args: Any) -> tuple[int, list[str]]:
 @contextlib.contextmanager
 def _without_files(loop: Loop, model_of: Callable[[], torch.nn.Module]) -> Iterator[None]:
     """Build a reference from the config too, and no vLLM."""
-    home = sys.modules[loop.trainer.__module__]
+    homes = {kind.__module__ for kind in loop.trainer.__mro__ if kind.__module__.startswith("trl.")}
+    answers = {
+        "create_model_from_path": lambda *_, **__: model_of(),
+        "VLLMGeneration": lambda **_: None,
+    }
     with contextlib.ExitStack() as stack:
-        for name, answer in (
-            ("create_model_from_path", lambda *_, **__: model_of()),
-            ("VLLMGeneration", lambda **_: None),
-        ):
-            if hasattr(home, name):
-                stack.enter_context(patch.object(home, name, answer))
+        for home, name in itertools.product(homes, answers):
+            if hasattr(sys.modules[home], name):
+                stack.enter_context(patch.object(sys.modules[home], name, answers[name]))
         yield
 
 

@@ -184,7 +184,7 @@ def _class_of(config: Any, num_labels: int | None) -> Any:
         and config.model_type in _ENCODERS
     ):
         autos = (AutoModelForMaskedLM,)
-    for auto in autos:
+    for auto in (*autos, transformers.AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise NotPredicted(f"{config.model_type} without `architectures` in its config")

@@ -20,9 +20,11 @@ _WITHOUT_RULE = {
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
-_OF_TRL = frozenset(f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
-"""The Trainers of TRL that are planned. Most others generate in ways of their own. Plans of ORPO
-and CPO were 4.4 % below what the simulated card then held."""
+_OF_TRL = frozenset(
+    f"{name}Trainer"
+    for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "GMPO", "ORPO", "CPO", "TPO")
+)
+"""The Trainers of TRL that are planned. Most others generate in ways of their own."""
 
 _OF_OLDER_TRL = frozenset({"SFTTrainer", "RewardTrainer"})
 """Those of them whose loss does not keep what masks pick if TRL has no head of its own."""
@@ -49,6 +51,8 @@ def refuse_trainer(trainer: TrainerLike) -> None:
         )
     if rollout.generates(trainer):
         rollout.refuse(trainer)
+    if getattr(trainer, "generate_during_eval", False):  # of TRL's ORPO and CPO
+        raise NotPredicted("generate_during_eval, which generates from rows chosen at random")
     home = type(trainer.optimizer).__module__.partition(".")[0]
     if home in ("bitsandbytes", "torchao", "galore_torch", "apollo_torch"):
         raise NotPredicted(

@@ -14,6 +14,7 @@ from trainer_plugins.planner.rehearse.evaluation import evaluate
 from trainer_plugins.planner.rehearse.generation import Generation
 from trainer_plugins.planner.sharded import sharded_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
+from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
 
 Batch = dict[str, object]
@@ -37,6 +38,8 @@ class Rehearsed:
     resumes: bool
     has_padding: bool
     assumptions: list[str]
+    asked: Asked = NOTHING
+    """What the model asks of the numbers in its batches."""
 
 
 def rehearse(run: Rehearsed, tracker: Tracker) -> None:
@@ -56,6 +59,7 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         rollout.prepare(trainer, tracker)
         run.assumptions.append(rollout.ASSUMPTION)
     tracker.moment = "forward"
+    tracker.values.asked = run.asked
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer)
         trainer.train()

@@ -21,11 +21,13 @@ from trainer_plugins.planner.tracing.graph import Graph
 from trainer_plugins.planner.tracing.host import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
+from trainer_plugins.planner.tracing.values import Values
 
 ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
 _ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
+_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
@@ -122,6 +124,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.masks_pick_all = False
         """Whether something was selected by a mask, whose ones cannot be counted here."""
 
+        self.values = Values()
         self.allocated_bytes = 0
         self._card = card
         self._storages: list[Storage] = []
@@ -264,8 +267,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = IN_PLACE[func]
         if self._card is not None:
             self._use_kernels(func, args)
+        args = self.values.counted(func, args)
         self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
-        result = kernels.run(func, args, kwargs)
+        result = self.values.run(func, args, kwargs)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
             if makes_pinned(func, args, kwargs):
@@ -359,7 +363,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._known[key] = (weakref.ref(storage, died), current)
 
-    def _scalar(self, tensor: FakeTensor) -> bool | float | int | None:
+    def _scalar(self, tensor: FakeTensor) -> Any:
         """Answer a question for a value as a healthy run would.
 
         Nothing is NaN, every check holds, and a loss is 1. None leaves the answer to torch.
@@ -375,23 +379,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
         if operation == _ALL_OF_A_MASK:
             return not self.has_padding
+        if (told := self.values.told(tensor)) is not None:
+            return told
         if operation == "aten::all":
             return self.checks_hold
         if operation == "aten::eq" and self.moment == "generation":
             return False  # no row has met its end
         if tensor.dtype == torch.bool:
-            return operation not in (
-                "aten::isnan",
-                "aten::isinf",
-                "aten::any",
-                "aten::ne",
-                "aten::lt",
-            )
+            return operation not in _DO_NOT_HOLD
         if tensor.dtype.is_floating_point:
             # Before the optimizer steps, GradScaler asks whether it found infinities. A count of
             # steps is on the host.
             return 0.0 if self.moment == "optimizer step" and made_by is not None else 1.0
-        return 1
+        return self.values.asked.count
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,169 @@
+"""Make the pictures of a vision-language model that was built from a config.
+
+Sizes are those that the model's processor makes; none is downloaded. Imports torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.rehearse.rehearsal import Batch
+from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.planner.tracing.values import NOTHING, Asked
+
+_USUAL_SIDE = 448
+"""Pixels of a side, where neither the config nor the user says them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Describes the pictures of a row, and what a model gets with them."""
+
+    num_tokens: int
+    """Tokens of a row that stand for pictures."""
+
+    add_to: Callable[[Batch, int], None]
+    """Adds to a batch, of so many rows, what a processor does."""
+
+    said: str
+    asked: Asked = NOTHING
+    """What the model asks of the numbers that come with its pictures."""
+
+
+def pictures_of(model: Any, source: ConfigSource) -> Pictures | None:
+    """Return the pictures of a run; None if the model is not one that takes pictures with text.
+
+    Raises:
+        PlanError: the model takes none, or none of this size, or a row has no room for them.
+    """
+    kind = getattr(model.config, "model_type", "")
+    if kind not in _KINDS:
+        if source.images_per_row is None and source.image_size is None:
+            return None
+        raise PlanError(
+            f"--images-per-row and --image-size are for models of these kinds, and not for {kind}: "
+            f"{', '.join(_KINDS)}"
+        )
+    number = 1 if source.images_per_row is None else source.images_per_row
+    found = _KINDS[kind](model.config, source, number)
+    if found.num_tokens >= source.sequence_length:
+        raise PlanError(
+            f"a row has {source.sequence_length:,} tokens (--seq-length), and its pictures take "
+            f"{found.num_tokens:,} of them (--images-per-row {number}): nothing is left for text"
+        )
+    return found
+
+
+def _said(number: int, picture: tuple[int, int], num_tokens: int, why: str) -> str:
+    if number == 0:
+        return "rows have no pictures (--images-per-row)"
+    size = f"{picture[0]} x {picture[1]} pixels ({why})"
+    if number == 1:
+        return (
+            f"each row has a picture of {size}, {num_tokens:,} of its tokens; see --images-per-row"
+        )
+    return f"each row has {number} pictures of {size}, each {num_tokens:,} of its tokens"
+
+
+def _of_one_size(config: Any, source: ConfigSource) -> tuple[int, int]:
+    """Return the side of a picture that the vision tower takes, and the patches along it."""
+    side = config.vision_config.image_size
+    if source.image_size not in (None, (side, side)):
+        raise PlanError(
+            f"--image-size: this model's pictures have {side}x{side} pixels (image_size of its "
+            "vision_config); give the pieces that a larger one is cut into as --images-per-row"
+        )
+    return side, side // config.vision_config.patch_size
+
+
+def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> Any:
+    """Describe models that get all pictures of a batch in one list.
+
+    Args:
+        num_tokens: the tokens of a picture, of the config and the patches along a side.
+        has_types: whether a processor marks which tokens are pictures.
+    """
+
+    def pictures(config: Any, source: ConfigSource, number: int) -> Pictures:
+        side, patches = _of_one_size(config, source)
+        each = num_tokens(config, patches)
+
+        def add_to(batch: Batch, rows: int) -> None:
+            if number:
+                channels = config.vision_config.num_channels
+                batch["pixel_values"] = torch.zeros(rows * number, channels, side, side)
+            if has_types:
+                shape = (rows, source.sequence_length)
+                batch["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
+
+        said = _said(number, (side, side), each, "image_size of the config")
+        return Pictures(number * each, add_to, said)
+
+    return pictures
+
+
+def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
+    """Describe models that get the pictures of each row with a mask of their pixels."""
+    side, patches = _of_one_size(config, source)
+    each = patches**2 // config.scale_factor**2
+
+    def add_to(batch: Batch, rows: int) -> None:
+        if number:
+            channels = config.vision_config.num_channels
+            batch["pixel_values"] = torch.zeros(rows, number, channels, side, side)
+            mask = torch.ones(rows, number, side, side, dtype=torch.long)
+            batch["pixel_attention_mask"] = mask
+
+    said = _said(number, (side, side), each, "the piece of a larger one: image_size of the config")
+    return Pictures(number * each, add_to, said, Asked(count=max(1, number)))  # none is padding
+
+
+def _of_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
+    """Describe models that get patches in one list, and the height and width of each picture."""
+    vision = config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    asked = source.image_size or (_USUAL_SIDE, _USUAL_SIDE)
+    height, width = (max(1, round(side / unit)) * unit for side in asked)
+    grid = [1, height // vision.patch_size, width // vision.patch_size]
+    patches = grid[1] * grid[2]
+    each = patches // vision.spatial_merge_size**2
+    length = source.sequence_length
+
+    def add_to(batch: Batch, rows: int) -> None:
+        if not number:
+            return
+        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        batch["pixel_values"] = torch.zeros(rows * number * patches, numbers)
+        # the model cuts by these, so they are written down, and not only as large
+        batch["image_grid_thw"] = torch.tensor([grid] * (rows * number))
+        between = (length - number * each) // (number + 1)  # a picture begins after a text
+        row = ([0] * between + [1] * each) * number
+        types = torch.tensor([row + [0] * (length - len(row))] * rows)
+        batch["mm_token_type_ids"] = types
+        batch["input_ids"] = types * config.image_token_id
+        batch["attention_mask"] = torch.tensor([[1] * length] * rows)
+
+    why = "--image-size, in whole patches" if source.image_size else "a guess; see --image-size"
+    said = _said(number, (height, width), each, why)
+    return Pictures(number * each, add_to, said, Asked(are_kept=number > 0))
+
+
+def _of_llava(config: Any, patches: int) -> int:
+    has_class = config.vision_feature_select_strategy == "full"
+    return patches**2 + int(has_class and config.vision_config.model_type.startswith("clip"))
+
+
+_KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
+    "llava": _one_by_one(_of_llava, has_types=False),
+    "paligemma": _one_by_one(lambda _, patches: patches**2, has_types=True),
+    "gemma3": _one_by_one(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
+    "idefics3": _row_by_row,
+    "smolvlm": _row_by_row,
+    "qwen2_vl": _of_any_size,
+    "qwen2_5_vl": _of_any_size,
+    "qwen3_vl": _of_any_size,
+}
+"""How a processor gives pictures to a model, by its model_type."""

@@ -1,0 +1,137 @@
+"""Keep the values of whole numbers on which sizes depend, where tensors have no bytes.
+
+A model that takes pictures of any size gets their heights and widths as numbers, and cuts its
+tensors by them. Imports torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trainer_plugins.planner.tracing import kernels
+from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
+
+aten = torch.ops.aten
+
+_MOST_NUMBERS = 1 << 20
+_MAKE_NUMBERS = frozenset(
+    {
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        *(aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default),
+    }
+)
+_SIZED_BY_VALUES = frozenset(
+    {
+        *(aten.repeat_interleave.Tensor, aten.nonzero.default, aten.masked_select.default),
+        *(aten.unique_consecutive.default, aten.index.Tensor),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Says what a model asks of the numbers in its batches."""
+
+    are_kept: bool = False
+    """Whether the values of numbers that a program writes down are kept."""
+
+    count: int = 1
+    """The answer to a count that is not known."""
+
+
+NOTHING = Asked()
+
+
+class Values:
+    """Computes on the host what is made of known numbers only, beside the run without bytes.
+
+    Numbers are known if a program writes them down: as a list, a range, or zeros.
+    """
+
+    def __init__(self) -> None:
+        self.asked = NOTHING
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a tensor; None if they are not known."""
+        found: torch.Tensor | None = self._known.get(tensor) if self.asked.are_kept else None
+        return found
+
+    def told(self, tensor: torch.Tensor) -> Any:
+        """Return the values of a tensor as numbers of Python; None if they are not known."""
+        values = self.of(tensor)
+        with _disable_current_modes():
+            return values.tolist() if values is not None else None
+
+    def counted(self, func: Operator, args: OperatorArgs) -> OperatorArgs:
+        """Replace masks that are known by the places of their ones, as in `x[mask]`."""
+        if not self.asked.are_kept or func is not aten.index.Tensor:
+            return args
+        return args[0], [place for each in args[1] for place in self._places(each)]
+
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        values = self.of(index) if isinstance(index, FakeTensor) else None
+        if index is None or values is None or values.dtype != torch.bool:
+            return [index]
+        with _disable_current_modes():
+            places = values.nonzero().unbind(1)
+        made = [index.new_empty(len(each), dtype=torch.long) for each in places]
+        for tensor, each in zip(made, places, strict=True):
+            self._known[tensor] = each
+        return [*made]
+
+    def run(self, func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
+        """Run an operation, and keep the values of its results if those of its inputs are known."""
+        if not self.asked.are_kept:
+            return kernels.run(func, args, kwargs)
+        known = self._computed(func, args, kwargs)
+        if known is None:
+            return kernels.run(func, args, kwargs)
+        if func in _SIZED_BY_VALUES and isinstance(args[0], FakeTensor):
+            made = tree_map(lambda each: torch.empty_like(each, device=args[0].device), known)
+        else:
+            made = func(*args, **kwargs)
+        for tensor, values in zip(tree_leaves(made), tree_leaves(known), strict=True):
+            if isinstance(tensor, FakeTensor) and not values.is_floating_point():
+                self._known[tensor] = values
+        return made
+
+    def _computed(self, func: Any, args: OperatorArgs, kwargs: OperatorKwargs) -> object | None:
+        """Run an operation on values; None if one is not known, or if it is not about numbers."""
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not tensors and (func not in _MAKE_NUMBERS or _is_on_a_card(kwargs)):
+            return None
+        with _disable_current_modes():
+            if any(self._values(each) is None for each in tensors):
+                if func._schema.is_mutable:
+                    self._forget(tree_leaves(args[:1]))
+                return None
+            given, named = tree_map(self._values, (args, dict(kwargs)))
+            if "device" in named:
+                named["device"] = torch.device("cpu")
+            found: object = func(*given, **named)
+        return found
+
+    def _forget(self, written: list[object]) -> None:
+        for each in written:
+            if isinstance(each, FakeTensor):
+                self._known.pop(each, None)
+
+    def _values(self, given: Any) -> Any:
+        """Return what stands for an argument: for a tensor its values, or None; else itself."""
+        if not isinstance(given, torch.Tensor):
+            return given
+        if isinstance(given, FakeTensor):
+            return self.of(given)
+        return given.cpu() if given.numel() <= _MOST_NUMBERS else None
+
+
+def _is_on_a_card(kwargs: OperatorKwargs) -> bool:
+    return torch.device(kwargs.get("device") or "cpu").type != "cpu"
