@@ -20,7 +20,12 @@ class Patches:
         self._stack.enter_context(patch.object(owner, name, value, create=True))
 
     def put(self, mapping: dict[Any, Any], key: object, value: object) -> None:
-        self._stack.enter_context(patch.dict(mapping, {key: value}))
+        """Replace one entry. The others are left alone, also those that are made meanwhile."""
+        if key in mapping:
+            self._stack.callback(mapping.__setitem__, key, mapping[key])
+        else:
+            self._stack.callback(mapping.pop, key, None)
+        mapping[key] = value
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
         """Replace a function by `wrapper(original, *args, **kwargs)`; note it if it is missing."""
