@@ -215,15 +215,12 @@ def plan(
     """
     from trainer_plugins.planner.plan import PlanError
 
-    is_table = search or search_lengths is not None or bool(explain_change)
     try:
         if compare is not None:
             raise typer.Exit(_show_beside(*compare, as_json))
+        is_table = search or search_lengths is not None or bool(explain_change)
         _check_places(html, run_dir, is_table)
-        if is_table:
-            fits = _table(plan_request(context.params, context.args), context.params)
-        else:
-            fits = _one_plan(_in_full(context), timeout, as_json, run_dir, html)
+        fits = _table(context) if is_table else _one_plan(context, timeout, as_json, run_dir, html)
     except (PlanError, OSError) as error:
         raise _refused(error) from error
     raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
@@ -300,11 +297,13 @@ def _check_places(html: Path | None, run_dir: Path | None, is_table: bool) -> No
         timelines_of(run_dir)
 
 
-def _table(request: "PlanRequest", given: Mapping[str, Any]) -> bool | None:
+def _table(context: typer.Context) -> bool | None:
     """Print a table of many predictions, and return whether the run, or any line of it, fits."""
     from trainer_plugins.cli.plan_search import explain_changes, search_batches
     from trainer_plugins.planner.plan import PlanError
 
+    given = context.params
+    request = plan_request(given, context.args)
     lengths, switches = given["search_lengths"], given["explain_change"]
     if given["search"] and switches:
         raise PlanError("--search and --explain-change ask for different tables: give one")
@@ -316,7 +315,7 @@ def _table(request: "PlanRequest", given: Mapping[str, Any]) -> bool | None:
 
 
 def _one_plan(
-    request: "PlanRequest",
+    context: typer.Context,
     timeout_seconds: float,
     as_json: bool,
     run_dir: Path | None,
@@ -326,7 +325,7 @@ def _one_plan(
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.run import predict_one
 
-    outcome = predict_one(request, timeout_seconds)
+    outcome = predict_one(_in_full(context), timeout_seconds)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
         from trainer_plugins.report.html.plan import plan_page

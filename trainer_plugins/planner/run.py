@@ -56,9 +56,8 @@ def plan_run(
     The unmodified Trainer runs three steps in a subprocess, on tensors without bytes.
 
     Args:
-        trainer_or_config: a Trainer before training, which stays as it is; or the config of a model
-            (a PretrainedConfig, a dict, the path of a config.json or of its folder, or a name in
-            the hub's cache on this machine).
+        trainer_or_config: a Trainer before training, which stays as it is; or a model's config: an
+            object or a dict of it, the path of its file or folder, or a name in the hub's cache.
         training_args: with a config: TrainingArguments, or a dict of their fields.
         seq_length: with a config: tokens of each row; None is 2048.
         target_length: with an encoder-decoder's config: tokens of each label; None: `seq_length`.

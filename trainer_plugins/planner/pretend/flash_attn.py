@@ -90,32 +90,34 @@ def _package(capability: tuple[int, int]) -> dict[str, ModuleType]:
     ) -> torch.Tensor:
         return _attended(capability, q, k, v, cu_seqlens_q)
 
-    def pad_input(
-        hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
-    ) -> torch.Tensor:
-        padded: torch.Tensor = _Padded.apply(  # type: ignore[no-untyped-call]
-            hidden_states, indices, batch * seqlen
-        )
-        return padded.view(batch, seqlen, *padded.shape[1:])
-
-    def not_planned(*_: object, **__: object) -> torch.Tensor:
-        raise NotImplementedError("flash-attn's unpadding of queries, or its paged cache")
-
     vars(package).update(
         __spec__=ModuleSpec("flash_attn", None, is_package=True),
         __version__="2.8.3",
         __path__=[],
         flash_attn_func=flash_attn_func,
         flash_attn_varlen_func=flash_attn_varlen_func,
-        flash_attn_with_kvcache=not_planned,
+        flash_attn_with_kvcache=_not_planned,
         bert_padding=padding,
     )
     vars(padding).update(
         __spec__=ModuleSpec("flash_attn.bert_padding", None),
-        pad_input=pad_input,
-        unpad_input=not_planned,
+        pad_input=_pad_input,
+        unpad_input=_not_planned,
     )
     return {"flash_attn": package, "flash_attn.bert_padding": padding}
+
+
+def _pad_input(
+    hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
+) -> torch.Tensor:
+    padded: torch.Tensor = _Padded.apply(  # type: ignore[no-untyped-call]
+        hidden_states, indices, batch * seqlen
+    )
+    return padded.view(batch, seqlen, *padded.shape[1:])
+
+
+def _not_planned(*_: object, **__: object) -> torch.Tensor:
+    raise NotImplementedError("flash-attn's unpadding of queries, or its paged cache")
 
 
 def _attended(
