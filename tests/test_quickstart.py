@@ -60,6 +60,7 @@ def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
         "begin",
         "train",
+        "generate",
         "eval",
         "save",
         "end",
