@@ -7,4 +7,5 @@ collect_ignore = [
     "own_accelerator.py",
     "fsdp_1.py",
     "refused.py",
+    "built.py",
 ]
