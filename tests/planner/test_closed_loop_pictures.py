@@ -107,18 +107,19 @@ def on_the_card(asked):
     return replace(asked, device="simgpu", card=CARD)
 
 
-def rows(name):
+def rows(name, sides=((HEIGHT, WIDTH),) * 16):
     """What a processor makes: a token for each piece of a picture, and what the model is told of it."""
     num_pieces = {"llava": 16, "paligemma": 16, "gemma3": 4, "idefics3": 4, "smolvlm": 4}
     made = []
-    for index in range(16):
+    for index, (height, width) in enumerate(sides):
+        pieces = num_pieces.get(name, height * width // (2 * PATCH) ** 2)
         tokens = torch.full((LENGTH,), index + 3)
         for start in range(5, LENGTH, LENGTH // PICTURES):
-            tokens[start : start + num_pieces.get(name, 12)] = PICTURE
+            tokens[start : start + pieces] = PICTURE
         row = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
         types = (tokens == PICTURE).long()
         if "qwen" in name:
-            grid = [1, HEIGHT // PATCH, WIDTH // PATCH]
+            grid = [1, height // PATCH, width // PATCH]
             patches = torch.rand(PICTURES * grid[1] * grid[2], 3 * 2 * PATCH * PATCH)
             grids = torch.tensor([grid] * PICTURES)
             row |= {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": types}
@@ -132,21 +133,69 @@ def rows(name):
     return made
 
 
-def trains(path, name):
+def trains(path, name, **more):
     fields = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **fields))
-    trainer = run(path, model, data=rows(name), per_device_train_batch_size=ROWS)
+    trainer = run(path, model, data=rows(name, **more), per_device_train_batch_size=ROWS)
 
     def collate(batch):
-        made = {key: torch.stack([row[key] for row in batch]) for key in batch[0]}
-        in_one_list = () if "pixel_attention_mask" in made else ("pixel_values", "image_grid_thw")
-        return {k: v.flatten(0, 1) if k in in_one_list else v for k, v in made.items()}
+        in_one_list = ("pixel_values", "image_grid_thw")
+        if "pixel_attention_mask" in batch[0]:
+            in_one_list = ()
+        return {
+            key: (torch.cat if key in in_one_list else torch.stack)([row[key] for row in batch])
+            for key in batch[0]
+        }
 
     trainer.data_collator = collate
     return trainer
 
 
+def trains_with_sizes(path, kind, fields, num_pieces, pixels, size):
+    """A model that is told the height and width of each picture, before it was cut up."""
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
+    tokens = torch.full((LENGTH,), 5)
+    tokens[3 : 3 + num_pieces] = PICTURE
+    row = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    row |= {"pixel_values": torch.rand(pixels), "image_sizes": torch.tensor(size)}
+    return run(path, model, data=[row] * 16, per_device_train_batch_size=ROWS)
+
+
+LLAVA_NEXT = {key: value for key, value in CONFIGS["llava"].items() if key != "model_type"}
+PIXTRAL = {"model_type": "pixtral", **SEES, "head_dim": 16}
+WITH_SIZES = {
+    "llava_next": (
+        {**LLAVA_NEXT, "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]},
+        *(56, (3, 3, SIDE, SIDE), (2 * SIDE, SIDE)),
+    ),
+    "mistral3": (
+        {
+            "text_config": {"model_type": "mistral", **GEMMA},
+            "vision_config": PIXTRAL,
+            "image_token_index": PICTURE,
+            "spatial_merge_size": 2,
+        },
+        *(12, (3, HEIGHT, WIDTH), (HEIGHT, WIDTH)),
+    ),
+}
+OTHER_SIDES = ((HEIGHT, WIDTH), (56, 56), (84, 140), (112, 56))  # of one batch
 RUNS = {name: lambda path, name=name: trains(path, name) for name in CONFIGS}
+OF_TRAINERS = Loop(
+    {
+        **RUNS,
+        **{
+            f"{name}, pictures of four sizes": lambda path, name=name: trains(
+                path, name, sides=OTHER_SIDES
+            )
+            for name in CONFIGS
+            if "qwen" in name
+        },
+        **{
+            kind: lambda path, kind=kind: trains_with_sizes(path, kind, *WITH_SIZES[kind])
+            for kind in WITH_SIZES
+        },
+    }
+)
 SAID = {
     **{name: planned(name) for name in CONFIGS},
     "no flags": planned("qwen2_vl", images_per_row=None, image_size=None, sequence_length=320),
@@ -171,6 +220,12 @@ def test_the_card_holds_what_was_predicted(simgpu, outcomes, tmp_path, name):
     plan = loop.goes_round(name, tmp_path)
     size = f"{HEIGHT} x {WIDTH}" if "qwen" in name else f"{SIDE} x {SIDE}"
     assert any(f"each row has 2 pictures of {size} pixels" in line for line in plan.assumptions)
+
+
+@pytest.mark.skipif(IS_OLD, reason="transformers 4 asks how much a mask picks")
+@pytest.mark.parametrize("name", OF_TRAINERS.runs)
+def test_a_trainer_is_planned_with_its_own_pictures(simgpu, tmp_path, name):
+    OF_TRAINERS.goes_round(name, tmp_path)
 
 
 @pytest.mark.skipif(IS_OLD, reason="transformers 4 asks how much a mask picks")

@@ -14,6 +14,7 @@ from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
 from trainer_plugins.planner.rehearse.model import adapter_of, model_of
+from trainer_plugins.planner.rehearse.numbers import asked_of, copied
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Streaming
@@ -139,7 +140,7 @@ def _of_loop(
     batch, _ = longest_batch(trainer)
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: _copied(batch),
+        make_batch=lambda: copied(batch),
         make_evaluation_batch=None,
         num_evaluation_batches=0,
         saves=text_of(given.save_strategy).lower() != "no",
@@ -166,13 +167,14 @@ def _of_trainer(
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: _copied(batch),
-        make_evaluation_batch=(lambda: _copied(evaluation)) if evaluation is not None else None,
+        make_batch=lambda: copied(batch),
+        make_evaluation_batch=(lambda: copied(evaluation)) if evaluation is not None else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=text_of(args.save_strategy).lower() != "no",
         resumes=not args.save_only_model,
         has_padding=bool(has_padding),
         assumptions=[],
+        asked=asked_of(batch),
     )
 
 
@@ -240,14 +242,3 @@ def _place(module: torch.nn.Module, trainer: Any) -> None:
     if vars(module).pop("_is_accelerate_prepared", False):
         trainer.accelerator.prepare_model(module, evaluation_mode=True)
     module.to(trainer.args.device)
-
-
-def _copied(value: Any) -> Any:
-    """Copy a batch: a collator makes a new one each time."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_like(value)
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(each) for each in value)
-    return value

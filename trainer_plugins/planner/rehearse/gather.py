@@ -19,6 +19,7 @@ from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
+from trainer_plugins.planner.rehearse.numbers import with_numbers
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
 from trainer_plugins.streaming.stream import stream_of
@@ -86,8 +87,10 @@ def request_of(
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
                 trainer=sent,
-                batch=ship.dumps(batch),
-                evaluation_batch=ship.dumps(evaluation) if evaluation is not None else None,
+                batch=ship.dumps(with_numbers(batch)),
+                evaluation_batch=ship.dumps(with_numbers(evaluation))
+                if evaluation is not None
+                else None,
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
             )
