@@ -1,6 +1,7 @@
 """Vision-language models from a config and flags: predicted, then really run on the simulated card."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -139,9 +140,9 @@ def trains(path, name, **more):
     trainer = run(path, model, data=rows(name, **more), per_device_train_batch_size=ROWS)
 
     def collate(batch):
-        in_one_list = ("pixel_values", "image_grid_thw")
+        in_one_list = {"pixel_values", "image_grid_thw"}
         if "pixel_attention_mask" in batch[0]:
-            in_one_list = ()
+            in_one_list.clear()
         return {
             key: (torch.cat if key in in_one_list else torch.stack)([row[key] for row in batch])
             for key in batch[0]
@@ -149,16 +150,6 @@ def trains(path, name, **more):
 
     trainer.data_collator = collate
     return trainer
-
-
-def trains_with_sizes(path, kind, fields, num_pieces, pixels, size):
-    """A model that is told the height and width of each picture, before it was cut up."""
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
-    tokens = torch.full((LENGTH,), 5)
-    tokens[3 : 3 + num_pieces] = PICTURE
-    row = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
-    row |= {"pixel_values": torch.rand(pixels), "image_sizes": torch.tensor(size)}
-    return run(path, model, data=[row] * 16, per_device_train_batch_size=ROWS)
 
 
 LLAVA_NEXT = {key: value for key, value in CONFIGS["llava"].items() if key != "model_type"}
@@ -178,22 +169,30 @@ WITH_SIZES = {
         *(12, (3, HEIGHT, WIDTH), (HEIGHT, WIDTH)),
     ),
 }
+
+
+def trains_with_sizes(path, kind):
+    """A model that is told the height and width of each picture, before it was cut up."""
+    fields, num_pieces, pixels, size = WITH_SIZES[kind]
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
+    tokens = torch.full((LENGTH,), 5)
+    tokens[3 : 3 + num_pieces] = PICTURE
+    row = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    row |= {"pixel_values": torch.rand(pixels), "image_sizes": torch.tensor(size)}
+    return run(path, model, data=[row] * 16, per_device_train_batch_size=ROWS)
+
+
 OTHER_SIDES = ((HEIGHT, WIDTH), (56, 56), (84, 140), (112, 56))  # of one batch
 RUNS = {name: lambda path, name=name: trains(path, name) for name in CONFIGS}
 OF_TRAINERS = Loop(
     {
         **RUNS,
         **{
-            f"{name}, pictures of four sizes": lambda path, name=name: trains(
-                path, name, sides=OTHER_SIDES
-            )
+            f"{name}, pictures of four sizes": partial(trains, name=name, sides=OTHER_SIDES)
             for name in CONFIGS
             if "qwen" in name
         },
-        **{
-            kind: lambda path, kind=kind: trains_with_sizes(path, kind, *WITH_SIZES[kind])
-            for kind in WITH_SIZES
-        },
+        **{kind: partial(trains_with_sizes, kind=kind) for kind in WITH_SIZES},
     }
 )
 SAID = {

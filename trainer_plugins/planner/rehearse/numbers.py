@@ -22,7 +22,7 @@ class Numbers:
 
 
 def with_numbers(batch: object) -> object:
-    """Return a batch with `Numbers` for the tensors by which models of pictures of any size cut theirs."""
+    """Return a batch with `Numbers` in place of the tensors that hold sizes of pictures."""
     if not any(isinstance(_of(batch, name), torch.Tensor) for name in _SIZES):
         return batch
     found: Any = batch
