@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.pretend import fused_head, quantised, triton
+from trainer_plugins.planner.pretend import fused_head, optimizers, quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
 from trainer_plugins.planner.rehearse.batches import batches_of
@@ -19,7 +19,7 @@ from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Streaming
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
-from trainer_plugins.planner.trainer import Arguments, text_of
+from trainer_plugins.planner.trainer import Arguments, optimizer_name, text_of
 
 _PADDED = "batches have padding, which is the worse case; see --no-padding"
 
@@ -39,6 +39,7 @@ def rehearsal_of(
     args = arguments_of(source)
     if getattr(args, "use_liger_kernel", False):
         triton.kernels_do_nothing()
+    optimizers.let_it_be_imported(optimizer_name(args), getattr(args, "optim_args", None) or "")
     if isinstance(source, TrainerSource):
         rehearsed = _of_trainer(source, args, has_padding, output_dir, streaming)
     else:

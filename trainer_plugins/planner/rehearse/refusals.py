@@ -10,6 +10,7 @@ import torch
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
+from trainer_plugins.planner.pretend.optimizers import PACKAGES
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 from trainer_plugins.units import size
@@ -75,20 +76,9 @@ def refuse_arguments(args: Arguments, device: str) -> None:
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
     optimizer = optimizer_name(args)
-    if optimizer in OPTIMIZERS:
+    if optimizer in OPTIMIZERS or optimizer in PACKAGES:
         return
-    for word in (
-        "8bit",
-        "4bit",
-        "bnb",
-        "paged",
-        "apollo",
-        "galore",
-        "lomo",
-        "grokadamw",
-        "schedule_free",
-        "stable_adamw",
-    ):
+    for word in ("8bit", "4bit", "bnb", "paged", "galore", "stable_adamw"):
         if word in optimizer:
             raise NotPredicted(f"the optimizer {optimizer}")
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
+from trainer_plugins.planner.pretend.optimizers import PACKAGES
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -62,6 +63,8 @@ class Fsdp2:
         optimizer = optimizer_name(trainer.args)
         if optimizer in OPTIMIZERS:
             raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under FSDP2")
+        if optimizer in PACKAGES:
+            raise NotPredicted(f"the optimizer {optimizer} under FSDP2")
         self._tracker.host.ranks = self._num_local
 
 

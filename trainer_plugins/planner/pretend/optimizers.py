@@ -1,0 +1,83 @@
+"""Run the optimizers of other packages by their own Python, on tensors without bytes.
+
+They are Python around torch's operations, so that Python says what they keep and what a step
+takes.
+"""
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from trainer_plugins.planner.plan import NotPredicted
+
+PACKAGES = {
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+        ("schedulefree", "schedulefree"),
+    ),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    **dict.fromkeys(("lomo", "adalomo"), ("lomo_optim", "lomo-optim")),
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), ("apollo_torch", "apollo-torch")),
+}
+"""The module of each optimizer that TrainingArguments can name, and how its package is installed.
+
+See transformers/trainer_optimizer.py.
+"""
+
+
+def let_it_be_imported(optimizer: str, settings: str) -> None:
+    """Let the package of an optimizer be imported in this process, for good.
+
+    Args:
+        optimizer: its name in TrainingArguments; others than those of `PACKAGES` need nothing.
+        settings: `optim_args` of TrainingArguments.
+
+    Raises:
+        NotPredicted: the package is not installed, or it is asked for singular values.
+    """
+    if optimizer not in PACKAGES:
+        return
+    module, package = PACKAGES[optimizer]
+    if importlib.util.find_spec(module) is None:
+        raise NotPredicted(
+            f"the optimizer {optimizer} without its code, which says what it takes: pip install "
+            f"--no-deps {package} (to plan it, a card is not needed)"
+        )
+    if optimizer.startswith("apollo"):
+        if "svd" in settings:
+            raise NotPredicted("APOLLO by singular values (proj=svd): what cuSOLVER takes")
+        _let_bitsandbytes_be_imported()
+        projector: Any = importlib.import_module("apollo_torch.random_projector")
+        projector.stable_randn = _numbers
+
+
+def _numbers(
+    shape: Any,
+    seed: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Make what APOLLO's `stable_randn` does, without a generator, which a card would have."""
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def _let_bitsandbytes_be_imported() -> None:
+    """Stand in for what apollo_torch derives from, and for what nothing here calls."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return
+    contents: dict[str, dict[str, Any]] = {
+        "bitsandbytes": {},
+        "bitsandbytes.functional": {},
+        "bitsandbytes.optim": {},
+        "bitsandbytes.optim.optimizer": {"Optimizer2State": torch.optim.Optimizer},
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, loader=None)
+        vars(module).update(__path__=[], **content)
+        sys.modules[name] = module
