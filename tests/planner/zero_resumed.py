@@ -41,6 +41,7 @@ LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 64, "target_modules"
 REFUSED: dict[str, dict[str, Any]] = {
     "elastic, 2": {"zero_optimization": {"stage": 2, "elastic_checkpoint": True, **BUCKETS}},
     "elastic, 3": {"zero_optimization": {"stage": 3, "elastic_checkpoint": True, **PARTS}},
+    "in turn, 2": {"zero_optimization": {"stage": 2, "pipeline_loading_checkpoint": True}},
     "universal": {
         "zero_optimization": {"stage": 2, **BUCKETS},
         "checkpoint": {"load_universal": True},

@@ -1,6 +1,7 @@
 """Save and resume under ZeRO by DeepSpeed's own engine, without files. Imports torch."""
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def save_and_resume(trainer: Any, tracker: Tracker) -> None:
         trainer._save_optimizer_and_scheduler(str(folder))
     kept_bytes = _forget_states(engine)
     with tracker.during("resume"), files.in_place(), contextlib.ExitStack() as stack:
-        if getattr(engine._config.zero_config, "pipeline_loading_checkpoint", False):
+        if _ranks_take_turns(engine):
             files.are_read_in_turn = True
             stack.enter_context(_others_are_done(kept_bytes, tracker))
         # not strict, as for an adapter, whose checkpoint leaves its base out
@@ -142,11 +143,19 @@ def why_not_resumed(engine: Any) -> str | None:
     """Name what this engine's checkpoint has that is not planned; None if it is planned."""
     if engine.load_universal_checkpoint():
         return "resuming from a universal checkpoint (checkpoint.load_universal)"
-    if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
-        return "resuming with a writer of DeepSpeed's own (checkpoint.writer, datastates)"
+    stage = engine.zero_optimization_stage()
+    if _ranks_take_turns(engine) and stage != _WHOLE_MODEL_STAGE:
+        return (
+            f"resuming with pipeline_loading_checkpoint, which DeepSpeed refuses at stage {stage}"
+        )
+    if _ranks_take_turns(engine) and engine.world_size > int(os.environ["LOCAL_WORLD_SIZE"]):
+        return (
+            "resuming with pipeline_loading_checkpoint on several machines, where DeepSpeed's last "
+            "rank sends to one that does not exist"
+        )
     if not engine.zero_elastic_checkpoint():
         return None
-    if engine.zero_optimization_stage() == _WHOLE_MODEL_STAGE:
+    if stage == _WHOLE_MODEL_STAGE:
         return "resuming with elastic_checkpoint, with which DeepSpeed saves nothing at stage 3"
     if "step" not in engine.optimizer.optimizer.param_groups[0]:
         kind = type(engine.optimizer.optimizer).__name__
@@ -155,6 +164,10 @@ def why_not_resumed(engine: Any) -> str | None:
             "an AssertionError when it reads the checkpoint"
         )
     return None
+
+
+def _ranks_take_turns(engine: Any) -> bool:
+    return bool(getattr(engine._config.zero_config, "pipeline_loading_checkpoint", False))
 
 
 def _forget_states(engine: Any) -> int:
