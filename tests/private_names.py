@@ -146,6 +146,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_is_accelerate_prepared": ("accelerate.accelerator",),
     "_reset_state": ("accelerate.state.PartialState", "accelerate.state.AcceleratorState"),
     # DeepSpeed
+    "_hp_mapping": ("deepspeed.utils.mixed_precision_linkage",),
     "_running_engine_step": ("deepspeed.runtime.engine",),
     "_zero3_consolidated_16bit_state_dict": ("deepspeed.runtime.engine.DeepSpeedEngine",),
     # TRL

@@ -197,6 +197,10 @@ def test_bad_input_is_one_line(config, line):
             {"zero_optimization": ZERO, "optimizer": {"type": "OneBitAdam", "params": {}}},
             "optimizer OneBitAdam",
         ),
+        (
+            {"zero_optimization": ZERO, "checkpoint": {"writer": {"type": "python"}}},
+            "writer of checkpoints (checkpoint.writer)",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(config, what):

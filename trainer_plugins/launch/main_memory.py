@@ -4,7 +4,7 @@ The linter and the planner both judge by this file. The one counts tensors by ar
 number of parameters (`lint/offload.py`), the other by running the Trainer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer_plugins.units import MIB, parse_size, size
 
@@ -29,6 +29,9 @@ class HostNeed:
 
     save_bytes: int = 0
     """What a save gathers on top of `tensor_bytes`, in one of the ranks."""
+
+    until_resume_bytes: int | None = None
+    """The tensors at their peak if the run is never resumed; None: as many."""
 
     @property
     def process_bytes(self) -> int:
@@ -70,7 +73,7 @@ class HostLimits:
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
             return (
                 f"it needs {size(need.total_bytes)} of main memory on a machine, "
-                f"which has {size(self.total_bytes)}"
+                f"which has {size(self.total_bytes)}{_without_resuming(need)}"
             )
         if self.pinned_bytes is not None and need.pinned_bytes > self.pinned_bytes:
             return (
@@ -78,6 +81,13 @@ class HostLimits:
                 f"where {size(self.pinned_bytes)} can be pinned"
             )
         return None
+
+
+def _without_resuming(need: HostNeed) -> str:
+    if need.until_resume_bytes in (None, need.tensor_bytes):
+        return ""
+    never = replace(need, tensor_bytes=need.until_resume_bytes, until_resume_bytes=None)
+    return f"; a run that is never resumed needs {size(never.total_bytes)}"
 
 
 def _size(flag: str, text: str) -> int:

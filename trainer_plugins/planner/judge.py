@@ -57,6 +57,7 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
         host_ram_bytes_per_node=watched.host.tensor_bytes,
         host_pinned_bytes_per_node=watched.host.pinned_bytes,
         host_process_bytes_per_node=watched.host.process_bytes,
+        host_moments=dict(trace.host_peaks),
         host_capacity_bytes=request.host.total_bytes,
         host_shortage=shortage,
         capacity_bytes=card.capacity_bytes if card is not None else None,

@@ -63,6 +63,11 @@ def known_category(name: _Name) -> _Name:
     return name
 
 
+def peak_until_resume(peaks: Mapping[Moment, int]) -> int:
+    """Return the highest of these peaks that a run has which is never resumed."""
+    return max((peak for moment, peak in peaks.items() if moment != "resume"), default=0)
+
+
 class PlanError(ValueError):
     """Says in one line why there is no plan for this input."""
 
@@ -236,6 +241,9 @@ class MemoryPlan:
     host_process_bytes_per_node: int = 0
     """What Python and its libraries take of main memory, in all ranks of a node."""
 
+    host_moments: Mapping[Moment, int] = field(default_factory=dict)
+    """The peak of the tensors in main memory, by moment. One that adds nothing there has none."""
+
     host_capacity_bytes: int | None = None
     """The main memory of a node; None if nobody said."""
 
@@ -320,7 +328,7 @@ class MemoryPlan:
     """What was tried to make the run fit and does not, each with what is missing."""
 
     def __post_init__(self) -> None:
-        for moment in (self.moment, *self.moments):
+        for moment in (self.moment, *self.moments, *self.host_moments):
             known_moment(moment)
         for category in self.breakdown:
             known_category(category)

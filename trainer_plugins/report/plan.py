@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.planner.plan import MemoryPlan, at_least
+from trainer_plugins.planner.plan import MemoryPlan, at_least, peak_until_resume
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
 
@@ -141,17 +141,26 @@ def _figures(plan: MemoryPlan) -> Table:
     table.add_row("reserved (max_memory_reserved)", size(plan.reserved_peak_bytes))
     table.add_row("nvidia-smi: reserved plus the context", size(plan.nvidia_smi_peak_bytes))
     pinned = (
-        f", {size(plan.host_pinned_bytes_per_node)} of it pinned"
+        f"; {size(plan.host_pinned_bytes_per_node)} of it pinned"
         if plan.host_pinned_bytes_per_node
         else ""
     )
-    table.add_row("host RAM per node, for tensors", size(plan.host_ram_bytes_per_node) + pinned)
+    tensors = f"{size(plan.host_ram_bytes_per_node)}{_to_resume(plan)}{pinned}"
+    table.add_row("host RAM per node, for tensors", tensors)
     table.add_row(
         "host RAM per node, with Python and its libraries", size(plan.host_bytes_per_node)
     )
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
     table.add_row("trainable parameters", trainable)
     return table
+
+
+def _to_resume(plan: MemoryPlan) -> str:
+    """Say what a run takes of main memory that is never resumed, if that is less."""
+    never = peak_until_resume(plan.host_moments)
+    if not plan.host_moments or size(never) == size(plan.host_ram_bytes_per_node):
+        return ""
+    return f" to resume, else {size(never)}"
 
 
 def _breakdown(plan: MemoryPlan) -> Table:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
 from trainer_plugins.planner.compare.switches import source_of, with_flags
-from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.rehearse.watch import Watched, read_arguments
 from trainer_plugins.planner.request import PlanRequest
 
@@ -122,7 +122,12 @@ def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
         trace=trace,
         num_parameters=num_parameters,
         num_trainable_parameters=num_trainable,
-        host=replace(seen[0].host, tensor_bytes=trace.host_peak_bytes, pinned_bytes=pinned),
+        host=replace(
+            seen[0].host,
+            tensor_bytes=trace.host_peak_bytes,
+            pinned_bytes=pinned,
+            until_resume_bytes=peak_until_resume(trace.host_peaks),
+        ),
         streamed=_streamed(seen[0].streamed, seen[1].streamed, num_more),
     )
 
@@ -162,6 +167,7 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
         host_pinned_bytes_per_node=further(
             first.host_pinned_bytes_per_node, second.host_pinned_bytes_per_node
         ),
+        host_moments={},
         host_shortage=None,
         streamed=_streamed(first.streamed, second.streamed, num_more),
         fits=None if second.capacity_bytes is None else peak <= second.capacity_bytes,

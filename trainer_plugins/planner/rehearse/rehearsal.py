@@ -12,7 +12,7 @@ from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.evaluation import evaluate
 from trainer_plugins.planner.rehearse.generation import Generation
-from trainer_plugins.planner.sharded import sharded_checkpoint
+from trainer_plugins.planner.sharded import sharded_checkpoint, zero_checkpoint
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
@@ -72,7 +72,9 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         is_sharded = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
         if run.saves:
             (sharded_checkpoint.save if is_sharded else _save)(trainer, tracker)
-        if run.saves and run.resumes and not trainer.is_deepspeed_enabled:
+        if run.saves and run.resumes and trainer.is_deepspeed_enabled:
+            zero_checkpoint.save_and_resume(trainer, tracker)
+        elif run.saves and run.resumes:
             (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from trainer_plugins.launch.main_memory import HostNeed
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.plan import PlanError, Streamed
+from trainer_plugins.planner.plan import PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.pretend import eight_bit, fake_cuda
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.rehearse import refusals, rollout
@@ -107,6 +107,7 @@ def watch(request: PlanRequest) -> Watched:
             tensor_bytes=trace.host_peak_bytes,
             pinned_bytes=tracker.host.pinned_bytes,
             num_ranks=request.gpus_per_node,
+            until_resume_bytes=peak_until_resume(trace.host_peaks),
         ),
         not_predicted=strategy.not_predicted,
         not_reliable=(

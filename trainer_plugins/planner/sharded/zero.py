@@ -21,7 +21,7 @@ from trainer_plugins.planner.trainer import Arguments, TrainerLike
 class Zero:
     """Divides optimizer states, gradients and weights into parts, one for each rank."""
 
-    not_predicted: tuple[str, ...] = (OF_NCCL, "resuming under ZeRO")
+    not_predicted: tuple[str, ...] = (OF_NCCL,)
     not_reliable: tuple[str, ...] = (
         "ZeRO: DeepSpeed's own engine runs on tensors without bytes; checked against the same "
         "engine with bytes on CPU, not on a GPU",
@@ -35,6 +35,7 @@ class Zero:
 
     @contextlib.contextmanager
     def around(self, tracker: Tracker) -> Iterator[None]:
+        from trainer_plugins.planner.sharded.zero_checkpoint import why_not_resumed
         from trainer_plugins.planner.sharded.zero_engine import engine_without_bytes
 
         os.environ.update(_exported(self._request))
@@ -47,6 +48,8 @@ class Zero:
                 raise NotPredicted(
                     "DeepSpeed: in this run no engine takes the steps of the Trainer"
                 )
+            if (left_out := why_not_resumed(engines[-1])) is not None:
+                self.not_predicted += (left_out,)
 
     def prepare(self, trainer: TrainerLike) -> None:
         pass

@@ -155,6 +155,8 @@ def _unplanned(config: dict[str, Any]) -> Iterator[str]:
         yield "ZenFlow (zero_optimization.zenflow)"
     if zero.get("leaf_module"):
         yield "leaf modules (zero_optimization.leaf_module)"
+    if part(config, "checkpoint.writer"):
+        yield "DeepSpeed's own writer of checkpoints (checkpoint.writer)"
     for key, value in config.items():
         enabled = value.get("enabled", True) if isinstance(value, dict) else value
         if key not in _PLANNED and value and enabled:

@@ -191,11 +191,8 @@ def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines:
         return done
 
     def consolidated(*args: object, **kwargs: object) -> object:
-        ranks, tracker.host.ranks = tracker.host.ranks, 1  # only rank 0 keeps what is gathered
-        try:
+        with tracker.host.in_ranks(1):  # only rank 0 keeps what is gathered
             return consolidate(*args, **kwargs)
-        finally:
-            tracker.host.ranks = ranks
 
     stack.enter_context(patch.object(DeepSpeedEngine, "__init__", made))
     stack.enter_context(patch.object(DeepSpeedEngine, "step", stepped))

@@ -2,6 +2,8 @@
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,6 +35,15 @@ class HostMemory:
         self._free: dict[tuple[int, int], int] = defaultdict(int)
         self._bytes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._truths: dict[int, str] = {}
+
+    @contextmanager
+    def in_ranks(self, num_ranks: int) -> Iterator[None]:
+        """Count what is made inside the block for so many processes of the node."""
+        before, self.ranks = self.ranks, num_ranks
+        try:
+            yield
+        finally:
+            self.ranks = before
 
     def see(self, storage: torch.UntypedStorage, moment: Moment) -> None:
         """Count a storage, unless it was counted before."""
