@@ -111,6 +111,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_from_config": ("transformers.PreTrainedModel",),
     "_get_collator_with_removed_columns": (TRAINER,),
     "_gradient_checkpointing_func": (MODEL,),
+    "_n_gpu": ("transformers.TrainingArguments",),
+    "_skip_keys_device_placement": ("transformers.PreTrainedModel",),
     "_supports_sdpa": (MODEL,),
     "_has_unfinished_sequences": ("transformers.GenerationMixin",),
     "_inner_training_loop": (TRAINER,),
@@ -139,6 +141,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_train_batch_size": ("transformers.trainer",),
     "_wrap_model": (TRAINER,),
     # accelerate
+    "_hf_hook": ("accelerate.hooks",),
+    "_old_forward": ("accelerate.hooks",),
     "_original_forward": ("accelerate.utils.other",),
     "_prepare_backend": ("accelerate.PartialState",),
     "_prepare_fsdp2": ("accelerate.Accelerator",),

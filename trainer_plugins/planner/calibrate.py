@@ -217,8 +217,13 @@ def refuse_another_run(
     """Refuse the timelines of a run that cannot be the planned one.
 
     Raises:
-        PlanError: they are of another model, world size or card.
+        PlanError: they are of another model, world size or card, or of one card of several.
     """
+    if plan.cards:
+        raise PlanError(
+            f"{flag}: the plan is of the fullest of {len(plan.cards)} cards of one process, and a"
+            " timeline is of its first: compare max_memory_reserved of each with plan.cards"
+        )
     for rank, entries in ranks.items():
         for entry in entries:
             if isinstance(entry, Beginning):

@@ -1,6 +1,7 @@
 """Apply the allocator's rules of a card to a rehearsal, and make a plan of it."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from trainer_plugins.allocator.model import AllocatorRules
@@ -11,14 +12,15 @@ from trainer_plugins.planner.cards import Card, about_context, about_size
 from trainer_plugins.planner.plan import (
     Category,
     MemoryPlan,
+    MomentPeak,
     PlanError,
     TensorAtPeak,
     TensorsAtPeak,
 )
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tracing.events import Storage, Trace
 from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
-from trainer_plugins.planner.tracing.trace import Storage, Trace
 from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 
@@ -41,8 +43,44 @@ def rules_of(request: PlanRequest) -> AllocatorRules:
 
 
 def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:
-    """Replay a rehearsal through the allocator of the card, and make a plan of it."""
+    """Replay a rehearsal through the allocator of the card, and make a plan of it.
+
+    Of several cards it is the plan of the worst: one that is full, else the one that holds most.
+    """
     progress.step("replaying its allocations")
+    plans = {
+        card: _judge_card(request, replace(watched, trace=trace), rules)
+        for card, trace in watched.trace.by_card().items()
+    }
+    worst = max(
+        plans, key=lambda card: (plans[card].fits is False, plans[card].reserved_peak_bytes)
+    )
+    if len(plans) == 1:
+        return plans[worst]
+    nothing = MomentPeak(allocated_bytes=0, reserved_bytes=0)
+    peaks = {card: _whole_peak(plan) for card, plan in plans.items()}
+    return replace(
+        plans[worst],
+        cards=tuple(peaks.get(card, nothing) for card in range(max(plans) + 1)),
+        assumptions=(*plans[worst].assumptions, _about_cards(peaks, worst)),
+    )
+
+
+def _whole_peak(plan: MemoryPlan) -> MomentPeak:
+    return MomentPeak(
+        allocated_bytes=plan.allocated_peak_bytes, reserved_bytes=plan.reserved_peak_bytes
+    )
+
+
+def _about_cards(peaks: Mapping[int, MomentPeak], worst: int) -> str:
+    each = ", ".join(f"card {card}: {size(peak.reserved_bytes)}" for card, peak in peaks.items())
+    return (
+        f"one process spreads the model over its cards (device_map), which are taken as alike; "
+        f"they reserve at the peak {each}, and all other figures are of card {worst}"
+    )
+
+
+def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:
     card, trace, versions = request.card, watched.trace, installed()
     unlimited = replay(trace, None, rules)
     on_card = _on_card(card, watched, rules)

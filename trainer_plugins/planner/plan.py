@@ -140,7 +140,7 @@ class TensorsAtPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
-    """Holds the peaks of one moment. Sizes in bytes."""
+    """Holds the peaks of one moment, or of one card. Sizes in bytes."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -296,7 +296,10 @@ class MemoryPlan:
     """The name of the card; None if no card was named."""
 
     num_gpus: int = 1
-    """How many cards train together."""
+    """How many cards train together, or processes if each has several."""
+
+    cards: tuple[MomentPeak, ...] = ()
+    """The peaks of each card of a process that has several, by index; the rest is of the worst."""
 
     context_bytes: int = 0
     """The part of `nvidia_smi_peak_bytes` that is outside torch's allocator."""
@@ -386,6 +389,7 @@ class MemoryPlan:
             )
             if fields.get("streamed") is not None:
                 fields["streamed"] = Streamed(**fields["streamed"])
+            fields["cards"] = tuple(MomentPeak(**each) for each in fields.get("cards", ()))
             fields["timeline"] = tuple(
                 (moment, now, held) for moment, now, held in fields["timeline"]
             )

@@ -21,6 +21,9 @@ TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "
 RESIDENT_LAYERS = 2
 """How many layers of a streamed base are on the card by default: one computes, the next comes."""
 
+MOST_CARDS = 16
+"""The most cards of one process: `kMostCards` of pretend/fake_cuda.cpp."""
+
 OPTIMIZER_STEPS = 3
 """How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
 second step is the first that has them. Reserved memory grows until the third: only then do blocks
@@ -114,6 +117,9 @@ class TrainerSource:
     num_evaluation_batches: int = 0
     left_out: tuple[str, ...] = ()
     """Attributes of the Trainer that cannot be pickled."""
+
+    device_map: Mapping[str, int] = field(default_factory=dict)
+    """The card of each part of a model that is spread over the cards of a process, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

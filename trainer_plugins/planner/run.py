@@ -20,7 +20,7 @@ from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchReque
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.request import MOST_CARDS, ConfigSource, PlanRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -242,7 +242,8 @@ def _python(request: PlanRequest | SearchRequest) -> list[str]:
     python = [sys.executable, "-X", "faulthandler"]
     if request.device == "simgpu":
         capacity = request.card.capacity_bytes if request.card is not None else 1 << 40
-        return [*python, "-m", "trainer_plugins.testing.simgpu", "--capacity", str(capacity)]
+        own = ["--capacity", str(capacity), "--indices", str(MOST_CARDS)]
+        return [*python, "-m", "trainer_plugins.testing.simgpu", *own]
     return python
 
 

@@ -52,7 +52,8 @@ def verdict(plan: MemoryPlan) -> str:
 
 def details(plan: MemoryPlan) -> list[str]:
     """Say what the verdict rests on."""
-    peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of each GPU"
+    whose = f"the fullest of {len(plan.cards)} cards" if plan.cards else "each GPU"
+    peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of {whose}"
     if plan.capacity_bytes is None:
         return [f"{peak}. Name a card with --gpu to learn whether that fits", *_streamed(plan)]
     if plan.fits_card:

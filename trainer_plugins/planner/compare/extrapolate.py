@@ -13,7 +13,7 @@ from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
 from trainer_plugins.planner.plan import Category, Moment
-from trainer_plugins.planner.tracing.trace import ALLOC, FREE, Event, Storage, Trace
+from trainer_plugins.planner.tracing.events import ALLOC, FREE, Event, Storage, Trace
 
 _FAR = 100
 """How many events must agree after a difference, until its reading is taken as certain."""

@@ -34,6 +34,9 @@ class World:
     memory_bytes: int = 80 * GIB
     """The memory of the card, as a program is told that asks for it."""
 
+    num_cards: int = 1
+    """How many such cards the process has."""
+
     num_multiprocessors: int = 132
     """How many programs of a kernel run at once on the card."""
 
@@ -343,10 +346,14 @@ def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
         gcnArchName = ""  # noqa: N815 - torch's name
         uuid = "00000000-0000-0000-0000-000000000000"
 
+    def allocated(device: Any = None) -> int:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        return tracker.allocated_bytes[index or 0]
+
     answers: dict[str, object] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: world.num_cards,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device": contextlib.nullcontext,  # as in `with torch.cuda.device(0):`
@@ -366,13 +373,13 @@ def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
         "set_rng_state": lambda state, device="cuda": None,
         "set_rng_state_all": lambda states: None,
         "mem_get_info": lambda device=None: (
-            world.memory_bytes - tracker.allocated_bytes,
+            world.memory_bytes - allocated(device),
             world.memory_bytes,
         ),
-        "memory_allocated": lambda device=None: tracker.allocated_bytes,
-        "max_memory_allocated": lambda device=None: tracker.allocated_bytes,
-        "memory_reserved": lambda device=None: tracker.allocated_bytes,
-        "max_memory_reserved": lambda device=None: tracker.allocated_bytes,
+        "memory_allocated": allocated,
+        "max_memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_reserved": allocated,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: {},
         **streams.answers(tracker),

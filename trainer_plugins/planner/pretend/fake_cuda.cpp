@@ -1,5 +1,5 @@
-// What autograd asks of CUDA before it runs a backward on tensors that have a device and no bytes: a guard of one card
-// and one stream, on which work is done when it is asked for, and hooks that say CUDA is built and has no context yet.
+// What autograd asks of CUDA before it runs a backward on tensors that have a device and no bytes: a guard of cards
+// with one stream each, on which work is done when it is asked for, and hooks that say CUDA is built and has no context yet.
 // Nothing else of CUDA is here. (c10's NoOpDeviceGuardImpl will not do: its device has the index -1, and autograd keeps
 // a list by that index.)
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -9,21 +9,30 @@
 
 namespace {
 
-const c10::Device kCard(c10::DeviceType::CUDA, 0);
-const c10::Stream kStream(c10::Stream::DEFAULT, kCard);
+// Autograd starts a thread for each when the first backward runs; one without work waits. A process uses one card or,
+// if its model is spread over several, as many as MOST_CARDS of request.py.
+constexpr c10::DeviceIndex kMostCards = 16;
+thread_local c10::DeviceIndex current = 0;
+
+c10::Device card(c10::DeviceIndex index) { return c10::Device(c10::DeviceType::CUDA, index < 0 ? current : index); }
+c10::Stream stream(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, card(device.index())); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  c10::Device getDevice() const override { return kCard; }
-  c10::Device exchangeDevice(c10::Device /*device*/) const override { return kCard; }
-  void setDevice(c10::Device /*device*/) const override {}
-  void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device /*device*/) const override { return kStream; }
-  c10::Stream getDefaultStream(c10::Device /*device*/) const override { return kStream; }
-  c10::Stream getStreamFromGlobalPool(c10::Device /*device*/, bool /*high*/) const override { return kStream; }
-  c10::Stream getNewStream(c10::Device /*device*/, int /*priority*/) const override { return kStream; }
-  c10::Stream exchangeStream(c10::Stream /*stream*/) const override { return kStream; }
+  c10::Device getDevice() const override { return card(current); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = card(current);
+    setDevice(device);
+    return before;
+  }
+  void setDevice(c10::Device device) const override { uncheckedSetDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = card(device.index()).index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kMostCards; }
+  c10::Stream getStream(c10::Device device) const override { return stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*high*/) const override { return stream(device); }
+  c10::Stream getNewStream(c10::Device device, int /*priority*/) const override { return stream(device); }
+  c10::Stream exchangeStream(c10::Stream stream_) const override { return stream(stream_.device()); }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& /*stream*/) const override {}
   void synchronizeDevice(c10::DeviceIndex /*device*/) const override {}

@@ -350,16 +350,21 @@ def prepared(model: Any) -> Any:
 
 def place(model: Any, device: torch.device) -> None:
     """Move a quantised model of the user to the card, which transformers refuses to do."""
-    torch.nn.Module.to(model, device)
-    for part in model.modules():
+    move(model, device)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.hf_device_map = {"": device}
+
+
+def move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a part of a model, quantised or not, with what is neither parameter nor buffer."""
+    torch.nn.Module.to(module, device)
+    for part in module.modules():
         if isinstance(part, Linear4bit) and part.quant_state is not None:
             part.quant_state.to(device)
             vars(part.weight)["quantised_numel"] = part.quant_state.shape.numel()
         elif isinstance(part, Linear8bitLt):
             part.state.CB = part.weight.data
             part.state.SCB = torch.empty(part.weight.shape[0], device=device)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.hf_device_map = {"": device}
 
 
 def tell_weights(model: torch.nn.Module) -> None:

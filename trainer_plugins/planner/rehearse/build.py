@@ -1,5 +1,6 @@
 """Make the Trainer that is rehearsed: from a config and flags, or from the user's own Trainer."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer_plugins.planner.rehearse.model import adapter_of, model_of
 from trainer_plugins.planner.rehearse.numbers import asked_of, copied
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
+from trainer_plugins.planner.rehearse.spread import spread
 from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Streaming
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, optimizer_name, text_of
@@ -161,7 +163,8 @@ def _of_trainer(
     if b"bitsandbytes" in source.trainer:  # its layers are unpickled by name
         quantised.stand_in_for_bitsandbytes()
     sent = ship.loads(source.trainer)
-    trainer = _revived(sent, rehearsed_arguments(args, output_dir), streaming)
+    args_here = rehearsed_arguments(args, output_dir)
+    trainer = _revived(sent, args_here, source.device_map, streaming)
     if trainer.args.device.type == "cuda":
         fused_head.kernels_take_nothing()
     batch = ship.loads(source.batch)
@@ -179,7 +182,9 @@ def _of_trainer(
     )
 
 
-def _revived(sent: dict[str, Any], args: Any, streaming: Streaming) -> Any:
+def _revived(
+    sent: dict[str, Any], args: Any, device_map: Mapping[str, int], streaming: Streaming
+) -> Any:
     """Restore the user's Trainer; make anew what belongs to a process or a device."""
     import transformers
     from transformers.trainer_callback import (
@@ -210,7 +215,10 @@ def _revived(sent: dict[str, Any], args: Any, streaming: Streaming) -> Any:
     if rollout.generates(trainer):
         rollout.revive(trainer)
     streaming.begin(trainer)
-    if quantised.has_stand_ins(trainer.model):
+    if device_map:
+        spread(trainer.model, device_map, args.device.type)
+        args._n_gpu = 1  # as the Trainer's constructor says
+    elif quantised.has_stand_ins(trainer.model):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)

@@ -17,9 +17,10 @@ import torch
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.numbers import with_numbers
+from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
 from trainer_plugins.streaming.stream import stream_of
@@ -72,12 +73,12 @@ def request_of(
     Raises:
         PlanError: there is no data to take a batch from, or a part of the Trainer cannot be
             pickled.
-        NotPredicted: its model is spread over several cards.
+        NotPredicted: parts of its model are on no card.
     """
-    if getattr(trainer, "is_model_parallel", False):
-        raise NotPredicted("a model spread over several devices (hf_device_map)")
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one in place of model_init")
+    device_map = device_map_of(trainer, num_gpus)
+    num_gpus = 1 if device_map else num_gpus or max(1, trainer.args.world_size)
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
     with undisturbed(trainer):
@@ -93,6 +94,7 @@ def request_of(
                 else None,
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
+                device_map=device_map,
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
@@ -107,8 +109,8 @@ def request_of(
         card=card or here,
         host=host,
         allocator=allocator,
-        num_gpus=num_gpus or max(1, args.world_size),
-        num_nodes=_num_nodes(num_gpus or max(1, args.world_size)),
+        num_gpus=num_gpus,
+        num_nodes=_num_nodes(num_gpus),
         environment=_exported(),
         deepspeed=_deepspeed(trainer),
         has_padding=has_padding,

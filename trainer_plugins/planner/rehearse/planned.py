@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
 
@@ -69,4 +69,7 @@ def _strategy(request: PlanRequest, args: Arguments) -> str:
         return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
     if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
         return "FSDP2"
+    source = request.source
+    if isinstance(source, TrainerSource) and (cards := {*source.device_map.values()} - {0}):
+        return f"one process, {len(cards | {0})} cards (device_map)"
     return "DDP" if request.num_gpus > 1 else "one card"

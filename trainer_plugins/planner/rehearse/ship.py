@@ -40,6 +40,12 @@ _LEFT_HERE = frozenset(
     }
 )
 
+_FORWARDS = frozenset({"_old_forward", "_original_forward"})
+"""Where accelerate keeps what `forward` was, in a module that it dispatches or prepares."""
+
+_OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
+"""All that it writes to such a module (accelerate's hooks.py, big_modeling.py, accelerator.py)."""
+
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
     """Pickle what a rehearsal needs of a Trainer, and name the attributes that cannot be pickled.
@@ -135,7 +141,7 @@ class _Pickler(pickle.Pickler):
             return torch.device, ("cpu",)
         if isinstance(value, torch.Generator):
             return torch.Generator, ()
-        if isinstance(value, torch.nn.Module) and "_original_forward" in vars(value):
+        if isinstance(value, torch.nn.Module) and vars(value).keys() & _FORWARDS:
             return _without_what_accelerate_did(value)
         return self._by_value.reduce(value)
 
@@ -154,10 +160,14 @@ _ShapeOf = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, torch.dty
 
 
 def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[object, ...]:
-    """Reduce a model to its original `forward`: accelerate's autocast cannot be pickled."""
+    """Reduce a module to its original `forward`: accelerate's autocast cannot be pickled.
+
+    Its hooks, which move inputs between cards, are attached again where the model is spread again.
+    """
     made: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    state = dict(made[2])
-    state["forward"] = state.pop("_original_forward")
+    state = {name: value for name, value in made[2].items() if name not in _OF_ACCELERATE}
+    found = (made[2].get(name) for name in ("_old_forward", "_original_forward"))
+    state["forward"] = next(each for each in found if each is not None)
     return (made[0], made[1], state, *made[3:])
 
 

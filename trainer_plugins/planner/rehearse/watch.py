@@ -10,7 +10,7 @@ import torch
 
 from trainer_plugins.launch.main_memory import HostNeed
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.plan import PlanError, Streamed, peak_until_resume
+from trainer_plugins.planner.plan import NotPredicted, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.pretend import eight_bit, fake_cuda
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.rehearse import refusals, rollout
@@ -19,12 +19,14 @@ from trainer_plugins.planner.rehearse.build import rehearsal_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
 from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
+from trainer_plugins.planner.rehearse.spread import num_cards_of
 from trainer_plugins.planner.rehearse.streamed import Streaming
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.sharded.launched import resolved
 from trainer_plugins.planner.sharded.ranks import forget_accelerate
 from trainer_plugins.planner.sharded.strategies import Strategy, strategy_of
-from trainer_plugins.planner.tracing.trace import Trace, Tracker
+from trainer_plugins.planner.tracing.events import Trace
+from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments
 
 
@@ -78,9 +80,10 @@ def watch(request: PlanRequest) -> Watched:
     """
     request = resolved(request)
     os.environ.update(request.environment)
-    _make_ready(request.device)
+    world = _world_of(request)
+    _make_ready(request.device, world.num_cards)
     forget_accelerate()
-    with tempfile.TemporaryDirectory() as folder, in_world(_world_of(request)) as tracker:
+    with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
         args = arguments_of(request.source)
         refusals.refuse_arguments(args, request.device)
         rollout.check_card(args, request.card)
@@ -147,10 +150,13 @@ def _rehearsed(
 
 
 def _world_of(request: PlanRequest) -> World:
+    source = request.source
+    num_cards = num_cards_of(source.device_map) if isinstance(source, TrainerSource) else 1
     world = World(
         device=request.device,
         has_padding=request.has_padding is True,
         packed_sequences=request.packed_sequences,
+        num_cards=num_cards,
     )
     if request.card is None:
         return world
@@ -162,14 +168,19 @@ def _world_of(request: PlanRequest) -> World:
     )
 
 
-def _make_ready(device: str) -> None:
+def _make_ready(device: str, num_cards: int = 1) -> None:
     """Let fake tensors on this type of device have gradients, in this process and for good."""
     if device == "cuda":
         progress.step("compiling a fake CUDA device")
         try:
-            fake_cuda.install_once()
+            how = fake_cuda.install_once()
         except fake_cuda.NoFakeCuda as error:
             raise PlanError(str(error)) from error
+        if how != "compiled" and num_cards > 1:
+            raise NotPredicted(
+                "a model spread over several cards where no C++ compiler is found (g++, or the one"
+                " that CXX names)"
+            )
 
 
 def _not_watched(tracker: Tracker) -> list[str]:

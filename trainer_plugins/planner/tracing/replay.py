@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.planner.plan import MOMENTS, Moment, MomentPeak, known_moment
-from trainer_plugins.planner.tracing.trace import ALLOC, EMPTY_CACHE, FREE, Storage, Trace
+from trainer_plugins.planner.tracing.events import ALLOC, EMPTY_CACHE, FREE, Storage, Trace
 
 _TIMELINE_POINTS = 400
 

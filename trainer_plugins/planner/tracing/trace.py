@@ -5,10 +5,10 @@ Imports torch.
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,61 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import Category, Moment, known_category, known_moment
 from trainer_plugins.planner.tracing import kernels
+from trainer_plugins.planner.tracing.events import (
+    ALLOC,
+    BEGIN,
+    EMPTY_CACHE,
+    FREE,
+    Event,
+    Storage,
+    Trace,
+)
 from trainer_plugins.planner.tracing.graph import Graph
 from trainer_plugins.planner.tracing.host import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.values import Values
 
-ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
-
 _ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
 _DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
-
-
-@dataclass(slots=True)
-class Storage:
-    """Describes one allocation of the run.
-
-    Its category may change later: only after the backward is it known what is a gradient.
-    """
-
-    num_bytes: int
-    stream: int
-    moment: Moment
-    operation: str
-    module: str
-    category: Category
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Event(NamedTuple):
-    """Describes an `ALLOC` or `FREE` of a storage, an `EMPTY_CACHE`, or the `BEGIN` of a moment."""
-
-    kind: int
-    number: int
-    """The index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`."""
-
-    moment: Moment
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Holds the events of one card in their order."""
-
-    storages: tuple[Storage, ...]
-    events: tuple[Event, ...]
-    host_peaks: Mapping[Moment, int] = field(default_factory=dict)
-    """By moment, the peak of the tensors in a node's main memory, in bytes."""
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Return the highest peak of all moments."""
-        return max(self.host_peaks.values(), default=0)
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,12 +90,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether something was selected by a mask, whose ones cannot be counted here."""
 
         self.values = Values()
-        self.allocated_bytes = 0
+        self.allocated_bytes: Counter[int] = Counter()
+        """What each card holds now, by its index."""
+
         self._card = card
+        # a backward on several cards has a thread for each, and FakeTensorMode a state for all
+        self._one_at_a_time = threading.RLock()
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._known: dict[int, tuple[_StorageRef, list[int]]] = {}
-        self._workspaces: set[tuple[int, str]] = set()
+        self._workspaces: set[tuple[int, str, int]] = set()
 
     @property
     def moment(self) -> Moment:
@@ -227,15 +196,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._free(entry[1][0])
             entry[1][0] = self._alloc(storage.nbytes(), before.operation, None, like=before)
 
-    def transient(self, sizes: Iterable[int], operation: str) -> None:
-        """Count what a kernel takes from the allocator while it runs, each size in bytes."""
-        made = [self._alloc(size, operation, None, category="workspaces") for size in sizes if size]
+    def transient(self, sizes: Iterable[int], operation: str, card: int = 0) -> None:
+        """Count what a kernel takes from a card while it runs, each size in bytes."""
+        made = [
+            self._alloc(size, operation, None, category="workspaces", card=card)
+            for size in sizes
+            if size
+        ]
         for each in made:
             self._free(each)
 
-    def keep_workspace(self, num_bytes: int, operation: str) -> None:
-        """Count bytes that a library takes at its first use, and keeps."""
-        self._alloc(num_bytes, operation, None, category="workspaces")
+    def keep_workspace(self, num_bytes: int, operation: str, card: int = 0) -> None:
+        """Count bytes that a library takes of a card at its first use, and keeps."""
+        self._alloc(num_bytes, operation, None, category="workspaces", card=card)
 
     def emptied(self) -> None:
         """Note that the program gave the cache back."""
@@ -248,7 +221,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: OperatorArgs = (),
         kwargs: OperatorKwargs | None = None,
     ) -> object:
-        kwargs = kwargs or {}
+        with self._one_at_a_time:
+            return self._dispatched(func, types, args, kwargs or {})
+
+    def _dispatched(
+        self, func: Any, types: Iterable[type], args: OperatorArgs, kwargs: OperatorKwargs
+    ) -> object:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls; the mode below would be slow
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -280,8 +258,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in item if isinstance(item, (tuple, list)) else (item,):
                     if isinstance(tensor, torch.Tensor):
                         self._see_result(tensor, name, args)
-        if self._card is not None:  # a kernel allocates its results first
-            self.transient(self._card.transients(func, args), name)
+        # a kernel allocates its results first
+        if self._card is not None and (sizes := self._card.transients(func, args)):
+            self.transient(sizes, name, _card_of(args[1]))
         return result
 
     def _see_result(self, tensor: torch.Tensor, name: str, args: OperatorArgs) -> None:
@@ -304,11 +283,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _use_kernels(self, func: Operator, args: OperatorArgs) -> None:
         assert self._card is not None
         for library, num_bytes in self._card.workspaces(func, args):
-            # each thread has its own handle, and a workspace with it
-            used = (threading.get_ident(), library)
+            # each thread has its own handle for each card, and a workspace with it
+            card = _card_of(args[-1])
+            used = (threading.get_ident(), library, card)
             if args[-1].device.type == self.device and used not in self._workspaces:
                 self._workspaces.add(used)
-                self.keep_workspace(num_bytes, library)
+                self.keep_workspace(num_bytes, library, card)
 
     def _alloc(
         self,
@@ -317,6 +297,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor: torch.Tensor | None,
         category: Category | None = None,
         like: Storage | None = None,
+        card: int = 0,
     ) -> int:
         shape = tuple(tensor.shape) if tensor is not None else ()
         if like is not None:
@@ -329,6 +310,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 like.category,
                 like.shape,
                 like.dtype,
+                like.card,
             )
         else:
             dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "bytes"
@@ -340,19 +322,27 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 category = "logits and loss" if is_logits else "activations"
             module = self.module or self.graph.module_running()
             record = Storage(
-                num_bytes, self.stream, self.moment, operation, module, category, shape, dtype
+                num_bytes,
+                self.stream,
+                self.moment,
+                operation,
+                module,
+                category,
+                shape,
+                dtype,
+                _card_of(tensor) if tensor is not None else card,
             )
         self._storages.append(record)
         index = len(self._storages) - 1
         if num_bytes:
             self._events.append(Event(ALLOC, index, self.moment))
-            self.allocated_bytes += num_bytes
+            self.allocated_bytes[record.card] += num_bytes
         return index
 
     def _free(self, index: int) -> None:
         if self._storages[index].num_bytes:
             self._events.append(Event(FREE, index, self.moment))
-            self.allocated_bytes -= self._storages[index].num_bytes
+            self.allocated_bytes[self._storages[index].card] -= self._storages[index].num_bytes
 
     def _remember(self, storage: torch.UntypedStorage, index: int) -> None:
         key, current = key_of(storage), [index]
@@ -392,6 +382,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # steps is on the host.
             return 0.0 if self.moment == "optimizer step" and made_by is not None else 1.0
         return self.values.asked.count
+
+
+def _card_of(tensor: torch.Tensor) -> int:
+    return tensor.device.index or 0
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

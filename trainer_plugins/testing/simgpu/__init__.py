@@ -68,7 +68,9 @@ _library: ctypes.CDLL | None = None
 _card: SimCard | None = None
 
 
-def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> None:
+def enable(
+    capacity_bytes: int | None = None, card: SimCard | None = None, num_indices: int | None = None
+) -> None:
     """Make simgpu the accelerator of this process, before the Trainer's arguments are built.
 
     A second call only sets the capacity.
@@ -77,6 +79,9 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
         capacity_bytes: the memory of the card; None leaves the given card's as it is.
         card: the card to use, which gets that capacity; None is the one that `SIMGPU_CARD` names,
             or else a private one, removed when the process ends.
+        num_indices: how many indices `simgpu:0`, `simgpu:1` and so on are accepted; None is one
+            for each rank of the machine. All memory is of the first; tensors without bytes are on
+            any.
 
     Raises:
         ValueError: the capacity is below 2 MiB or unknown, or a second call names another card.
@@ -102,7 +107,7 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
     _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), _process_name().encode()))
     library.simgpu_expandable(_has_expandable_segments(os.environ))
     _library, _card = library, chosen
-    _register(library)
+    _register(library, num_indices or max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def is_enabled() -> bool:
@@ -172,14 +177,13 @@ def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
     return bool(InForce(text).value("expandable_segments"))
 
 
-def _register(library: ctypes.CDLL) -> None:
+def _register(library: ctypes.CDLL, num_indices: int) -> None:
     import torch
     from torch.utils import backend_registration
 
     from trainer_plugins.testing.simgpu.module import make_module
     from trainer_plugins.testing.simgpu.teach import teach_libraries
 
-    num_indices = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend_registration.rename_privateuse1_backend("simgpu")
     _check(library, library.simgpu_register(num_indices))
     module = make_module(_require_card, num_indices, library.simgpu_limit)

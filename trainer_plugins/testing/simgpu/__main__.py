@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         card = simgpu.SimCard(options.card) if options.card and options.card.exists() else None
         if options.card and card is None:
             os.environ["SIMGPU_CARD"] = str(options.card)  # the first process to need it creates it
-        simgpu.enable(options.capacity, card)
+        simgpu.enable(options.capacity, card, options.indices)
     except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
         _refuse(str(error))
     try:
@@ -51,6 +51,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--card", metavar="PATH", type=Path, help="a card file to share with other processes"
+    )
+    parser.add_argument(
+        "--indices", metavar="N", type=int, help="accept simgpu:0 to simgpu:N-1, of one memory"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the command is a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

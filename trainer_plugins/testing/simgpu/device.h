@@ -89,20 +89,25 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 // recording.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   using Clock = std::chrono::steady_clock;
-  static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
+  // Memory is that of one card, the first; only tensors without bytes are ever on another.
+  static c10::Stream stream(c10::Device device) {
+    return c10::Stream(c10::Stream::DEFAULT, device.has_index() ? device : kDevice);
+  }
 
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   c10::Device getDevice() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device /*device*/) const override { return kDevice; }
   void setDevice(c10::Device device) const override { check_device(device); }
   void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
-  // One, whatever the number of accepted indices: autograd starts one thread for each.
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device /*device*/) const override { return stream(); }
-  c10::Stream getDefaultStream(c10::Device /*device*/) const override { return stream(); }
-  c10::Stream getStreamFromGlobalPool(c10::Device /*device*/, bool /*high*/) const override { return stream(); }
-  c10::Stream getNewStream(c10::Device /*device*/, int /*priority*/) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream /*stream*/) const override { return stream(); }
+  // Autograd starts a thread for each.
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return static_cast<c10::DeviceIndex>(num_device_indices.load());
+  }
+  c10::Stream getStream(c10::Device device) const override { return stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*high*/) const override { return stream(device); }
+  c10::Stream getNewStream(c10::Device device, int /*priority*/) const override { return stream(device); }
+  c10::Stream exchangeStream(c10::Stream before) const override { return stream(before.device()); }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& /*stream*/) const override {}
   void synchronizeDevice(c10::DeviceIndex /*device*/) const override {}

@@ -1,0 +1,119 @@
+"""Spread a model over the cards of one process, as its `device_map` says. Imports torch.
+
+Each part computes on its own card, one after the other, and accelerate's hooks move what passes
+between them. The Trainer then makes one process of all cards (`is_model_parallel`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.pretend import quantised
+from trainer_plugins.planner.request import MOST_CARDS
+from trainer_plugins.planner.tracing.host import key_of
+
+_ELSEWHERE = ("cpu", "disk")
+
+
+def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
+    """Return on which card each part of a Trainer's model lies, by its name; empty if all on one.
+
+    Raises:
+        PlanError: the run is to have another number of cards.
+        NotPredicted: parts of it are on no card, or other processes train with it.
+    """
+    if not getattr(trainer, "is_model_parallel", False):
+        return {}
+    placed: Mapping[str, object] = trainer.model.hf_device_map
+    away = sorted(name for name, device in placed.items() if str(device) in _ELSEWHERE)
+    if away:
+        raise NotPredicted(f"parts of a model that its device_map leaves off the cards ({away[0]})")
+    if trainer.args.world_size > 1:
+        raise NotPredicted(
+            "a model spread over several cards (hf_device_map) in each of many ranks"
+        )
+    others = (value for name, value in vars(trainer).items() if not name.startswith("model"))
+    if any(len(set((getattr(each, "hf_device_map", None) or {}).values())) > 1 for each in others):
+        raise NotPredicted("a second model of the Trainer that is spread over several cards")
+    found = {name: _index(device) for name, device in placed.items()}
+    num_cards = num_cards_of(found)
+    if num_gpus not in (None, 1, num_cards):
+        raise PlanError(f"the model is spread over {num_cards} cards, and num_gpus is {num_gpus}")
+    if num_cards > MOST_CARDS:
+        raise NotPredicted(f"a model spread over {num_cards} cards: up to {MOST_CARDS} are")
+    return found
+
+
+def num_cards_of(device_map: Mapping[str, int]) -> int:
+    """Return how many cards a process has to have for a map; of an empty one, 1."""
+    return 1 + max(device_map.values(), default=0)
+
+
+def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
+    """Move each part of a model to its card, and let accelerate attach its hooks.
+
+    Args:
+        model: a model on the host, perhaps with adapters.
+        device_map: the card of each part of its base, by name.
+        kind: the type of device.
+
+    Raises:
+        PlanError: the run cannot train, because weights that are tied lie on several cards.
+    """
+    from accelerate import dispatch_model
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    _refuse_tied_apart(base, device_map)
+    placed = {name: torch.device(kind, card) for name, card in device_map.items()}
+    first = torch.device(kind, min(device_map.values()))
+    for name, device in sorted(placed.items(), key=lambda each: len(each[0])):
+        _move(base, name, device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":  # of adapters, beside the base
+            tensor.data = tensor.data.to(first)
+    # accelerate knows weights that are tied by their addresses, of which fake tensors have none
+    with patch.object(FakeTensor, "data_ptr", lambda each: key_of(each.untyped_storage())):
+        dispatch_model(
+            base,
+            placed,
+            main_device=first,
+            skip_keys=getattr(base, "_skip_keys_device_placement", None),
+        )
+
+
+def _refuse_tied_apart(base: torch.nn.Module, device_map: Mapping[str, int]) -> None:
+    from accelerate.utils.modeling import find_tied_parameters
+
+    def card_of(tensor: str) -> int:
+        parts = (part for part in device_map if f"{tensor}.".startswith(f"{part}.") or not part)
+        return device_map[max(parts, key=len)]
+
+    for tied in find_tied_parameters(base):
+        cards = {name: card_of(name) for name in tied}
+        if len(set(cards.values())) > 1:
+            where = ", ".join(f"{name} on card {card}" for name, card in cards.items())
+            raise PlanError(
+                f"the device_map puts weights that are tied on several cards ({where}): accelerate"
+                " keeps one of them, and the first forward fails (Expected all tensors to be on the"
+                " same device). Put these parts on one card"
+            )
+
+
+def _move(base: torch.nn.Module, name: str, device: torch.device) -> None:
+    """Move a part of a model, which may be a single tensor. Its parameters stay the same ones."""
+    if name in dict(base.named_parameters()):
+        parameter = base.get_parameter(name)
+        parameter.data = parameter.data.to(device)
+    elif name in dict(base.named_buffers()):
+        buffer = base.get_buffer(name)
+        buffer.data = buffer.data.to(device)
+    else:
+        quantised.move(base.get_submodule(name), device)
+
+
+def _index(device: object) -> int:
+    return device if isinstance(device, int) else torch.device(str(device)).index or 0
