@@ -17,8 +17,8 @@ from trainer_plugins.planner.plan import (
 )
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tracing.events import Storage, Trace
 from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
-from trainer_plugins.planner.tracing.trace import Storage, Trace
 from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 

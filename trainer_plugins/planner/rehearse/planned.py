@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.sharded.strategies import fsdp_version
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
 
 def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> dict[str, str]:
     """Return the model, the batch, the optimizer and the launch of a run, by name."""
-    model = trainer.model
+    model = trainer.accelerator.unwrap_model(trainer.model)
     get_base = getattr(model, "get_base_model", None)
     base = get_base() if get_base is not None else model
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
@@ -67,6 +68,6 @@ def _strategy(request: PlanRequest, args: Arguments) -> str:
         zero = config.get("zero_optimization")
         stage = zero.get("stage") if isinstance(zero, dict) else None
         return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
-    if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
-        return "FSDP2"
+    if (version := fsdp_version(request, args)) is not None:
+        return f"FSDP{version}"
     return "DDP" if request.num_gpus > 1 else "one card"
