@@ -118,7 +118,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
             *_about_order(trace, rules, unlimited),
         ),
         known_error=(
-            known_error(versions)
+            known_error(versions, is_quantised="quantised" in watched.planned)
             if request.device == "cuda"
             else "in the tests, plans for the simulated card are within 1 %"
         ),

@@ -20,6 +20,8 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.numbers import with_numbers
+from trainer_plugins.planner.rehearse.refusals import refuse_liger
+from trainer_plugins.planner.rehearse.replaced import replaced_by_liger
 from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
@@ -81,6 +83,9 @@ def request_of(
     num_gpus = 1 if device_map else num_gpus or max(1, trainer.args.world_size)
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
+    replaced = replaced_by_liger()
+    if replaced:
+        refuse_liger(device)
     with undisturbed(trainer):
         batch, is_padded = longest_batch(trainer)
         evaluation, num_batches = _evaluation_of(trainer)
@@ -95,6 +100,7 @@ def request_of(
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
                 device_map=device_map,
+                replaced=replaced,
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error

@@ -19,6 +19,7 @@ from trainer_plugins.planner.rehearse.build import rehearsal_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
 from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
+from trainer_plugins.planner.rehearse.replaced import replace_again
 from trainer_plugins.planner.rehearse.spread import num_cards_of
 from trainer_plugins.planner.rehearse.streamed import Streaming
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
@@ -83,6 +84,7 @@ def watch(request: PlanRequest) -> Watched:
     world = _world_of(request)
     _make_ready(request.device, world.num_cards)
     forget_accelerate()
+    replace_again(getattr(request.source, "replaced", ()))
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
         args = arguments_of(request.source)
         refusals.refuse_arguments(args, request.device)
@@ -212,7 +214,8 @@ def _vocabulary_of(model: torch.nn.Module) -> int:
 
 def _num_elements(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Count the elements of whole parameters, also where this rank packs or divides them."""
+    noted = ("quantised_numel", "ds_numel", "whole_numel")
     return sum(
-        int(getattr(each, "quantised_numel", getattr(each, "ds_numel", each.numel())))
+        int(next((getattr(each, name) for name in noted if hasattr(each, name)), each.numel()))
         for each in parameters
     )

@@ -1,4 +1,4 @@
-"""Define what a rehearsal leaves behind: its storages, and the events of their lives, as values."""
+"""Say what a recorded run consists of: storages, and the events of its cards in their order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trainer_plugins.planner.plan import Category, Moment
 
-ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
+ALLOC, FREE, EMPTY_CACHE, BEGIN, LEFT = 1, -1, 0, 2, -2
 
 
 @dataclass(slots=True)
@@ -29,7 +29,10 @@ class Storage:
 
 
 class Event(NamedTuple):
-    """Describes an `ALLOC` or `FREE` of a storage, an `EMPTY_CACHE`, or the `BEGIN` of a moment."""
+    """Describes an `ALLOC` or `FREE` of a storage, an `EMPTY_CACHE`, or the `BEGIN` of a moment.
+
+    A storage that another stream may still read is `LEFT` first; `FREE` says when it was read.
+    """
 
     kind: int
     number: int

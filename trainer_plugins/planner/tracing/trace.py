@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import Category, Moment, known_category, known_moment
-from trainer_plugins.planner.tracing import kernels
+from trainer_plugins.planner.tracing import healthy, kernels
 from trainer_plugins.planner.tracing.events import (
     ALLOC,
     BEGIN,
     EMPTY_CACHE,
     FREE,
+    LEFT,
     Event,
     Storage,
     Trace,
@@ -30,11 +31,11 @@ from trainer_plugins.planner.tracing.graph import Graph
 from trainer_plugins.planner.tracing.host import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
+from trainer_plugins.planner.tracing.lag import Lag
 from trainer_plugins.planner.tracing.values import Values
 
 _ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
-_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
@@ -63,6 +64,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.stream = 0
         """The stream from whose pool memory is taken. Set it around work on another stream."""
+
+        self.lag = Lag()
+        """Knows what the card has surely done."""
 
         self._category: Category | None = None
         """The category of all that is made now; None: it depends on what is made."""
@@ -99,6 +103,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._known: dict[int, tuple[_StorageRef, list[int]]] = {}
+        self._read_elsewhere: set[int] = set()
         self._workspaces: set[tuple[int, str, int]] = set()
 
     @property
@@ -339,10 +344,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.allocated_bytes[record.card] += num_bytes
         return index
 
+    def read_by(self, tensor: torch.Tensor, stream: int) -> None:
+        """Note another stream that reads a tensor, as `record_stream` does.
+
+        Its block cannot be used again before that stream has come to where the tensor was freed.
+        """
+        entry = self._known.get(key_of(tensor.untyped_storage()))
+        if entry is not None and self._storages[entry[1][0]].stream != stream:
+            self._read_elsewhere.add(entry[1][0])
+
     def _free(self, index: int) -> None:
-        if self._storages[index].num_bytes:
+        if not self._storages[index].num_bytes:
+            return
+        self.allocated_bytes[self._storages[index].card] -= self._storages[index].num_bytes
+        if index not in self._read_elsewhere:
             self._events.append(Event(FREE, index, self.moment))
-            self.allocated_bytes[self._storages[index].card] -= self._storages[index].num_bytes
+            return
+        self._events.append(Event(LEFT, index, self.moment))
+        self.lag.later(lambda: self._events.append(Event(FREE, index, self.moment)))
 
     def _remember(self, storage: torch.UntypedStorage, index: int) -> None:
         key, current = key_of(storage), [index]
@@ -354,12 +373,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = (weakref.ref(storage, died), current)
 
     def _scalar(self, tensor: FakeTensor) -> Any:
-        """Answer a question for a value as a healthy run would.
-
-        Nothing is NaN, every check holds, and a loss is 1. None leaves the answer to torch.
-        """
+        """Answer a question for a value as a healthy run would; None leaves it to torch."""
         if getattr(tensor, "constant", None) is not None:
             return None
+        self.lag.finish(self.lag.mark())
         made_by = self.storage_of(tensor)
         operation = (
             made_by.operation
@@ -373,15 +390,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return told
         if operation == "aten::all":
             return self.checks_hold
-        if operation == "aten::eq" and self.moment == "generation":
-            return False  # no row has met its end
-        if tensor.dtype == torch.bool:
-            return operation not in _DO_NOT_HOLD
-        if tensor.dtype.is_floating_point:
-            # Before the optimizer steps, GradScaler asks whether it found infinities. A count of
-            # steps is on the host.
-            return 0.0 if self.moment == "optimizer step" and made_by is not None else 1.0
-        return self.values.asked.count
+        count, on_card = self.values.asked.count, made_by is not None
+        return healthy.answer(operation, tensor.dtype, self.moment, on_card, count)
 
 
 def _card_of(tensor: torch.Tensor) -> int:

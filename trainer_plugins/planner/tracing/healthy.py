@@ -1,0 +1,30 @@
+"""Answer what a program asks of values that tensors without bytes do not have. Imports torch."""
+
+import torch
+
+from trainer_plugins.planner.plan import Moment
+
+_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
+
+
+def answer(
+    operation: str, dtype: torch.dtype, moment: Moment, is_on_card: bool, count: int
+) -> bool | float | int:
+    """Answer as a healthy run would: nothing is NaN, every check holds, and a loss is 1.
+
+    Args:
+        operation: what made the value.
+        dtype: of the value.
+        moment: when it is asked.
+        is_on_card: whether it is on the card; if not, it is on the host.
+        count: the answer to a count that is not known.
+    """
+    if operation == "aten::eq" and moment == "generation":
+        return False  # no row has met its end
+    if dtype == torch.bool:
+        return operation not in _DO_NOT_HOLD
+    if dtype.is_floating_point:
+        # Before the optimizer steps, GradScaler asks whether it found infinities. A count of steps
+        # is on the host.
+        return 0.0 if moment == "optimizer step" and is_on_card else 1.0
+    return count
