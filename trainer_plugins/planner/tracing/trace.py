@@ -28,7 +28,7 @@ from trainer_plugins.planner.tracing.events import (
     Trace,
 )
 from trainer_plugins.planner.tracing.graph import Graph
-from trainer_plugins.planner.tracing.host import HostMemory, key_of, makes_pinned
+from trainer_plugins.planner.tracing.host import HostMemory, key_of, local_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.lag import Lag
@@ -167,12 +167,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the record of a tensor's storage; None if it is not on the card."""
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device:
             return None
-        entry = self._known.get(key_of(_local(tensor).untyped_storage()))
+        entry = self._known.get(key_of(local_of(tensor).untyped_storage()))
         return self._storages[entry[1][0]] if entry else None
 
     def see(self, tensor: torch.Tensor, operation: str) -> None:
         """Count the storage of a tensor, unless it was counted before."""
-        tensor = _local(tensor)
+        tensor = local_of(tensor)
         kind = tensor.device.type
         if (
             self.fake_mode is not None
@@ -272,7 +272,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = len(self._storages)
         self.see(tensor, name)
         if tensor.dtype == torch.bool and tensor.numel() == 1 and tensor.device.type == "cpu":
-            self.host.note_truth(_local(tensor).untyped_storage(), name)
+            self.host.note_truth(local_of(tensor).untyped_storage(), name)
         if len(self._storages) == before:
             return
         storage = self._storages[-1]
@@ -396,9 +396,3 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _card_of(tensor: torch.Tensor) -> int:
     return tensor.device.index or 0
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds; any other tensor is returned unchanged."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
