@@ -13,7 +13,7 @@ from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
-_WITHIN_A_MODEL = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+_WITHIN_A_MODEL = {"tp_size": "tensor", "sp_size": "sequence"}
 
 
 class Strategy(Protocol):

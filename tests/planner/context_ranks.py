@@ -1,0 +1,209 @@
+"""Divide sequences among ranks (context parallelism): on simulated cards, or in the planner.
+
+For test_context.py.
+
+`context_ranks.py ranks FOLDER` is one rank of a launch. It trains, and writes what that took of its
+card and what it learned. `context_ranks.py planner FOLDER FILE CASE ...` plans the same runs.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.planner.zero_resumed import CONFIG
+
+LENGTH = 512
+"""Long enough that what a layer keeps of a sequence is most of the peak."""
+
+LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": "all-linear"}
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "two rows": {"per_device_train_batch_size": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "LoRA": {},
+}
+aten = torch.ops.aten
+
+
+def arguments(name: str, folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "max_steps": 3,
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "optim": "adamw_torch",
+        "dataloader_pin_memory": False,
+        **CASES[name],
+    }
+
+
+def sizes() -> dict[str, Any]:
+    return {**CONFIG, "max_position_embeddings": LENGTH}
+
+
+def flash_on_simulated_cards() -> None:
+    """Give simulated cards the flash kernel of CUDA, of which torch makes a ring.
+
+    They have the CPU's kernel, by another name. What it needs while it runs is not on the card.
+    """
+
+    def of_all_heads(query: torch.Tensor, *pair: torch.Tensor) -> list[torch.Tensor]:
+        groups = query.shape[1] // pair[0].shape[1]
+        return [query.cpu(), *(each.cpu().repeat_interleave(groups, 1) for each in pair)]
+
+    def on_card(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like).copy_(values)
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        return_mask: bool = False,
+        scale: float | None = None,
+    ) -> tuple[object, ...]:
+        heads = of_all_heads(query, key, value)
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads, dropout, is_causal, scale=scale
+        )
+        made = on_card(query, out), sums.to(query.device)
+        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+        return *made, None, None, query.shape[2], key.shape[2], seed, seed[0], query.new_empty(0)
+
+    def backward(
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        sums: torch.Tensor,
+        *more: Any,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        dropout, is_causal = more[4:6]
+        heads, held = of_all_heads(query, key, value), (out.cpu(), sums.cpu())
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient.cpu(), *heads, *held, dropout, is_causal, scale=scale
+        )
+        groups = query.shape[1] // key.shape[1]
+        pair = (each.unflatten(1, (-1, groups)).sum(2) for each in found[1:])
+        return on_card(query, found[0]), *map(on_card, (key, value), pair)
+
+    global kernels  # they are taken back with this object
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("_scaled_dot_product_flash_attention", forward, "PrivateUse1")
+    kernels.impl("_scaled_dot_product_flash_attention_backward", backward, "PrivateUse1")
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Take flash, as on CUDA: transformers/attention.cpp."""
+    found: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale or query.shape[-1] ** -0.5
+    )[0]
+    return found
+
+
+def with_bytes(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from trainer_plugins.testing import simgpu
+
+    simgpu.enable(capacity_bytes=1 << 30)
+    flash_on_simulated_cards()
+    tokens = torch.randint(1, 4099, (24, LENGTH), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(LENGTH, dtype=torch.long)
+    rows = [{"input_ids": row, "attention_mask": ones, "labels": row} for row in tokens]
+    given = {k: v for k, v in sizes().items() if k not in ("model_type", "architectures")}
+
+    def trained(name: str) -> dict[str, Any]:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**given))
+        if name == "LoRA":
+            model = get_peft_model(model, LoraConfig(**LORA))
+        args = TrainingArguments(**arguments(name, str(folder / name)))
+        trainer = Trainer(model=model, args=args, train_dataset=rows)
+        before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
+        trainer.train()
+        peak = torch.accelerator.memory_stats()["requested_bytes.all.peak"]
+        return {
+            "card": peak - before,
+            "device": str(args.device),
+            "wrapped": type(trainer.model).__name__,
+            "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+        }
+
+    found = {name: trained(name) for name in CASES if os.environ.get("ONLY", name) == name}
+    (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
+
+
+def requested(trace: Any) -> int:
+    """The highest sum of what was asked for, without workspaces: simulated cards have none."""
+    from trainer_plugins.planner.tracing.trace import ALLOC, FREE
+
+    now = peak = 0
+    for kind, number, _ in trace.events:
+        if kind in (ALLOC, FREE) and trace.storages[number].category != "workspaces":
+            now += kind * trace.storages[number].num_bytes
+        peak = max(peak, now)
+    return peak
+
+
+def without_bytes(folder: Path, file: str, *names: str) -> None:
+    from dataclasses import asdict
+
+    from trainer_plugins.planner import worker
+    from trainer_plugins.planner.inputs import arguments_to_send
+    from trainer_plugins.planner.request import ConfigSource, PlanRequest
+    from trainer_plugins.planner.tracing.trace import Trace, Tracker
+
+    watched, traces, found = Tracker.trace, [], {}
+
+    def noted(tracker: Tracker) -> Trace:
+        traces.append(watched(tracker))
+        return traces[-1]
+
+    Tracker.trace = noted  # type: ignore[method-assign,assignment]
+    environment = dict(os.environ)
+    for name in names:
+        os.environ.clear()
+        os.environ.update(environment)
+        source = ConfigSource(
+            config=sizes(),
+            arguments=arguments_to_send(arguments(name, "runs")),
+            sequence_length=LENGTH,
+            peft=LORA if name == "LoRA" else None,
+        )
+        request = PlanRequest(source=source, num_gpus=0, launch_file=file)
+        found[name] = {"plan": asdict(worker.predict(request)), "card": requested(traces[-1])}
+    (folder / "planner.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    {"ranks": with_bytes, "planner": without_bytes}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    sys.stdout.flush()
+    os._exit(0)  # gloo now and then aborts a process at its end
