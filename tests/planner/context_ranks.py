@@ -2,7 +2,7 @@
 
 For test_context.py.
 
-`context_ranks.py ranks FOLDER` is one rank of a launch. It trains, and writes what that took of its
+`context_ranks.py ranks FOLDER CASE ...` is one rank of a launch. It trains, and writes what that took of its
 card and what it learned. `context_ranks.py planner FOLDER FILE CASE ...` plans the same runs.
 """
 
@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -124,7 +124,7 @@ def scaled_dot_product_attention(
     return found
 
 
-def with_bytes(folder: Path) -> None:
+def with_bytes(folder: Path, *names: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -157,7 +157,7 @@ def with_bytes(folder: Path) -> None:
             "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
         }
 
-    found = {name: trained(name) for name in CASES if os.environ.get("ONLY", name) == name}
+    found = {name: trained(name) for name in names}
     (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
 
 
