@@ -24,9 +24,14 @@ LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules":
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "two rows": {"per_device_train_batch_size": 2},
-    "checkpointing": {"gradient_checkpointing": True},
+    "checkpointing": {"gradient_checkpointing": True, "per_device_train_batch_size": 4},
     "accumulation": {"gradient_accumulation_steps": 2},
     "LoRA": {},
+    "evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    },
 }
 aten = torch.ops.aten
 
@@ -146,7 +151,7 @@ def with_bytes(folder: Path, *names: str) -> None:
         if name == "LoRA":
             model = get_peft_model(model, LoraConfig(**LORA))
         args = TrainingArguments(**arguments(name, str(folder / name)))
-        trainer = Trainer(model=model, args=args, train_dataset=rows)
+        trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
         before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
         trainer.train()
         peak = torch.accelerator.memory_stats()["requested_bytes.all.peak"]
@@ -154,7 +159,12 @@ def with_bytes(folder: Path, *names: str) -> None:
             "card": peak - before,
             "device": str(args.device),
             "wrapped": type(trainer.model).__name__,
-            "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+            "learned": [
+                each[name]
+                for each in trainer.state.log_history
+                for name in ("loss", "grad_norm", "eval_loss")
+                if name in each
+            ],
         }
 
     found = {name: trained(name) for name in names}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.sharded.context import cards_of_a_row, sizes_of
 from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
@@ -72,7 +73,7 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
         _refuse_quantised(request, "FSDP")
         from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 
-        return Fsdp2(request)
+        return Fsdp2(request, divides_rows=cards_of_a_row(request, args) > 1)
     if request.num_gpus > 1:
         from trainer_plugins.planner.sharded.ddp import Ddp
 
