@@ -28,7 +28,7 @@ from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.pretend import triton
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.pretend.fake_cuda import install_once
-from trainer_plugins.planner.tracing.trace import ALLOC, Trace
+from trainer_plugins.planner.tracing.events import ALLOC, Trace
 from trainer_plugins.units import MIB
 
 ROWS = Path(__file__).parents[1] / "tests" / "planner" / "published_liger.csv"

@@ -21,8 +21,9 @@ from benchmarks.published import Row, published
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda, quantised
 from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.replay import replay
-from trainer_plugins.planner.tracing.trace import Trace, Tracker
+from trainer_plugins.planner.tracing.trace import Tracker
 
 CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (8, 9)}
 

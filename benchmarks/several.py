@@ -26,19 +26,21 @@ def can_be_repeated(row: Row) -> bool:
     """Return whether a module here repeats this run."""
     if row.source in OF_DEEPSPEED:
         return True
-    needs_more = ("torch.compile", "Float8", "tensor parallelism", "FSDP1")
+    needs_more = ("torch.compile", "Float8", "tensor parallelism")
     return row.source in OF_TORCHTITAN and not set(needs_more) & set(row.missing)
 
 
 def ways(row: Row) -> tuple[str, ...]:
     """Return the ways to repeat a run: with the installed packages, and as FSDP2 once was."""
-    return ("", EARLY) if row.source == OF_TORCHTITAN[0] else ("",)
+    is_second = row.settings["strategy"] == "FSDP2"
+    return ("", EARLY) if row.source == OF_TORCHTITAN[0] and is_second else ("",)
 
 
 def answer(key: str, way: str) -> dict[str, int]:
     """Repeat one run, and return its counters in bytes."""
     from trainer_plugins.allocator.model import AllocatorRules
     from trainer_plugins.planner.pretend import fake_cuda
+    from trainer_plugins.planner.tracing.events import ALLOC, FREE
     from trainer_plugins.planner.tracing.replay import replay
 
     fake_cuda.install()
@@ -53,12 +55,13 @@ def answer(key: str, way: str) -> dict[str, int]:
         trace = several_torchtitan.trace_of(row, is_early=way == EARLY)
     # run_train.sh sets expandable_segments at the commit of 2024-12, and not at that of 2024-03
     found = replay(trace, None, AllocatorRules(expandable_segments=row.source == OF_TORCHTITAN[1]))
-    during = [event for event in trace.events if event.moment != "save" and event.number >= 0]
-    return {
-        "allocated": found.allocated_peak_bytes,
-        "reserved": found.reserved_peak_bytes,
-        "step_end": sum(event.kind * found.block_bytes[event.number] for event in during),
-    }
+    active = step_end = peak = 0
+    for event in trace.events:
+        if event.kind in (ALLOC, FREE):  # what was left is active until it is free
+            active += event.kind * found.block_bytes[event.number]
+            peak = max(peak, active)
+            step_end = active if event.moment != "save" else step_end
+    return {"allocated": peak, "reserved": found.reserved_peak_bytes, "step_end": step_end}
 
 
 def asked(row: Row, way: str) -> dict[str, int] | str:

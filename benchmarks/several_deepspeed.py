@@ -14,7 +14,8 @@ from benchmarks.published import Row
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.ranks import as_first_rank
-from trainer_plugins.planner.tracing.trace import Trace, Tracker
+from trainer_plugins.planner.tracing.events import Trace
+from trainer_plugins.planner.tracing.trace import Tracker
 
 NUM_STEPS = 2
 

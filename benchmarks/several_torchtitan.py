@@ -1,8 +1,9 @@
 """Repeats torchtitan's published runs as the first of their ranks, on tensors without bytes.
 
-Its layers, its FSDP2 and its loop, written anew after its source: `models/llama/model.py`,
-`parallelisms/parallelize_llama.py` and `train.py` of 83c879f18763 (2024-03-28) and of 9dec370ad26b
-(2024-12-26). torch's own `fully_shard` shards and gathers, as in a plan.
+Its layers, its FSDP and its loop, written anew after its source: `models/llama/model.py`,
+`parallelisms/parallelize_llama.py` and `train.py` of 83c879f18763 (2024-03-28), of the commit
+before it (FSDP1) and of 9dec370ad26b (2024-12-26). torch's own `fully_shard` and
+`FullyShardedDataParallel` shard and gather, as in a plan.
 """
 
 import contextlib
@@ -14,8 +15,14 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,8 +31,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from benchmarks.published import Row
 from trainer_plugins.planner.pretend.environment import World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.sharded.fsdp1 import Fsdp1
 from trainer_plugins.planner.sharded.ranks import as_first_rank
-from trainer_plugins.planner.tracing.trace import Trace, Tracker
+from trainer_plugins.planner.tracing.events import Trace
+from trainer_plugins.planner.tracing.trace import Tracker
 
 MARCH = "torchtitan#165"
 """The source whose model returns logits in fp32, which its loop keeps until the next ones."""
@@ -153,7 +162,7 @@ def trace_of(row: Row, is_early: bool) -> Trace:
     )
     with (
         in_world(World(device="cuda", capability=(9, 0))) as tracker,
-        as_first_rank(request, tracker),
+        Fsdp1(request).around(tracker) if _is_first(row) else as_first_rank(request, tracker),
         _reduced_from_its_stream() if is_early else contextlib.nullcontext(),
     ):
         _train(row, tracker)
@@ -176,7 +185,10 @@ def _train(row: Row, tracker: Tracker) -> None:
         tracker.moment = "backward"
         torch.autograd.backward(loss)
         tracker.moment = "optimizer step"
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        if isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
     tracker.moment = "save"  # when all of it dies
 
@@ -187,17 +199,38 @@ def _sharded(row: Row, in_float: bool) -> nn.Module:
     num_positions = _NUM_POSITIONS if in_float else row.settings["seq_length"]
     with torch.device("meta"):
         model = Llama(row.architecture, in_float, num_positions)
+    selects: dict[str, Any] = {"context_fn": _selective}
+    given = {} if row.settings.get("checkpointing") is True else selects
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False, **given)
+    return (_flattened if _is_first(row) else _fully_sharded)(model, mesh).train()
+
+
+def _is_first(row: Row) -> bool:
+    return bool(row.settings["strategy"] == "FSDP1")
+
+
+def _fully_sharded(model: Llama, mesh: DeviceMesh) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    selects: dict[str, Any] = {"context_fn": _selective}
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
-        given = {} if row.settings.get("checkpointing") is True else selects
-        wrapped = checkpoint_wrapper(layer, preserve_rng_state=False, **given)
-        fully_shard(wrapped, **shared, reshard_after_forward=index < last)
-        model.layers[index] = wrapped
+        fully_shard(layer, **shared, reshard_after_forward=index < last)
     fully_shard(model, **shared)
-    return model.to_empty(device="cuda").train()
+    return model.to_empty(device="cuda")
+
+
+def _flattened(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    shared: dict[str, Any] = {
+        "mixed_precision": MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32),
+        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+        "use_orig_params": True,
+        "device_mesh": mesh,
+        "param_init_fn": lambda part: part.to_empty(device="cuda", recurse=False),
+    }
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FullyShardedDataParallel(layer, **shared)
+    return FullyShardedDataParallel(model, **shared)
 
 
 def _selective() -> Any:

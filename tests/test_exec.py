@@ -129,6 +129,28 @@ def test_the_environment_of_a_launch(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "words", "is_expandable"),
+    [
+        ((), ("--use_vllm", "True"), False),
+        ((), ("use_vllm=true", "vllm_mode=colocate"), False),
+        ((), ("--use-vllm", "--vllm-mode=server"), True),
+        ((), ("--use_vllm", "False"), True),
+        (("--vllm", "--preset", "observe"), (), False),
+        ((), (), True),
+    ],
+)
+def test_expandable_segments_stay_off_beside_vllm(tmp_path: Path, flags, words, is_expandable):
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+
+    done = execute(*flags, "--", sys.executable, "-c", code, *words, cwd=tmp_path)
+
+    environ = json.loads(done.stdout)
+    asked = [text for name, text in environ.items() if name.endswith("ALLOC_CONF")]
+    assert asked == (["expandable_segments:True"] if is_expandable else [])
+    assert "TRAINER_PLUGINS_ATTACH" in environ
+
+
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     assert execute("sh", "-c", "exit 7", cwd=tmp_path).returncode == 7
 

@@ -159,6 +159,22 @@ def test_blocks_above_max_split_size_are_kept_whole():
     model.free(large)
 
 
+def test_what_another_stream_reads_is_used_again_when_it_was_read():
+    model = AllocatorModel(100 * MIB)
+    number = model.leave(model.malloc(40 * MIB))
+    assert (model.allocated_bytes, model.reserved_bytes) == (0, 40 * MIB)
+    other = model.malloc(40 * MIB)
+    assert model.reserved_bytes == 80 * MIB
+
+    model.come_back(number)
+    model.malloc(40 * MIB)
+    assert model.reserved_bytes == 80 * MIB
+
+    model.leave(other)  # and nobody says that it was read: a full card waits
+    model.malloc(60 * MIB)
+    assert (model.num_retries, model.reserved_bytes) == (1, 100 * MIB)
+
+
 def test_each_stream_has_pools_of_its_own():
     model = AllocatorModel()
     model.free(model.malloc(50 * MIB, stream=0))

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from trainer_plugins.planner import MemoryPlan, MomentPeak, TensorAtPeak
+from trainer_plugins.planner.tracing.events import ALLOC, Event, Storage, Trace
 from trainer_plugins.planner.tracing.replay import replay
-from trainer_plugins.planner.tracing.trace import ALLOC, Event, Storage, Trace, Tracker
+from trainer_plugins.planner.tracing.trace import Tracker
 
 TENSOR = TensorAtPeak(
     num_bytes=512,

@@ -336,7 +336,6 @@ def test_a_launch_that_contradicts_itself_is_one_line(outcomes, name, line):
         ("8-bit", "an optimizer of bitsandbytes (adamw_bnb_8bit) under FSDP2"),
         ("megatron", "Megatron-LM"),
         ("tpu", "TPUs"),
-        ("fsdp1", "FSDP1"),
         ("compiled", "torch.compile"),
     ],
 )
@@ -347,10 +346,9 @@ def test_what_no_strategy_is_there_for_is_refused_by_name(outcomes, name, what):
     assert what in str(outcomes[name])
 
 
-def test_fsdp1_is_refused_however_it_is_asked_for(outcomes):
-    refusal = outcomes["fsdp1 by flag"]
-    assert isinstance(refusal, NotPredicted), refusal
-    assert "FSDP1" in str(refusal) or IS_TOO_OLD
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1 by flag"])
+def test_fsdp1_is_planned_however_it_is_asked_for(outcomes, name):
+    assert plan_of(outcomes, name).planned["strategy"] == "FSDP1"
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("64, one machine", 8), ("12, no file", 2)])

@@ -29,7 +29,7 @@ from trainer_plugins.planner.compare.margin import is_safe
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.run import predict_all
-from trainer_plugins.planner.tracing.trace import ALLOC, FREE, Event, Storage, Trace
+from trainer_plugins.planner.tracing.events import ALLOC, FREE, Event, Storage, Trace
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from trainer_plugins.planner import worker
-from trainer_plugins.planner.tracing.trace import ALLOC, Trace, Tracker
+from trainer_plugins.planner.tracing.events import ALLOC, Trace
+from trainer_plugins.planner.tracing.trace import Tracker
 
 SEEN: list[list[tuple[str, int, int]]] = []
 SUMS: list[list[int]] = []

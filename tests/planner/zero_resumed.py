@@ -233,7 +233,7 @@ def with_bytes(folder: Path) -> None:
 
 def requested(trace: Any) -> int:
     """The peak of the resumption without workspaces, which a new process has not yet."""
-    from trainer_plugins.planner.tracing.trace import ALLOC, FREE
+    from trainer_plugins.planner.tracing.events import ALLOC, FREE
 
     now = peak = 0
     for kind, number, moment in trace.events:
@@ -250,8 +250,9 @@ def without_bytes(folder: Path) -> None:
     from trainer_plugins.planner import worker
     from trainer_plugins.planner.inputs import arguments_to_send
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
+    from trainer_plugins.planner.tracing.events import Trace
     from trainer_plugins.planner.tracing.host import HostMemory
-    from trainer_plugins.planner.tracing.trace import Trace, Tracker
+    from trainer_plugins.planner.tracing.trace import Tracker
 
     HostMemory.pin = HostMemory.see  # type: ignore[method-assign]  # test_zero.py has its blocks
     watched, traces, found = Tracker.trace, [], {}

@@ -62,6 +62,8 @@ class AllocatorModel:
         self.num_retries = 0
         """Releases of the whole cache because the card was full, as torch's `num_alloc_retries`."""
 
+        self._left: dict[int, Block] = {}
+        self._num_left = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
@@ -110,6 +112,27 @@ class AllocatorModel:
     def free(self, block: Block) -> None:
         """Give a block back to its pool, where it merges with its free neighbours."""
         self.allocated_bytes -= block.size_bytes
+        self._give_back(block)
+
+    def leave(self, block: Block) -> int:
+        """Free a block that another stream may still read; it cannot be used again before that.
+
+        A card that is full, or whose cache is emptied, waits for such streams:
+        c10/cuda/CUDACachingAllocator.cpp, `insert_events` and `synchronize_and_free_events`.
+
+        Returns a number for `come_back`.
+        """
+        self.allocated_bytes -= block.size_bytes
+        self._num_left += 1
+        self._left[self._num_left] = block
+        return self._num_left
+
+    def come_back(self, number: int) -> None:
+        """Give back a block that was left, as all streams have read it."""
+        if (block := self._left.pop(number, None)) is not None:
+            self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
         block.in_use = False
         self._merge(block)
         block.last_used = self._num_lookups
@@ -117,6 +140,8 @@ class AllocatorModel:
 
     def empty_cache(self) -> None:
         """Release segments without a live block, and free pages of expandable segments."""
+        for number in [*self._left]:
+            self.come_back(number)
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free_blocks():
                 if pool.blocks.get((block.size_bytes, block.address)) is not block:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+_VLLM = "vLLM will run inside the training process."
 
 
 def exec_(
@@ -17,6 +18,7 @@ def exec_(
     """Run a command in the environment of a launch, with callbacks on every Trainer under it.
 
     The environment is what `trainer-plugins env` prints, except for variables that you have set.
+    With --vllm, or TRL's --use_vllm in the command, it leaves out expandable segments.
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
@@ -26,23 +28,30 @@ def exec_(
     import json
     import sys
 
-    from trainer_plugins.launch.environment import gather, launch_environment
+    from trainer_plugins.launch.environment import ASKS_FOR_VLLM, gather, launch_environment
     from trainer_plugins.launch.extensions import lock_findings
     from trainer_plugins.plug_in import _site
     from trainer_plugins.plug_in.flags import Flags
 
-    flags = Flags("trainer-plugins exec", "-- COMMAND [ARGUMENT ...]", exec_.__doc__ or "")
+    flags = Flags(
+        "trainer-plugins exec",
+        "-- COMMAND [ARGUMENT ...]",
+        exec_.__doc__ or "",
+        switches={"vllm": _VLLM},
+    )
     flags.parser.print_help = _print_help  # type: ignore[method-assign]
     given, words = flags.split(command or [])
     if not words:
         flags.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
-    facts = gather(os.environ)
+    facts = gather(os.environ, with_vllm="vllm" in flags.switched_on or _asks_for_vllm(words))
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
-    exports = launch_environment(os.environ, facts).exports
-    environ = os.environ | {export.name: export.value for export in exports}
+    environment = launch_environment(os.environ, facts)
+    if environment.allocator.endswith(ASKS_FOR_VLLM):
+        print(f"trainer-plugins exec: {environment.allocator}", file=sys.stderr)
+    environ = os.environ | {export.name: export.value for export in environment.exports}
     environ["TRAINER_PLUGINS_ATTACH"] = json.dumps(given)
     environ["PYTHONPATH"] = os.pathsep.join(
         [*_site.__path__, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -53,6 +62,16 @@ def exec_(
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         flags.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+
+
+def _asks_for_vllm(words: list[str]) -> bool:
+    """Return whether a command has TRL's `--use_vllm`, and not a vLLM that is a server elsewhere.
+
+    trl/trainer/grpo_config.py: `vllm_mode` is "colocate" unless it is given.
+    """
+    text = " ".join(words).lower().replace("-", "_").replace("=", " ")
+    refused = ("use_vllm false", "vllm_mode server")
+    return "use_vllm" in text and not any(each in text for each in refused)
 
 
 def _print_help(file: object = None) -> None:
@@ -87,6 +106,14 @@ def _print_help(file: object = None) -> None:
             )
         )
     described.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    parameters.append(
+        Parameter(
+            "vllm",
+            Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[bool, typer.Option("--vllm", help=_VLLM)],
+        )
+    )
     presets = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
     app = typer.Typer(
         add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}

@@ -14,6 +14,8 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
 
+ASKS_FOR_VLLM = "vLLM is installed: if it will run in the training process, give --vllm"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
@@ -79,7 +81,7 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
     choice = choose(variables, facts.machine)
     why = choice.why
     if choice.exports and not variables.texts and facts.vllm_is_installed:
-        why += "; vLLM is installed: if it will run in the training process, give --vllm"
+        why += f"; {ASKS_FOR_VLLM}"
     exports = [Export(name, value, why) for name, value in choice.exports.items()]
     exports += [export for export in _others(facts) if export.name not in environ]
     findings = (*lint(variables, facts.machine), *lock_findings(facts.extension_locks))

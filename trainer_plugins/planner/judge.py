@@ -17,8 +17,8 @@ from trainer_plugins.planner.plan import (
 )
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tracing.events import Storage, Trace
 from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
-from trainer_plugins.planner.tracing.trace import Storage, Trace
 from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 
@@ -80,7 +80,7 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
             *_about_order(trace, rules, unlimited),
         ),
         known_error=(
-            known_error(versions)
+            known_error(versions, is_quantised="quantised" in watched.planned)
             if request.device == "cuda"
             else "in the tests, plans for the simulated card are within 1 %"
         ),

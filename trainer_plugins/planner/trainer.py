@@ -57,6 +57,9 @@ class AcceleratorLike(Protocol):
     def get_state_dict(self, model: object) -> dict[str, torch.Tensor]:
         """Gather the weights of a prepared model."""
 
+    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model inside of what divides it."""
+
 
 class TrainerLike(Protocol):
     """Lists the public names of a Trainer that the planner uses."""

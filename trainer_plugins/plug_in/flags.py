@@ -2,7 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import Field, fields
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
@@ -16,10 +18,18 @@ class Flags:
     """Parses our flags in front of a command, the same for `run` and `exec`."""
 
     def __init__(
-        self, prog: str, command: str, description: str, takes_module: bool = False
+        self,
+        prog: str,
+        command: str,
+        description: str,
+        takes_module: bool = False,
+        switches: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.prog = prog
         self.names: list[str] = []
+        self.switched_on: set[str] = set()
+        """Which of the switches, by name, were given."""
+
         self.parser = argparse.ArgumentParser(
             prog=prog,
             usage=f"{prog} [--preset PRESET] [--memory-... VALUE ...] {command}",
@@ -41,6 +51,11 @@ class Flags:
                 help=f"{option.metadata['help']} Default: {option.default}.",
                 **({"action": "store_true"} if isinstance(option.default, bool) else takes),
             )
+        for name, its_help in switches.items():
+            self.names.append(f"--{name}")
+            self.parser.add_argument(
+                f"--{name}", dest="switches", action="append_const", const=name, help=its_help
+            )
         if takes_module:
             self.parser.add_argument(
                 "-m", action="append_const", const="-m", dest="module", help="run a module"
@@ -57,6 +72,7 @@ class Flags:
         """
         parsed, unknown = self.parser.parse_known_args(arguments)
         given = vars(parsed)
+        self.switched_on.update(given.pop("switches", []))
         command: list[str] = [*given.pop("module", []), *given.pop("command")]
         if unknown:
             flag = unknown[0].partition("=")[0]

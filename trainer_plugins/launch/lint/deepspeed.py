@@ -121,30 +121,34 @@ def _offload_at_stage(offloads: dict[str, str], stage: int) -> Iterator[Finding]
 
 
 def _buckets(document: Document, stage: int) -> Iterator[Finding]:
+    """Count what gradients are collected in: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`.
+
+    `allgather_bucket_size` takes nothing: it says how much is gathered at once, in place.
+    """
     zero = part(document.deepspeed or {}, "zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     if stage == 0 or (document.accelerate is None and document.deepspeed is not None and not zero):
         return
-    for key in (
-        ("reduce_bucket_size", "allgather_bucket_size") if stage < 3 else ("reduce_bucket_size",)
-    ):
-        value = zero.get(key, 5e8)
-        if not isinstance(value, (int, float)) or value < 3e8:
-            continue
-        yield Finding(
-            code="config-bucket-memory",
-            severity=Severity.WARNING,
-            summary=f"{key} takes {value * 2 / 2**30:.2f} GiB of the card in bf16, twice that in"
-            " fp32",
-            evidence=f"{value:.0e} elements"
-            + ("" if key in zero else ", DeepSpeed's default if none is written"),
-            remedy=f'Write "{key}": 50000000'
-            + (
-                ", in a DeepSpeed JSON: the YAML alone has no such key"
-                if document.deepspeed is None
-                else ""
-            ),
-        )
+    key = "reduce_bucket_size"
+    value = zero.get(key, 5e8)
+    if not isinstance(value, (int, float)) or value < 3e8:
+        return
+    num_buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
+    yield Finding(
+        code="config-bucket-memory",
+        severity=Severity.WARNING,
+        summary=f"{key} takes {num_buffers * value * 2 / 2**30:.2f} GiB of the card in bf16, twice"
+        " that in fp32",
+        evidence=f"{value:.0e} elements"
+        + ("" if key in zero else ", DeepSpeed's default if none is written")
+        + (", in two buffers, for overlap_comm" if num_buffers > 1 else ""),
+        remedy=f'Write "{key}": 50000000'
+        + (
+            ", in a DeepSpeed JSON: the YAML alone has no such key"
+            if document.deepspeed is None
+            else ""
+        ),
+    )
 
 
 def _precision(config: Mapping, stage: int) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
 from trainer_plugins.planner.plan import Category, Moment
-from trainer_plugins.planner.tracing.trace import ALLOC, FREE, Event, Storage, Trace
+from trainer_plugins.planner.tracing.events import ALLOC, FREE, LEFT, Event, Storage, Trace
 
 _FAR = 100
 """How many events must agree after a difference, until its reading is taken as certain."""
@@ -57,6 +57,8 @@ def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
             proof, only what the second has more than the first must repeat what is before it.
         num_more: how often p layers are added to n.
     """
+    if any(event.kind == LEFT for trace in traces for event in trace.events):
+        return None
     short, middle, *proofs = ([*_steps(trace)] for trace in traces)
     parts = _aligned(short, middle)
     if parts is None or any([*_repeated(parts, 2)] != proof for proof in proofs):

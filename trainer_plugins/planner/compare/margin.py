@@ -1,17 +1,19 @@
 """Say whether a plan leaves as much of the card free as plans are known to be wrong."""
 
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.tried import KNOWN_ERROR_OF_RESERVED
+from trainer_plugins.planner.tried import KNOWN_ERROR_IF_QUANTISED, KNOWN_ERROR_OF_RESERVED
 
 
 def is_safe(plan: MemoryPlan) -> bool:
     """Return whether the run fits, even if the plan is as far off as any was."""
-    return bool(plan.fits) and (plan.margin_bytes or 0) >= margin_bytes(plan.reserved_peak_bytes)
+    needed = margin_bytes(plan.reserved_peak_bytes, "quantised" in plan.planned)
+    return bool(plan.fits) and (plan.margin_bytes or 0) >= needed
 
 
-def margin_bytes(reserved_bytes: int) -> int:
+def margin_bytes(reserved_bytes: int, is_quantised: bool = False) -> int:
     """Return how much must be left free beside so much reserved memory."""
-    return int(reserved_bytes * KNOWN_ERROR_OF_RESERVED)
+    error = KNOWN_ERROR_IF_QUANTISED if is_quantised else KNOWN_ERROR_OF_RESERVED
+    return int(reserved_bytes * error)
 
 
 def grown(plan: MemoryPlan, factor: float) -> int:

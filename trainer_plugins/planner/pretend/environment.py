@@ -360,7 +360,6 @@ def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
         "_lazy_init": lambda: None,
         "is_current_stream_capturing": lambda: False,
         "empty_cache": tracker.emptied,
-        "synchronize": lambda device=None: None,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),

@@ -374,6 +374,12 @@ def has_stand_ins(model: torch.nn.Module) -> bool:
     return any(isinstance(part, _Quantised) for part in model.modules())
 
 
+def bits_of(model: torch.nn.Module) -> int:
+    """Return the bits of a quantised weight of a model; 0 if none is quantised."""
+    kinds = {type(part) for part in model.modules() if isinstance(part, _Quantised)}
+    return 0 if not kinds else 4 if Linear4bit in kinds else 8
+
+
 def kept_beside(model: torch.nn.Module) -> list[torch.Tensor]:
     """List the scales and maps of quantised weights, which are neither parameters nor buffers."""
     kept = []

@@ -1,9 +1,8 @@
 """Simulate the streams of a card, which decide from whose pool memory is taken. Imports torch.
 
-A freed block goes back to the pool of its stream, and can be reused there at once. CUDA's allocator
-does that unless `record_stream` is called. Neither FSDP2 nor DDP call it: they order streams by
-events, and hold tensors that another stream still reads. On a real card the card decides when such
-an event comes; here it comes in the order of the program.
+A freed block goes back to the pool of its stream, and can be reused there at once. After
+`record_stream` it waits for another stream, as far as the program lets that lag (`tracing.lag`).
+FSDP2 and DDP do not call it: they order streams by events, and hold what another stream reads.
 """
 
 import contextlib
@@ -13,26 +12,26 @@ from collections.abc import Iterator
 from trainer_plugins.planner.tracing.trace import Tracker
 
 
-class _Event:
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def record(self, *_: object) -> "_Event":
-        return self
-
-    def wait(self, *_: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
 def answers(tracker: Tracker) -> dict[str, object]:
     """Return what stands in for the names of `torch.cuda` that are about streams."""
-    numbers = itertools.count(1)
+    numbers, lag = itertools.count(1), tracker.lag
+
+    class Event:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.mark = 0
+
+        def record(self, *_: object) -> "Event":
+            self.mark = lag.mark()
+            return self
+
+        def wait(self, *_: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            lag.finish(self.mark)
 
     class Stream:
         def __init__(self, *_: object, **__: object) -> None:
@@ -43,11 +42,11 @@ def answers(tracker: Tracker) -> dict[str, object]:
 
         wait_event = wait_stream
 
-        def record_event(self, event: object = None) -> object:
-            return event if event is not None else _Event()
+        def record_event(self, event: Event | None = None) -> Event:
+            return (Event() if event is None else event).record()
 
         def synchronize(self) -> None:
-            pass
+            lag.finish(lag.mark())
 
         def query(self) -> bool:
             return True
@@ -77,7 +76,8 @@ def answers(tracker: Tracker) -> dict[str, object]:
 
     return {
         "Stream": Stream,
-        "Event": _Event,
+        "Event": Event,
         "current_stream": current,
         "stream": use,
+        "synchronize": lambda device=None: lag.finish(lag.mark()),
     }

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.sharded.strategies import fsdp_version
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
 
 def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> dict[str, str]:
     """Return the model, the batch, the optimizer and the launch of a run, by name."""
-    model = trainer.model
+    model = trainer.accelerator.unwrap_model(trainer.model)
     get_base = getattr(model, "get_base_model", None)
     base = get_base() if get_base is not None else model
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
@@ -26,11 +28,13 @@ def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> d
             planned["length"] = f"{source.sequence_length} tokens"
             if source.target_length is not None:
                 planned["length"] += f", labels {source.target_length}"
+    if bits := quantised.bits_of(base):
+        planned["quantised"] = f"{bits} bits, by bitsandbytes"
     planned |= {
         "dtype": f"{_dtype(base)}{_autocast(args)}",
         "optimizer": optimizer_name(args),
         "adapter": _adapter(model),
-        "checkpointing": "on" if args.gradient_checkpointing else "off",
+        "checkpointing": "on" if _is_checkpointing(base, args) else "off",
         "strategy": _strategy(request, args),
     }
     if request.launch_file is not None:
@@ -40,6 +44,11 @@ def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> d
     if request.command is not None:
         planned["command"] = request.command
     return planned
+
+
+def _is_checkpointing(model: object, args: Arguments) -> bool:
+    """Also PEFT switches it on, for a quantised base (`prepare_model_for_kbit_training`)."""
+    return bool(args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False))
 
 
 def _dtype(model: object) -> str:
@@ -67,6 +76,6 @@ def _strategy(request: PlanRequest, args: Arguments) -> str:
         zero = config.get("zero_optimization")
         stage = zero.get("stage") if isinstance(zero, dict) else None
         return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
-    if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
-        return "FSDP2"
+    if (version := fsdp_version(request, args)) is not None:
+        return f"FSDP{version}"
     return "DDP" if request.num_gpus > 1 else "one card"

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -12,7 +12,11 @@ from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.evaluation import evaluate
 from trainer_plugins.planner.rehearse.generation import Generation
-from trainer_plugins.planner.sharded import sharded_checkpoint, zero_checkpoint
+from trainer_plugins.planner.sharded import (
+    fsdp1_checkpoint,
+    sharded_checkpoint,
+    zero_checkpoint,
+)
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
@@ -69,13 +73,23 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
             trainer.get_eval_dataloader = lambda *_, **__: _loader(trainer, make, num_batches)
             with tracker.during("evaluation"):
                 run.assumptions.extend(evaluate(trainer, num_batches))
-        is_sharded = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
+        save, resume = _checkpointing(trainer)
         if run.saves:
-            (sharded_checkpoint.save if is_sharded else _save)(trainer, tracker)
-        if run.saves and run.resumes and trainer.is_deepspeed_enabled:
-            zero_checkpoint.save_and_resume(trainer, tracker)
-        elif run.saves and run.resumes:
-            (sharded_checkpoint.resume if is_sharded else _resume)(trainer, tracker)
+            save(trainer, tracker)
+        if run.saves and run.resumes:
+            resume(trainer, tracker)
+
+
+_Checkpointing: TypeAlias = Callable[[TrainerLike, Tracker], None]
+
+
+def _checkpointing(trainer: TrainerLike) -> tuple[_Checkpointing, _Checkpointing]:
+    """Return what saves a run and what resumes it, as its way to divide work among cards wants."""
+    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        of_fsdp = fsdp1_checkpoint if plugin.fsdp_version == 1 else sharded_checkpoint
+        return of_fsdp.save, of_fsdp.resume
+    return _save, zero_checkpoint.save_and_resume if trainer.is_deepspeed_enabled else _resume
 
 
 def other_models(trainer: TrainerLike) -> list[torch.nn.Module]:
@@ -97,7 +111,12 @@ def _name_parameters(model: torch.nn.Module, tracker: Tracker) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         storage = tracker.storage_of(tensor)
         if storage is not None:
-            storage.module = name.rpartition(".")[0]
+            storage.module = _plain(name.rpartition(".")[0])
+
+
+def _plain(name: str) -> str:
+    """Leave out of a module's name what wraps it, such as `_fsdp_wrapped_module`."""
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def _name_after(parameter: torch.Tensor, tensors: Iterable[torch.Tensor], tracker: Tracker) -> None:
@@ -162,7 +181,7 @@ def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
 @contextlib.contextmanager
 def _modules(model: torch.nn.Module, tracker: Tracker) -> Iterator[None]:
     """Tell the tracker which module is running its forward, where backward nodes are made."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): _plain(name) for name, module in model.named_modules()}
     outer: list[str] = []
 
     def enter(module: torch.nn.Module, _: object) -> None:

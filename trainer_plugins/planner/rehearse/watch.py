@@ -24,7 +24,8 @@ from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.sharded.launched import resolved
 from trainer_plugins.planner.sharded.ranks import forget_accelerate
 from trainer_plugins.planner.sharded.strategies import Strategy, strategy_of
-from trainer_plugins.planner.tracing.trace import Trace, Tracker
+from trainer_plugins.planner.tracing.events import Trace
+from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments
 
 
@@ -201,7 +202,8 @@ def _vocabulary_of(model: torch.nn.Module) -> int:
 
 def _num_elements(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Count the elements of whole parameters, also where this rank packs or divides them."""
+    noted = ("quantised_numel", "ds_numel", "whole_numel")
     return sum(
-        int(getattr(each, "quantised_numel", getattr(each, "ds_numel", each.numel())))
+        int(next((getattr(each, name) for name in noted if hasattr(each, name)), each.numel()))
         for each in parameters
     )

@@ -44,7 +44,7 @@ class Fsdp2:
         self._tracker = tracker
         with as_first_rank(self._request, tracker) as stack:
             self._num_local = tracker.host.ranks
-            if all(os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS):
+            if loads_once():
                 tracker.host.ranks = 1
             for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
                 stack.enter_context(_as_buffers(name, tracker))
@@ -56,16 +56,26 @@ class Fsdp2:
             yield
 
     def prepare(self, trainer: TrainerLike) -> None:
-        state: Any = trainer.accelerator.state
-        version = state.fsdp_plugin.fsdp_version
-        if version != 2:
-            raise NotPredicted(f"FSDP1 (fsdp_version {version}); set version 2 in fsdp_config")
-        optimizer = optimizer_name(trainer.args)
-        if optimizer in OPTIMIZERS:
-            raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under FSDP2")
-        if optimizer in PACKAGES:
-            raise NotPredicted(f"the optimizer {optimizer} under FSDP2")
+        refuse_optimizers(trainer, "FSDP2")
         self._tracker.host.ranks = self._num_local
+
+
+def loads_once() -> bool:
+    """Return whether only the first rank of a node loads the weights."""
+    return all(os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS)
+
+
+def refuse_optimizers(trainer: TrainerLike, by: str) -> None:
+    """Refuse all optimizers but torch's own.
+
+    Raises:
+        NotPredicted: its states are of another package.
+    """
+    optimizer = optimizer_name(trainer.args)
+    if optimizer in OPTIMIZERS:
+        raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under {by}")
+    if optimizer in PACKAGES:
+        raise NotPredicted(f"the optimizer {optimizer} under {by}")
 
 
 def _as_buffers(name: str, tracker: Tracker) -> _Patch:
@@ -131,7 +141,7 @@ def _parameters_have_addresses() -> Iterator[_Patch]:
     """
     from accelerate import accelerator as module
 
-    addresses = patch.object(FakeTensor, "data_ptr", _address, create=True)
+    addresses = patch.object(FakeTensor, "data_ptr", address, create=True)
     prepare, shard = module.Accelerator._prepare_fsdp2, module.fsdp2_prepare_model
 
     def prepared(*args: object) -> object:
@@ -152,5 +162,6 @@ def _parameters_have_addresses() -> Iterator[_Patch]:
     yield patch.object(module, "fsdp2_prepare_model", sharded)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor) -> int:
+    """Return a number that only tensors share whose elements begin at one place."""
     return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset())

@@ -71,8 +71,6 @@ def resolved(request: PlanRequest) -> PlanRequest:
             deepspeed, environment = _deepspeed(environment), _beside_deepspeed(environment)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
-    if kind == "FSDP" and environment["FSDP_VERSION"] != "2":
-        raise NotPredicted(f"FSDP1 ({name}; set fsdp_version 2)")
     return replace(
         request,
         num_gpus=num_gpus,

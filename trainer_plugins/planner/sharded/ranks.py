@@ -7,6 +7,7 @@ right shapes. All else (DDP, FSDP2, accelerate, the Trainer) is the real code.
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -53,10 +54,11 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
             dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
         stack.callback(forget_accelerate)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(
-            patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream)
-        )
-        stack.enter_context(patch.object(torch.cuda, "device_count", lambda: num_local))
+        card: Any = getattr(torch, tracker.device)
+        if tracker.device == "cuda":
+            current = card.current_stream
+            stack.enter_context(patch.object(torch.accelerator, "current_stream", current))
+        stack.enter_context(patch.object(card, "device_count", lambda: num_local))
         # One of the two ways to ask for the accelerator looks at how torch was built.
         stack.enter_context(
             patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device))
@@ -69,7 +71,7 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
         stack.enter_context(
             patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
         )
-        _prove()
+        _prove(tracker.device)
         yield stack
 
 
@@ -77,9 +79,9 @@ def _all_have_the_same(gathered: list[object], own: object, *_: object, **__: ob
     gathered[:] = [own] * len(gathered)
 
 
-def _prove() -> None:
+def _prove(device: str) -> None:
     try:
-        dist.broadcast(torch.empty(1, device="cuda"), 0)
+        dist.broadcast(torch.empty(1, device=device), 0)
     except UnsupportedOperatorException as error:
         raise NotPredicted(
             f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors"

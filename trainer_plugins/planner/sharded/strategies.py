@@ -4,6 +4,7 @@ A strategy surrounds the rehearsal, which then runs as one rank of many.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -66,11 +67,16 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
         return zero_strategy(read_config(deepspeed), request, args)
-    several = request.num_gpus > 1 or request.environment.get("ACCELERATE_USE_FSDP") == "true"
-    if several and request.device != "cuda":
-        raise NotPredicted(f"several ranks on {request.device}")
-    if getattr(args, "fsdp", None) or request.environment.get("ACCELERATE_USE_FSDP") == "true":
+    version = fsdp_version(request, args)
+    if version is not None:
         _refuse_quantised(request, "FSDP")
+    if version == 1:
+        from trainer_plugins.planner.sharded.fsdp1 import Fsdp1
+
+        return Fsdp1(request)
+    if request.device != "cuda" and (version is not None or request.num_gpus > 1):
+        raise NotPredicted(f"several ranks on {request.device}")
+    if version is not None:
         from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 
         return Fsdp2(request, divides_rows=cards_of_a_row(request, args) > 1)
@@ -79,6 +85,19 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
 
         return Ddp(request)
     return SingleGpu()
+
+
+def fsdp_version(request: PlanRequest, args: Arguments) -> int | None:
+    """Return the version of FSDP that the launch and the arguments ask for; None is no FSDP.
+
+    The arguments win, and transformers 5 says in them what it makes of them. Otherwise accelerate
+    reads the environment, to which transformers 4 writes.
+    """
+    asked = getattr(args, "fsdp", None)
+    if not asked and request.environment.get("ACCELERATE_USE_FSDP") != "true":
+        return None
+    given = getattr(args, "fsdp_plugin_args", None) or {}
+    return int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1"))
 
 
 def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:

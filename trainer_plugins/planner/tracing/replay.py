@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.planner.plan import MOMENTS, Moment, MomentPeak, known_moment
-from trainer_plugins.planner.tracing.trace import ALLOC, EMPTY_CACHE, FREE, Storage, Trace
+from trainer_plugins.planner.tracing.events import (
+    ALLOC,
+    EMPTY_CACHE,
+    FREE,
+    LEFT,
+    Storage,
+    Trace,
+)
 
 _TIMELINE_POINTS = 400
 
@@ -45,6 +52,7 @@ def replay(
     """
     model = AllocatorModel(capacity_bytes, rules)
     blocks: dict[int, Block] = {}
+    left: dict[int, int] = {}
     block_bytes: dict[int, int] = {}
     peaks: dict[Moment, MomentPeak] = {}
     timeline: list[tuple[Moment, int, int]] = []
@@ -67,6 +75,10 @@ def replay(
             block_bytes[event.number] = block.size_bytes
             if model.allocated_bytes > highest:
                 highest, peak_event, peak_moment = model.allocated_bytes, position, event.moment
+        elif event.kind == LEFT:
+            left[event.number] = model.leave(blocks.pop(event.number))
+        elif event.kind == FREE and event.number in left:
+            model.come_back(left.pop(event.number))
         elif event.kind == FREE:
             model.free(blocks.pop(event.number))
         elif event.kind == EMPTY_CACHE:
@@ -104,7 +116,7 @@ def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
     for event in trace.events[: replayed.peak_event + 1]:
         if event.kind == ALLOC:
             live[event.number] = trace.storages[event.number]
-        elif event.kind == FREE:
+        elif event.kind in (LEFT, FREE):
             live.pop(event.number, None)
     found = [(storage, replayed.block_bytes[index]) for index, storage in live.items()]
     return sorted(found, key=lambda pair: -pair[1])

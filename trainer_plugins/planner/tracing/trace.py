@@ -5,10 +5,9 @@ Imports torch.
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,61 +16,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import Category, Moment, known_category, known_moment
 from trainer_plugins.planner.tracing import kernels
+from trainer_plugins.planner.tracing.events import (
+    ALLOC,
+    BEGIN,
+    EMPTY_CACHE,
+    FREE,
+    LEFT,
+    Event,
+    Storage,
+    Trace,
+)
 from trainer_plugins.planner.tracing.graph import Graph
 from trainer_plugins.planner.tracing.host import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
+from trainer_plugins.planner.tracing.lag import Lag
 from trainer_plugins.planner.tracing.values import Values
-
-ALLOC, FREE, EMPTY_CACHE, BEGIN = 1, -1, 0, 2
 
 _ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
 _DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
-
-
-@dataclass(slots=True)
-class Storage:
-    """Describes one allocation of the run.
-
-    Its category may change later: only after the backward is it known what is a gradient.
-    """
-
-    num_bytes: int
-    stream: int
-    moment: Moment
-    operation: str
-    module: str
-    category: Category
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Event(NamedTuple):
-    """Describes an `ALLOC` or `FREE` of a storage, an `EMPTY_CACHE`, or the `BEGIN` of a moment."""
-
-    kind: int
-    number: int
-    """The index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`."""
-
-    moment: Moment
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Holds the events of one card in their order."""
-
-    storages: tuple[Storage, ...]
-    events: tuple[Event, ...]
-    host_peaks: Mapping[Moment, int] = field(default_factory=dict)
-    """By moment, the peak of the tensors in a node's main memory, in bytes."""
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Return the highest peak of all moments."""
-        return max(self.host_peaks.values(), default=0)
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,6 +64,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.stream = 0
         """The stream from whose pool memory is taken. Set it around work on another stream."""
+
+        self.lag = Lag()
+        """Knows what the card has surely done."""
 
         self._category: Category | None = None
         """The category of all that is made now; None: it depends on what is made."""
@@ -130,6 +99,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._known: dict[int, tuple[_StorageRef, list[int]]] = {}
+        self._read_elsewhere: set[int] = set()
         self._workspaces: set[tuple[int, str]] = set()
 
     @property
@@ -349,10 +319,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.allocated_bytes += num_bytes
         return index
 
+    def read_by(self, tensor: torch.Tensor, stream: int) -> None:
+        """Note another stream that reads a tensor, as `record_stream` does.
+
+        Its block cannot be used again before that stream has come to where the tensor was freed.
+        """
+        entry = self._known.get(key_of(tensor.untyped_storage()))
+        if entry is not None and self._storages[entry[1][0]].stream != stream:
+            self._read_elsewhere.add(entry[1][0])
+
     def _free(self, index: int) -> None:
-        if self._storages[index].num_bytes:
+        if not self._storages[index].num_bytes:
+            return
+        self.allocated_bytes -= self._storages[index].num_bytes
+        if index not in self._read_elsewhere:
             self._events.append(Event(FREE, index, self.moment))
-            self.allocated_bytes -= self._storages[index].num_bytes
+            return
+        self._events.append(Event(LEFT, index, self.moment))
+        self.lag.later(lambda: self._events.append(Event(FREE, index, self.moment)))
 
     def _remember(self, storage: torch.UntypedStorage, index: int) -> None:
         key, current = key_of(storage), [index]
@@ -370,6 +354,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if getattr(tensor, "constant", None) is not None:
             return None
+        self.lag.finish(self.lag.mark())
         made_by = self.storage_of(tensor)
         operation = (
             made_by.operation

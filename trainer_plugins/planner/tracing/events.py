@@ -1,0 +1,54 @@
+"""Say what a recorded run consists of: storages, and the events of one card in their order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainer_plugins.planner.plan import Category, Moment
+
+ALLOC, FREE, EMPTY_CACHE, BEGIN, LEFT = 1, -1, 0, 2, -2
+
+
+@dataclass(slots=True)
+class Storage:
+    """Describes one allocation of the run.
+
+    Its category may change later: only after the backward is it known what is a gradient.
+    """
+
+    num_bytes: int
+    stream: int
+    moment: Moment
+    operation: str
+    module: str
+    category: Category
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Event(NamedTuple):
+    """Describes an `ALLOC` or `FREE` of a storage, an `EMPTY_CACHE`, or the `BEGIN` of a moment.
+
+    A storage that another stream may still read is `LEFT` first; `FREE` says when it was read.
+    """
+
+    kind: int
+    number: int
+    """The index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`."""
+
+    moment: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Holds the events of one card in their order."""
+
+    storages: tuple[Storage, ...]
+    events: tuple[Event, ...]
+    host_peaks: Mapping[Moment, int] = field(default_factory=dict)
+    """By moment, the peak of the tensors in a node's main memory, in bytes."""
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Return the highest peak of all moments."""
+        return max(self.host_peaks.values(), default=0)
