@@ -2,8 +2,9 @@
 
 For test_context.py.
 
-`context_ranks.py ranks FOLDER CASE ...` is one rank of a launch. It trains, and writes what that took of its
-card and what it learned. `context_ranks.py planner FOLDER FILE CASE ...` plans the same runs.
+`context_ranks.py ranks FOLDER LAUNCH` is one rank of a launch, or a card that trains alone. It
+writes what each case of the launch took of its card, and what it learned. `context_ranks.py planner
+FOLDER` plans the cases of all launches by their files in the folder.
 """
 
 import gc
@@ -33,6 +34,14 @@ CASES: dict[str, dict[str, Any]] = {
         "per_device_eval_batch_size": 4,
     },
 }
+LAUNCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "two cards": ({"cp_size": 2}, tuple(CASES)),
+    "two by two": ({"cp_size": 2, "dp_shard_size": 2}, ("bf16",)),
+    "four, in turn": ({"cp_size": 4, "cp_comm_strategy": "alltoall"}, ("checkpointing",)),
+}
+"""For each launch the groups of its cards, and its cases."""
+
+ALONE = "alone"
 aten = torch.ops.aten
 
 
@@ -129,7 +138,7 @@ def scaled_dot_product_attention(
     return found
 
 
-def with_bytes(folder: Path, *names: str) -> None:
+def with_bytes(folder: Path, launch: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -167,8 +176,10 @@ def with_bytes(folder: Path, *names: str) -> None:
             ],
         }
 
-    found = {name: trained(name) for name in names}
-    (folder / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
+    cases = LAUNCHES[launch][1] if launch != ALONE else ("bf16",)
+    found = {name: trained(name) for name in cases}
+    rank = os.environ.get("RANK", "0")
+    (folder / f"{launch}-{rank}.json").write_text(json.dumps(found))
 
 
 def requested(trace: Any) -> int:
@@ -183,7 +194,7 @@ def requested(trace: Any) -> int:
     return peak
 
 
-def without_bytes(folder: Path, file: str, *names: str) -> None:
+def without_bytes(folder: Path) -> None:
     from dataclasses import asdict
 
     from trainer_plugins.planner import worker
@@ -191,7 +202,8 @@ def without_bytes(folder: Path, file: str, *names: str) -> None:
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
     from trainer_plugins.planner.tracing.trace import Trace, Tracker
 
-    watched, traces, found = Tracker.trace, [], {}
+    watched, traces = Tracker.trace, []
+    found: dict[str, dict[str, Any]] = {launch: {} for launch in LAUNCHES}
 
     def noted(tracker: Tracker) -> Trace:
         traces.append(watched(tracker))
@@ -199,7 +211,7 @@ def without_bytes(folder: Path, file: str, *names: str) -> None:
 
     Tracker.trace = noted  # type: ignore[method-assign,assignment]
     environment = dict(os.environ)
-    for name in names:
+    for launch, name in ((launch, name) for launch in LAUNCHES for name in LAUNCHES[launch][1]):
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(
@@ -208,8 +220,9 @@ def without_bytes(folder: Path, file: str, *names: str) -> None:
             sequence_length=LENGTH,
             peft=LORA if name == "LoRA" else None,
         )
-        request = PlanRequest(source=source, num_gpus=0, launch_file=file)
-        found[name] = {"plan": asdict(worker.predict(request)), "card": requested(traces[-1])}
+        file = str(folder / f"{launch}.yaml")
+        plan = asdict(worker.predict(PlanRequest(source=source, num_gpus=0, launch_file=file)))
+        found[launch][name] = {"plan": plan, "card": requested(traces[-1])}
     (folder / "planner.json").write_text(json.dumps(found))
 
 

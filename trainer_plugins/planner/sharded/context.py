@@ -1,73 +1,63 @@
 """Divide the tokens of each row among cards: accelerate's `cp_size`. Imports torch.
 
-accelerate and torch's own ring attention do it (torch.distributed.tensor.experimental); here it is
-only checked that they can. The first card has the most: while it merges what it has found with what
-it finds in the keys of others, it keeps both parts of its queries.
+accelerate and torch's own ring attention do it (torch.distributed.tensor.experimental). Of each row
+a card has two parts, one from either end, so that all compute as much. The first card needs the
+most: it looks for half of its queries in the keys of others, and puts what it finds into a copy.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import _patch, patch
+from unittest.mock import patch
 
 import torch
+from accelerate import Accelerator
 
 from trainer_plugins.planner.plan import NotPredicted
-from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.trainer import Arguments
+from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
+from trainer_plugins.planner.tracing.trace import Tracker
 
-NOT_RELIABLE = (
-    "context parallelism: torch's own ring attention with flash's kernel; checked on simulated "
-    "cards, not on a GPU"
-)
-_EXPORTED = "PARALLELISM_CONFIG_"
+_PARTS_OF_A_CARD = 2
 
 
-def sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, object]:
-    """Return the fields of accelerate's ParallelismConfig that end in `_size`, among others.
+class ContextParallel(Fsdp2):
+    """Divides each row among cards, and also weights, gradients and optimizer states."""
 
-    They are from the arguments, or from what a launcher exported.
+    not_reliable: tuple[str, ...] = (
+        *Fsdp2.not_reliable,
+        "context parallelism: torch's own ring of flash attention; checked on simulated cards, and "
+        "not by us on a GPU",
+    )
+
+    @contextlib.contextmanager
+    def around(self, tracker: Tracker) -> Iterator[None]:
+        divide = Accelerator.maybe_context_parallel
+
+        def divided(
+            accelerator: Any, buffers: list[torch.Tensor], buffer_seq_dims: list[int], **more: Any
+        ) -> contextlib.AbstractContextManager[None]:
+            for tensor, dim in zip(buffers, buffer_seq_dims, strict=True):
+                _check_length(tensor.shape[dim], accelerator.parallelism_config.cp_size)
+            return divide(accelerator, buffers, buffer_seq_dims, **more)
+
+        with (
+            super().around(tracker),
+            patch.object(Accelerator, "maybe_context_parallel", divided),
+        ):
+            yield
+
+
+def _check_length(length: int, num_cards: int) -> None:
+    """Refuse rows that torch divides without a balance, or not at all.
+
+    Without a balance, the last card needs the most: it looks for all its queries in all keys.
+
+    Raises:
+        NotPredicted: the parts of a row would not be equal.
     """
-    if (config := getattr(args, "parallelism_config", None)) is not None:
-        return vars(config)
-    if request.environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
-        return {}
-    return {
-        name.removeprefix(_EXPORTED).lower(): int(value)
-        for name, value in request.environment.items()
-        if name.startswith(_EXPORTED) and name.endswith("_SIZE")
-    }
-
-
-def cards_of_a_row(request: PlanRequest, args: Arguments) -> int:
-    """Return among how many cards the tokens of a row are divided."""
-    size = sizes_of(request, args).get("cp_size")
-    return size if isinstance(size, int) else 1
-
-
-def rows_are_divisible() -> "_patch[Any]":
-    """Refuse rows that cannot be divided evenly.
-
-    Each card gets two parts of a row, one from either end, so that all compute as much. If that
-    does not come out even, torch either divides without a balance, and the last card has the most,
-    or fails.
-    """
-    from accelerate import Accelerator
-
-    original = Accelerator.maybe_context_parallel
-
-    def divided(
-        accelerator: Any,
-        buffers: list[torch.Tensor] | None = None,
-        buffer_seq_dims: list[int] | None = None,
-        **more: Any,
-    ) -> Any:
-        parts = 2 * accelerator.parallelism_config.cp_size
-        for tensor, dim in zip(buffers or (), buffer_seq_dims or (), strict=True):
-            if tensor.shape[dim] % parts:
-                raise NotPredicted(
-                    f"context parallelism with rows of {tensor.shape[dim]} tokens, which are not "
-                    f"{parts} equal parts; pad them (pad_to_multiple_of {parts})"
-                )
-        return original(accelerator, buffers, buffer_seq_dims, **more)
-
-    return patch.object(Accelerator, "maybe_context_parallel", divided)
+    parts = _PARTS_OF_A_CARD * num_cards
+    if length % parts:
+        raise NotPredicted(
+            f"context parallelism of rows of {length} tokens, which are not {parts} equal parts: "
+            f"pad them (pad_to_multiple_of {parts})"
+        )

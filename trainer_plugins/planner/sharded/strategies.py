@@ -10,12 +10,12 @@ from typing import Protocol
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.sharded.context import cards_of_a_row, sizes_of
 from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
 _WITHIN_A_MODEL = {"tp_size": "tensor", "sp_size": "sequence"}
+_EXPORTED_SIZES = "PARALLELISM_CONFIG_"
 
 
 class Strategy(Protocol):
@@ -62,12 +62,15 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     _refuse_other_batches(request, args)
     # the Trainer's arguments win over a launcher's
     deepspeed = getattr(args, "deepspeed", None) or request.deepspeed
+    version = fsdp_version(request, args)
+    divides_rows = cards_of_a_row(request, args) > 1
+    if divides_rows and (deepspeed is not None or version != 2):
+        raise NotPredicted("context parallelism (cp_size) without FSDP2")
     if deepspeed is not None:
         _refuse_quantised(request, "DeepSpeed")
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
         return zero_strategy(read_config(deepspeed), request, args)
-    version = fsdp_version(request, args)
     if version is not None:
         _refuse_quantised(request, "FSDP")
     if version == 1:
@@ -77,9 +80,10 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     if request.device != "cuda" and (version is not None or request.num_gpus > 1):
         raise NotPredicted(f"several ranks on {request.device}")
     if version is not None:
+        from trainer_plugins.planner.sharded.context import ContextParallel
         from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 
-        return Fsdp2(request, divides_rows=cards_of_a_row(request, args) > 1)
+        return ContextParallel(request) if divides_rows else Fsdp2(request)
     if request.num_gpus > 1:
         from trainer_plugins.planner.sharded.ddp import Ddp
 
@@ -100,15 +104,35 @@ def fsdp_version(request: PlanRequest, args: Arguments) -> int | None:
     return int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1"))
 
 
+def cards_of_a_row(request: PlanRequest, args: Arguments) -> int:
+    """Return among how many cards the tokens of a row are divided (context parallelism)."""
+    size = _sizes_of(request, args).get("cp_size")
+    return size if isinstance(size, int) else 1
+
+
+def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, object]:
+    """Return the fields of accelerate's ParallelismConfig, of the arguments or a launcher."""
+    if (config := getattr(args, "parallelism_config", None)) is not None:
+        return vars(config)
+    exported = request.environment
+    if exported.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return {}
+    return {
+        name.removeprefix(_EXPORTED_SIZES).lower(): int(value)
+        for name, value in exported.items()
+        if name.startswith(_EXPORTED_SIZES) and name.endswith("_SIZE")
+    }
+
+
 def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse all parallelism but of data: groups of cards that share a model, or repeat it.
+    """Refuse parallelism of tensors and of DeepSpeed's sequences.
 
     Args:
         sizes: the fields of accelerate's ParallelismConfig that end in `_size`, among others.
         where: what has these fields, for the message.
 
     Raises:
-        NotPredicted: the cards share tensors, sequences or context.
+        NotPredicted: cards share the tensors of a model, or sequences as DeepSpeed divides them.
     """
     for name, words in _WITHIN_A_MODEL.items():
         if (size := sizes.get(name)) not in (None, 1):
@@ -125,8 +149,7 @@ def _refuse_quantised(request: PlanRequest, by: str) -> None:
 
 def _refuse_other_batches(request: PlanRequest, args: Arguments) -> None:
     """Refuse settings that change the micro-batch of a rank."""
-    parallel = getattr(args, "parallelism_config", None)
-    refuse_parallelism(vars(parallel) if parallel is not None else {}, "parallelism_config")
+    refuse_parallelism(_sizes_of(request, args), "parallelism_config")
     loading, rows = args.accelerator_config, args.per_device_train_batch_size
     if request.num_gpus > 1 and loading.split_batches:
         if rows % request.num_gpus:
