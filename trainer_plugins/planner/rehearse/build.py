@@ -9,7 +9,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head, optimizers, quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
-from trainer_plugins.planner.rehearse.batches import batches_of
+from trainer_plugins.planner.rehearse.batches import batches_of, with_positions
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
@@ -21,6 +21,7 @@ from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Str
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, optimizer_name, text_of
 
+_POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
 _PADDED = "batches have padding, which is the worse case; see --no-padding"
 
 
@@ -102,11 +103,15 @@ def _of_config(
         )
     except ValueError as error:
         raise PlanError(first_line(error)) from error
+    make_batch = batches.make
+    if getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_size", 1) > 1:
+        make_batch = with_positions(make_batch)
+        assumptions.append(_POSITIONS)
     evaluates = text_of(args.eval_strategy).lower() != "no" or args.do_eval
     of_evaluation = batches_of(model, args.per_device_eval_batch_size, source)
     return Rehearsed(
         trainer=trainer,
-        make_batch=batches.make,
+        make_batch=make_batch,
         make_evaluation_batch=of_evaluation.make if evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=text_of(args.save_strategy).lower() != "no",

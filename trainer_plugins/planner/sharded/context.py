@@ -31,11 +31,11 @@ class ContextParallel(Fsdp2):
 
     @contextlib.contextmanager
     def around(self, tracker: Tracker) -> Iterator[None]:
-        divide = Accelerator.maybe_context_parallel
+        divide: Any = Accelerator.maybe_context_parallel
 
         def divided(
             accelerator: Any, buffers: list[torch.Tensor], buffer_seq_dims: list[int], **more: Any
-        ) -> contextlib.AbstractContextManager[None]:
+        ) -> Any:
             for tensor, dim in zip(buffers, buffer_seq_dims, strict=True):
                 _check_length(tensor.shape[dim], accelerator.parallelism_config.cp_size)
             return divide(accelerator, buffers, buffer_seq_dims, **more)

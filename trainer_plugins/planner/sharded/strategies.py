@@ -14,8 +14,7 @@ from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
-_WITHIN_A_MODEL = {"tp_size": "tensor", "sp_size": "sequence"}
-_EXPORTED_SIZES = "PARALLELISM_CONFIG_"
+_EXPORTED = "PARALLELISM_CONFIG_"
 
 
 class Strategy(Protocol):
@@ -64,13 +63,12 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     deepspeed = getattr(args, "deepspeed", None) or request.deepspeed
     version = fsdp_version(request, args)
     divides_rows = cards_of_a_row(request, args) > 1
-    if divides_rows and (deepspeed is not None or version != 2):
-        raise NotPredicted("context parallelism (cp_size) without FSDP2")
+    _check_who_divides(_sizes_of(request, args), deepspeed is not None, version)
     if deepspeed is not None:
         _refuse_quantised(request, "DeepSpeed")
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
-        return zero_strategy(read_config(deepspeed), request, args)
+        return zero_strategy(read_config(deepspeed), request, args, divides_rows)
     if version is not None:
         _refuse_quantised(request, "FSDP")
     if version == 1:
@@ -105,38 +103,53 @@ def fsdp_version(request: PlanRequest, args: Arguments) -> int | None:
 
 
 def cards_of_a_row(request: PlanRequest, args: Arguments) -> int:
-    """Return among how many cards the tokens of a row are divided (context parallelism)."""
-    size = _sizes_of(request, args).get("cp_size")
-    return size if isinstance(size, int) else 1
+    """Return among how many cards the tokens of a row are divided."""
+    sizes = _sizes_of(request, args)
+    return sizes.get("cp_size", 1) * sizes.get("sp_size", 1)
 
 
-def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, object]:
-    """Return the fields of accelerate's ParallelismConfig, of the arguments or a launcher."""
+def _check_who_divides(sizes: Mapping[str, int], by_deepspeed: bool, version: int | None) -> None:
+    """Refuse to divide rows where accelerate does not.
+
+    Raises:
+        NotPredicted: neither FSDP2 nor DeepSpeed is there to do it.
+    """
+    if sizes.get("cp_size", 1) > 1 and (by_deepspeed or version != 2):
+        raise NotPredicted("context parallelism (cp_size) without FSDP2")
+    if sizes.get("sp_size", 1) > 1 and not by_deepspeed:
+        raise NotPredicted("sequence parallelism (sp_size) without DeepSpeed")
+
+
+def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, int]:
+    """Return the sizes in accelerate's ParallelismConfig, of the arguments or of a launcher."""
     if (config := getattr(args, "parallelism_config", None)) is not None:
-        return vars(config)
+        return {name: size for name, size in vars(config).items() if name.endswith("_size")}
     exported = request.environment
     if exported.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return {}
     return {
-        name.removeprefix(_EXPORTED_SIZES).lower(): int(value)
-        for name, value in exported.items()
-        if name.startswith(_EXPORTED_SIZES) and name.endswith("_SIZE")
+        name.removeprefix(_EXPORTED).lower(): int(size)
+        for name, size in exported.items()
+        if name.startswith(_EXPORTED) and name.endswith("_SIZE")
     }
 
 
 def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse parallelism of tensors and of DeepSpeed's sequences.
+    """Refuse cards that share the tensors of a model.
 
     Args:
         sizes: the fields of accelerate's ParallelismConfig that end in `_size`, among others.
         where: what has these fields, for the message.
 
     Raises:
-        NotPredicted: cards share the tensors of a model, or sequences as DeepSpeed divides them.
+        NotPredicted: they do.
     """
-    for name, words in _WITHIN_A_MODEL.items():
-        if (size := sizes.get(name)) not in (None, 1):
-            raise NotPredicted(f"{words} parallelism ({name} {size} in {where})")
+    if (size := sizes.get("tp_size")) not in (None, 1):
+        raise NotPredicted(
+            f"tensor parallelism (tp_size {size} in {where}): transformers divides the weights "
+            "while it reads them, and a plan reads none; dp_shard_size, cp_size and sp_size are "
+            "planned"
+        )
 
 
 def _refuse_quantised(request: PlanRequest, by: str) -> None:

@@ -1,10 +1,10 @@
-"""Divide sequences among ranks (context parallelism): on simulated cards, or in the planner.
+"""Divide rows among ranks: on simulated cards, or in the planner.
 
-For test_context.py.
+For test_shared_rows.py.
 
-`context_ranks.py ranks FOLDER LAUNCH` is one rank of a launch, or a card that trains alone. It
-writes what each case of the launch took of its card, and what it learned. `context_ranks.py planner
-FOLDER` plans the cases of all launches by their files in the folder.
+`shared_rows.py ranks FOLDER LAUNCH` is one rank of a launch, or a card that trains alone. It writes
+what each case of the launch took of its card, and what it learned. `shared_rows.py planner FOLDER`
+plans the cases of all launches by their files in the folder.
 """
 
 import gc
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.planner.zero_resumed import CONFIG
+from tests.planner.zero_resumed import CONFIG, simulated_cards
 
 LENGTH = 512
 """Long enough that what a layer keeps of a sequence is most of the peak."""
@@ -24,7 +24,6 @@ LENGTH = 512
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": "all-linear"}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "two rows": {"per_device_train_batch_size": 2},
     "checkpointing": {"gradient_checkpointing": True, "per_device_train_batch_size": 4},
     "accumulation": {"gradient_accumulation_steps": 2},
     "LoRA": {},
@@ -34,12 +33,19 @@ CASES: dict[str, dict[str, Any]] = {
         "per_device_eval_batch_size": 4,
     },
 }
-LAUNCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "two cards": ({"cp_size": 2}, tuple(CASES)),
-    "two by two": ({"cp_size": 2, "dp_shard_size": 2}, ("bf16",)),
-    "four, in turn": ({"cp_size": 4, "cp_comm_strategy": "alltoall"}, ("checkpointing",)),
+IN_PARTS = ("bf16", "checkpointing", "accumulation", "LoRA", "evaluation")
+LAUNCHES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "context": ("fsdp2", {"cp_size": 2}, IN_PARTS),
+    "context, two by two": ("fsdp2", {"cp_size": 2, "dp_shard_size": 2}, ("bf16",)),
+    "context, in turn": (
+        "fsdp2",
+        {"cp_size": 4, "cp_comm_strategy": "alltoall"},
+        ("checkpointing",),
+    ),
+    "sequence": ("zero3", {"sp_size": 2, "sp_backend": "deepspeed"}, IN_PARTS),
+    "sequence, ZeRO-2": ("zero2", {"sp_size": 2, "sp_backend": "deepspeed"}, ("bf16",)),
 }
-"""For each launch the groups of its cards, and its cases."""
+"""For each launch the file that it is like, the groups of its cards, and its cases."""
 
 ALONE = "alone"
 aten = torch.ops.aten
@@ -144,42 +150,58 @@ def with_bytes(folder: Path, launch: str) -> None:
 
     from trainer_plugins.testing import simgpu
 
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        simulated_cards()
     simgpu.enable(capacity_bytes=1 << 30)
     flash_on_simulated_cards()
     tokens = torch.randint(1, 4099, (24, LENGTH), generator=torch.Generator().manual_seed(0))
     ones = torch.ones(LENGTH, dtype=torch.long)
     rows = [{"input_ids": row, "attention_mask": ones, "labels": row} for row in tokens]
+    if launch.startswith("sequence"):  # else DeepSpeed refuses them
+        rows = [{**row, "position_ids": torch.arange(LENGTH)} for row in rows]
     given = {k: v for k, v in sizes().items() if k not in ("model_type", "architectures")}
 
     def trained(name: str) -> dict[str, Any]:
         gc.collect()
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**given))
+        args = TrainingArguments(**arguments(name, str(folder / name)))
+        model = LlamaForCausalLM._from_config(LlamaConfig(**given), dtype=torch.float32)
         if name == "LoRA":
             model = get_peft_model(model, LoraConfig(**LORA))
-        args = TrainingArguments(**arguments(name, str(folder / name)))
         trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
-        before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
         trainer.train()
         peak = torch.accelerator.memory_stats()["requested_bytes.all.peak"]
-        return {
+        told = {
             "card": peak - before,
             "device": str(args.device),
-            "wrapped": type(trainer.model).__name__,
-            "learned": [
-                each[name]
-                for each in trainer.state.log_history
-                for name in ("loss", "grad_norm", "eval_loss")
-                if name in each
-            ],
+            "wrapped": type(trainer.model_wrapped).__name__,
+            "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
         }
+        if launch.startswith("sequence"):
+            forget_deepspeed(trainer.model_wrapped)
+        return told
 
-    cases = LAUNCHES[launch][1] if launch != ALONE else ("bf16",)
+    cases = LAUNCHES[launch][2] if launch != ALONE else ("bf16",)
     found = {name: trained(name) for name in cases}
     rank = os.environ.get("RANK", "0")
     (folder / f"{launch}-{rank}.json").write_text(json.dumps(found))
+
+
+def forget_deepspeed(engine: Any) -> None:
+    """End an engine, and what it keeps for the process."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    unset_hf_deepspeed_config()
+    engine.destroy()
+    FWD_MODULE_STACK.clear()  # it would keep the weights
+    parallel_state_sp._release_sequence_parallel_groups()
+    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the exchange around it; the function itself stays
 
 
 def requested(trace: Any) -> int:
@@ -211,7 +233,7 @@ def without_bytes(folder: Path) -> None:
 
     Tracker.trace = noted  # type: ignore[method-assign,assignment]
     environment = dict(os.environ)
-    for launch, name in ((launch, name) for launch in LAUNCHES for name in LAUNCHES[launch][1]):
+    for launch, name in ((launch, name) for launch in LAUNCHES for name in LAUNCHES[launch][2]):
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(
