@@ -179,6 +179,7 @@ def with_bytes(folder: Path, launch: str) -> None:
             "device": str(args.device),
             "wrapped": type(trainer.model_wrapped).__name__,
             "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+            "norms": [each["grad_norm"] for each in trainer.state.log_history if "loss" in each],
         }
         if launch.startswith("sequence"):
             forget_deepspeed(trainer.model_wrapped)
