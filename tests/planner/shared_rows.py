@@ -49,6 +49,13 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 ALONE = "alone"
 aten = torch.ops.aten
+KERNELS = torch.library.Library("aten", "IMPL")
+"""Holds kernels, which torch takes back when it goes."""
+
+
+def all_cases() -> list[tuple[str, str]]:
+    """Return each case, after the name of its launch."""
+    return [(launch, name) for launch, (_, _, names) in LAUNCHES.items() for name in names]
 
 
 def arguments(name: str, folder: str) -> dict[str, Any]:
@@ -120,10 +127,8 @@ def flash_on_simulated_cards() -> None:
         pair = (each.unflatten(1, (-1, groups)).sum(2) for each in found[1:])
         return on_card(query, found[0]), *map(on_card, (key, value), pair)
 
-    global kernels  # they are taken back with this object
-    kernels = torch.library.Library("aten", "IMPL")
-    kernels.impl("_scaled_dot_product_flash_attention", forward, "PrivateUse1")
-    kernels.impl("_scaled_dot_product_flash_attention_backward", backward, "PrivateUse1")
+    KERNELS.impl("_scaled_dot_product_flash_attention", forward, "PrivateUse1")
+    KERNELS.impl("_scaled_dot_product_flash_attention_backward", backward, "PrivateUse1")
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 
 
@@ -207,7 +212,7 @@ def forget_deepspeed(engine: Any) -> None:
 
 def requested(trace: Any) -> int:
     """The highest sum of what was asked for, without workspaces: simulated cards have none."""
-    from trainer_plugins.planner.tracing.trace import ALLOC, FREE
+    from trainer_plugins.planner.tracing.events import ALLOC, FREE
 
     now = peak = 0
     for kind, number, _ in trace.events:
@@ -223,9 +228,11 @@ def without_bytes(folder: Path) -> None:
     from trainer_plugins.planner import worker
     from trainer_plugins.planner.inputs import arguments_to_send
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
-    from trainer_plugins.planner.tracing.trace import Trace, Tracker
+    from trainer_plugins.planner.tracing.events import Trace
+    from trainer_plugins.planner.tracing.trace import Tracker
 
-    watched, traces = Tracker.trace, []
+    watched = Tracker.trace
+    traces: list[Trace] = []
     found: dict[str, dict[str, Any]] = {launch: {} for launch in LAUNCHES}
 
     def noted(tracker: Tracker) -> Trace:
@@ -234,7 +241,7 @@ def without_bytes(folder: Path) -> None:
 
     Tracker.trace = noted  # type: ignore[method-assign,assignment]
     environment = dict(os.environ)
-    for launch, name in ((launch, name) for launch in LAUNCHES for name in LAUNCHES[launch][2]):
+    for launch, name in all_cases():
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(

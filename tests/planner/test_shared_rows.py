@@ -12,7 +12,7 @@ import yaml
 from tests import processes
 from tests.distributed.launched import command, ended, environment, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
-from tests.planner.shared_rows import ALONE, LAUNCHES
+from tests.planner.shared_rows import ALONE, LAUNCHES, all_cases
 from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
@@ -71,9 +71,7 @@ def both(tmp_path_factory) -> tuple[dict[str, list[Any]], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launch", "name"), [(launch, name) for launch in LAUNCHES for name in LAUNCHES[launch][2]]
-)
+@pytest.mark.parametrize(("launch", "name"), all_cases())
 def test_the_first_card_holds_what_is_planned_and_none_holds_more(both, launch, name):
     """All but the runs with checkpointing and evaluation agree to 32 B."""
     ranks, plans = both
@@ -134,8 +132,8 @@ def plan_of(planned: dict[str, MemoryPlan | PlanError], name: str) -> MemoryPlan
 
 def test_two_cards_that_share_a_row_have_half_of_its_logits(planned) -> None:
     whole, half = plan_of(planned, "data"), plan_of(planned, "context")
-    kind = "logits and loss"
-    assert half.breakdown[kind] == pytest.approx(whole.breakdown[kind] / 2, rel=0.01)
+    of_half, of_whole = (plan.breakdown["logits and loss"] for plan in (half, whole))
+    assert of_half == pytest.approx(of_whole / 2, rel=0.01)
     assert half.planned["rows"] == "1 at once x 1 x 2 GPU (2 share a row), 1 a step"
     assert whole.planned["rows"] == "1 at once x 1 x 2 GPU, 2 a step"
     assert any("context parallelism" in line for line in half.not_reliable)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.sharded.strategies import fsdp_version
-from trainer_plugins.planner.sharded.strategies import cards_of_a_row
+from trainer_plugins.planner.sharded.strategies import cards_of_a_row, fsdp_version
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
 

@@ -123,14 +123,14 @@ def _check_who_divides(sizes: Mapping[str, int], by_deepspeed: bool, version: in
 def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, int]:
     """Return the sizes in accelerate's ParallelismConfig, of the arguments or of a launcher."""
     if (config := getattr(args, "parallelism_config", None)) is not None:
-        return {name: size for name, size in vars(config).items() if name.endswith("_size")}
+        return {name: size for name, size in vars(config).items() if name.endswith("size")}
     exported = request.environment
     if exported.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return {}
     return {
         name.removeprefix(_EXPORTED).lower(): int(size)
         for name, size in exported.items()
-        if name.startswith(_EXPORTED) and name.endswith("_SIZE")
+        if name.startswith(_EXPORTED) and name.endswith("SIZE")
     }
 
 
