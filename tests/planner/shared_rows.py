@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,7 @@ def requested(trace: Any) -> int:
 
 
 def without_bytes(folder: Path) -> None:
+    os.environ["DS_ACCELERATOR"] = "cuda"
     from dataclasses import asdict
 
     from trainer_plugins.planner import worker
@@ -231,7 +233,7 @@ def without_bytes(folder: Path) -> None:
     from trainer_plugins.planner.tracing.events import Trace
     from trainer_plugins.planner.tracing.trace import Tracker
 
-    watched = Tracker.trace
+    watched: Callable[[Tracker], Trace] = Tracker.trace
     traces: list[Trace] = []
     found: dict[str, dict[str, Any]] = {launch: {} for launch in LAUNCHES}
 
@@ -257,6 +259,10 @@ def without_bytes(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"ranks": with_bytes, "planner": without_bytes}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    mode, home, *named = sys.argv[1:]
+    if mode == "ranks":
+        with_bytes(Path(home), *named)
+    else:
+        without_bytes(Path(home))
     sys.stdout.flush()
     os._exit(0)  # gloo now and then aborts a process at its end
