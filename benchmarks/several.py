@@ -2,7 +2,8 @@
 
 Each run is repeated in a process of its own: torchtitan's by `several_torchtitan`, that of
 DeepSpeed#3734 by `several_deepspeed`. The planner's world, ranks, kernels and allocator take part;
-its Trainer does not, because these figures are of other loops. Prints Markdown; all runs take some
+its Trainer does not, because these figures are of other loops. That of trl#6846, which is TRL's
+Trainer, is planned as it is (`several_trl`). Prints Markdown; all runs take some
 minutes of CPU time:
 
     python -m benchmarks.several [WORD] ...
@@ -11,21 +12,22 @@ minutes of CPU time:
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.published import Row, published
 
 OF_TORCHTITAN = ("torchtitan#165", "torchtitan 2024-12")
 OF_DEEPSPEED = ("DeepSpeed#3734",)
+OF_TRL = ("trl#6846",)
 EARLY = "the reduced buffer as in an early FSDP2"
 COUNTERS = ("allocated", "reserved", "step_end")
 
 
 def can_be_repeated(row: Row) -> bool:
     """Return whether a module here repeats this run."""
-    if row.source in OF_DEEPSPEED:
-        return True
+    if row.source in (*OF_DEEPSPEED, *OF_TRL):
+        return "config" in row.settings
     needs_more = ("torch.compile", "Float8", "tensor parallelism")
     return row.source in OF_TORCHTITAN and not set(needs_more) & set(row.missing)
 
@@ -34,6 +36,13 @@ def ways(row: Row) -> tuple[str, ...]:
     """Return the ways to repeat a run: with the installed packages, and as FSDP2 once was."""
     is_second = row.settings["strategy"] == "FSDP2"
     return ("", EARLY) if row.source == OF_TORCHTITAN[0] and is_second else ("",)
+
+
+def compared(row: Row) -> Mapping[str, int]:
+    """Return what a plan is held against; a figure whose counter is not said, twice."""
+    if row.source in OF_TRL:
+        return dict.fromkeys(("allocated", "reserved"), row.measured["nvidia_smi"])
+    return row.measured
 
 
 def answer(key: str, way: str) -> dict[str, int]:
@@ -45,6 +54,11 @@ def answer(key: str, way: str) -> dict[str, int]:
 
     fake_cuda.install()
     row = next(row for row in published() if row.key == key)
+    if row.source in OF_TRL:
+        from benchmarks import several_trl
+
+        plan = several_trl.plan_of(row)
+        return {"allocated": plan.allocated_peak_bytes, "reserved": plan.reserved_peak_bytes}
     if row.source in OF_DEEPSPEED:
         from benchmarks import several_deepspeed
 
@@ -88,8 +102,8 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"| {row.source} | {name} | | | {found} | |"
                 continue
             for counter in COUNTERS:
-                if counter in row.measured:
-                    measured, planned = row.measured[counter], found[counter]
+                if counter in compared(row):
+                    measured, planned = compared(row)[counter], found[counter]
                     sizes = f"{measured / 2**30:.3f} | {planned / 2**30:.3f}"
                     error = f"{100 * (planned / measured - 1):+.2f}"
                     yield f"| {row.source} | {name} | {counter} | {sizes} | {error} |"

@@ -137,6 +137,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": (TRAINER,),
     "_load_scaler": (TRAINER,),
     "_loaded_implementation": ("transformers.modeling_flash_attention_utils", "transformers<5"),
+    "_local_mapping": ("transformers.utils.generic",),
     "_loss_function": (MODEL,),
     "_update_model_kwargs_for_generation": ("transformers.generation.GenerationMixin",),
     "_memory_tracker": ("transformers.trainer",),
@@ -165,6 +166,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_is_accelerate_prepared": ("accelerate.accelerator",),
     "_reset_state": ("accelerate.state.PartialState", "accelerate.state.AcceleratorState"),
     # DeepSpeed
+    "_SEQUENCE_DATA_PARALLEL_GROUP": ("deepspeed.runtime.sequence_parallel.parallel_state_sp",),
+    "_SEQUENCE_PARALLEL_GROUP": ("deepspeed.runtime.sequence_parallel.parallel_state_sp",),
     "_hp_mapping": ("deepspeed.utils.mixed_precision_linkage",),
     "_running_engine_step": ("deepspeed.runtime.engine",),
     "_zero3_consolidated_16bit_state_dict": ("deepspeed.runtime.engine.DeepSpeedEngine",),

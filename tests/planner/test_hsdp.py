@@ -17,7 +17,6 @@ from tests.planner.test_plans import CHECKPOINTING, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.launch.configs import path
-from trainer_plugins.planner import NotPredicted
 from trainer_plugins.planner.run import predict_all
 
 pytestmark = pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
@@ -77,8 +76,6 @@ def planned(tmp_path_factory) -> dict[str, Any]:
         "4": file_of(folder, 4),
         "8": file_of(folder, 8),
         "2 x 4": file_of(folder, 8, dp_replicate_size=2, dp_shard_size=4),
-        "tensor": file_of(folder, 8, dp_shard_size=4, tp_size=2),
-        "context": file_of(folder, 8, dp_shard_size=4, cp_size=2),
     }
     asked = [
         replace(request("llama-3.2-1b", *CHECKPOINTING, num_gpus=0), launch_file=str(file))
@@ -97,9 +94,3 @@ def test_two_groups_of_four_hold_what_four_cards_hold(planned) -> None:
     assert both.breakdown["weights"] > 1.9 * eight.breakdown["weights"]
     # the reductions between the groups have a stream, and so a pool, of their own
     assert both.reserved_peak_bytes >= four.reserved_peak_bytes
-
-
-@pytest.mark.parametrize("name", ["tensor", "context"])
-def test_groups_that_share_more_than_data_are_refused_by_name(planned, name: str) -> None:
-    assert isinstance(planned[name], NotPredicted)
-    assert f"{name} parallelism" in str(planned[name])

@@ -175,7 +175,9 @@ def _attention_as_on_the_card(patches: Patches, world: World) -> None:
     if world.device == "cuda":
         chosen = functools.partial(attention.cuda_attention, capability=world.capability)
         flash_attn.stand_in(patches, world.capability, world.packed_sequences)
-    patches.set(torch.nn.functional, "scaled_dot_product_attention", chosen)
+    # context parallelism replaces it by its name
+    named = functools.update_wrapper(chosen, torch.nn.functional.scaled_dot_product_attention)
+    patches.set(torch.nn.functional, "scaled_dot_product_attention", named)
 
 
 def _no_tracing_path(patches: Patches) -> None:

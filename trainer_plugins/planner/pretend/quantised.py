@@ -374,15 +374,10 @@ def tell_weights(model: torch.nn.Module) -> None:
             vars(part.weight)["quant_state"] = part.quant_state
 
 
-def has_stand_ins(model: torch.nn.Module) -> bool:
-    """Return whether a model has layers of this file."""
-    return any(isinstance(part, _Quantised) for part in model.modules())
-
-
 def bits_of(model: torch.nn.Module) -> int:
     """Return the bits of a quantised weight of a model; 0 if none is quantised."""
-    kinds = {type(part) for part in model.modules() if isinstance(part, _Quantised)}
-    return 0 if not kinds else 4 if Linear4bit in kinds else 8
+    kinds = {type(part) for part in model.modules()}
+    return 4 if Linear4bit in kinds else 8 if Linear8bitLt in kinds else 0
 
 
 def kept_beside(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -69,6 +69,17 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
     return Batches(make, (*said, pictures.said), pictures.asked)
 
 
+def with_positions(make: Callable[[], Batch]) -> Callable[[], Batch]:
+    """Let batches also have the position of each token."""
+
+    def made() -> Batch:
+        batch = make()
+        tokens: Any = batch["input_ids"]
+        return {**batch, "position_ids": torch.ones_like(tokens)}
+
+    return made
+
+
 def _inputs(model: Any, length: int, is_text: bool) -> tuple[_Sizes, _Sizes, list[str]]:
     """Return the inputs that are numbers and those that are tokens, and where sizes are from."""
     config, takes = model.config, getattr(model, "main_input_name", "input_ids")

@@ -10,7 +10,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import fused_head, optimizers, quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import arguments_of, rehearsed_arguments
-from trainer_plugins.planner.rehearse.batches import batches_of
+from trainer_plugins.planner.rehearse.batches import batches_of, with_positions
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
@@ -23,6 +23,7 @@ from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Str
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
 from trainer_plugins.planner.trainer import Arguments, optimizer_name, text_of
 
+_POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
 _PADDED = "batches have padding, which is the worse case; see --no-padding"
 
 
@@ -51,7 +52,7 @@ def rehearsal_of(
         streaming.begin(rehearsed.trainer)
     if getattr(args, "use_liger_kernel", False) or getattr(source, "replaced", ()):
         rehearsed.assumptions.append(_said_of_liger(rehearsed.trainer.model))
-    if streaming.is_asked and quantised.has_stand_ins(rehearsed.trainer.model):
+    if streaming.is_asked and quantised.bits_of(rehearsed.trainer.model):
         rehearsed.assumptions.append(LOADED_TO_MAIN_MEMORY)
     return rehearsed
 
@@ -104,11 +105,15 @@ def _of_config(
         )
     except ValueError as error:
         raise PlanError(first_line(error)) from error
+    make_batch = batches.make
+    if getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_size", 1) > 1:
+        make_batch = with_positions(make_batch)
+        assumptions.append(_POSITIONS)
     evaluates = text_of(args.eval_strategy).lower() != "no" or args.do_eval
     of_evaluation = batches_of(model, args.per_device_eval_batch_size, source)
     return Rehearsed(
         trainer=trainer,
-        make_batch=batches.make,
+        make_batch=make_batch,
         make_evaluation_batch=of_evaluation.make if evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         saves=text_of(args.save_strategy).lower() != "no",
@@ -218,7 +223,7 @@ def _revived(
     if device_map:
         spread(trainer.model, device_map, args.device.type)
         args._n_gpu = 1  # as the Trainer's constructor says
-    elif quantised.has_stand_ins(trainer.model):
+    elif quantised.bits_of(trainer.model):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
-from trainer_plugins.planner.sharded.strategies import fsdp_version
+from trainer_plugins.planner.sharded.strategies import cards_of_a_row, fsdp_version
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
 
@@ -15,11 +15,13 @@ def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> d
     base = get_base() if get_base is not None else model
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    batch = rows * steps * request.num_gpus
+    shares = cards_of_a_row(request, args)
+    batch = rows * steps * request.num_gpus // shares
+    shared = f" ({shares} share a row)" if shares > 1 else ""
     source = request.source
     planned = {
         "model": f"{type(base).__name__}{f' ({name})' if name else ''}",
-        "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU, {batch} a step",
+        "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU{shared}, {batch} a step",
     }
     if isinstance(source, ConfigSource):
         if source.trainer is not None:

@@ -12,6 +12,7 @@ from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
 from trainer_plugins.planner.pretend.optimizers import PACKAGES
 from trainer_plugins.planner.rehearse import rollout
+from trainer_plugins.planner.sharded.strategies import refuse_parallelism
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 from trainer_plugins.units import size
 
@@ -190,13 +191,15 @@ def refuse_model(model: torch.nn.Module) -> None:
     """Check a model and its layers.
 
     Raises:
-        NotPredicted: it is quantized, or has layers whose memory is not known here.
+        NotPredicted: it is quantized, is shared with other cards, or has layers whose memory is not
+            known here.
     """
+    refuse_parallelism({"tp_size": getattr(model, "_tp_size", None)}, "the model")
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
     is_quantised = getattr(model, "is_quantized", False) or (
         getattr(model, "quantization_method", None) is not None
     )
-    if is_quantised and not quantised.has_stand_ins(model):
+    if is_quantised and not quantised.bits_of(model):
         raise NotPredicted(
             f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')} in a "
             "Trainer; a plan of its config with --load-in-4bit or --load-in-8bit is"

@@ -73,7 +73,7 @@ class Streaming:
             raise PlanError(f"the base of this run cannot be streamed: {'; '.join(reasons)}")
         quantised.tell_weights(model)
         Stream(model, trainer.args.device, resident_layers, self._with_embeddings)
-        if quantised.has_stand_ins(model):
+        if quantised.bits_of(model):
             quantised.place(model, trainer.args.device)  # what is no parameter
 
     def count(self, trainer: TrainerLike) -> None:

@@ -100,7 +100,8 @@ def _as_exported(request: PlanRequest) -> PlanRequest:
 
 def _beside_deepspeed(environment: dict[str, str]) -> dict[str, str]:
     """Keep what accelerate reads besides the config of DeepSpeed."""
-    return {key: environment[key] for key in ("ACCELERATE_MIXED_PRECISION",) if key in environment}
+    wanted = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_PARALLELISM_", "PARALLELISM_CONFIG_")
+    return {key: value for key, value in environment.items() if key.startswith(wanted)}
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:

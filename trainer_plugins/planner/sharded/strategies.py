@@ -14,7 +14,7 @@ from trainer_plugins.planner.sharded.zero_config import read_config
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
-_WITHIN_A_MODEL = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+_EXPORTED = "PARALLELISM_CONFIG_"
 
 
 class Strategy(Protocol):
@@ -61,12 +61,14 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     _refuse_other_batches(request, args)
     # the Trainer's arguments win over a launcher's
     deepspeed = getattr(args, "deepspeed", None) or request.deepspeed
+    version = fsdp_version(request, args)
+    divides_rows = cards_of_a_row(request, args) > 1
+    _check_who_divides(_sizes_of(request, args), deepspeed is not None, version)
     if deepspeed is not None:
         _refuse_quantised(request, "DeepSpeed")
         from trainer_plugins.planner.sharded.zero import zero_strategy
 
-        return zero_strategy(read_config(deepspeed), request, args)
-    version = fsdp_version(request, args)
+        return zero_strategy(read_config(deepspeed), request, args, divides_rows)
     if version is not None:
         _refuse_quantised(request, "FSDP")
     if version == 1:
@@ -76,9 +78,10 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     if request.device != "cuda" and (version is not None or request.num_gpus > 1):
         raise NotPredicted(f"several ranks on {request.device}")
     if version is not None:
+        from trainer_plugins.planner.sharded.context import ContextParallel
         from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 
-        return Fsdp2(request)
+        return ContextParallel(request) if divides_rows else Fsdp2(request)
     if request.num_gpus > 1:
         from trainer_plugins.planner.sharded.ddp import Ddp
 
@@ -99,19 +102,54 @@ def fsdp_version(request: PlanRequest, args: Arguments) -> int | None:
     return int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1"))
 
 
+def cards_of_a_row(request: PlanRequest, args: Arguments) -> int:
+    """Return among how many cards the tokens of a row are divided."""
+    sizes = _sizes_of(request, args)
+    return sizes.get("cp_size", 1) * sizes.get("sp_size", 1)
+
+
+def _check_who_divides(sizes: Mapping[str, int], by_deepspeed: bool, version: int | None) -> None:
+    """Refuse to divide rows where accelerate does not.
+
+    Raises:
+        NotPredicted: neither FSDP2 nor DeepSpeed is there to do it.
+    """
+    if sizes.get("cp_size", 1) > 1 and (by_deepspeed or version != 2):
+        raise NotPredicted("context parallelism (cp_size) without FSDP2")
+    if sizes.get("sp_size", 1) > 1 and not by_deepspeed:
+        raise NotPredicted("sequence parallelism (sp_size) without DeepSpeed")
+
+
+def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, int]:
+    """Return the sizes in accelerate's ParallelismConfig, of the arguments or of a launcher."""
+    if (config := getattr(args, "parallelism_config", None)) is not None:
+        return {name: size for name, size in vars(config).items() if name.endswith("size")}
+    exported = request.environment
+    if exported.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return {}
+    return {
+        name.removeprefix(_EXPORTED).lower(): int(size)
+        for name, size in exported.items()
+        if name.startswith(_EXPORTED) and name.endswith("SIZE")
+    }
+
+
 def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse all parallelism but of data: groups of cards that share a model, or repeat it.
+    """Refuse cards that share the tensors of a model.
 
     Args:
         sizes: the fields of accelerate's ParallelismConfig that end in `_size`, among others.
         where: what has these fields, for the message.
 
     Raises:
-        NotPredicted: the cards share tensors, sequences or context.
+        NotPredicted: they do.
     """
-    for name, words in _WITHIN_A_MODEL.items():
-        if (size := sizes.get(name)) not in (None, 1):
-            raise NotPredicted(f"{words} parallelism ({name} {size} in {where})")
+    if (size := sizes.get("tp_size")) not in (None, 1):
+        raise NotPredicted(
+            f"tensor parallelism (tp_size {size} in {where}): transformers divides the weights "
+            "while it reads them, and a plan reads none; dp_shard_size, cp_size and sp_size are "
+            "planned"
+        )
 
 
 def _refuse_quantised(request: PlanRequest, by: str) -> None:
@@ -124,8 +162,7 @@ def _refuse_quantised(request: PlanRequest, by: str) -> None:
 
 def _refuse_other_batches(request: PlanRequest, args: Arguments) -> None:
     """Refuse settings that change the micro-batch of a rank."""
-    parallel = getattr(args, "parallelism_config", None)
-    refuse_parallelism(vars(parallel) if parallel is not None else {}, "parallelism_config")
+    refuse_parallelism(_sizes_of(request, args), "parallelism_config")
     loading, rows = args.accelerator_config, args.per_device_train_batch_size
     if request.num_gpus > 1 and loading.split_batches:
         if rows % request.num_gpus:

@@ -66,8 +66,16 @@ def _exported(request: PlanRequest) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}
 
 
-def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Arguments) -> Zero:
+def zero_strategy(
+    config: dict[str, Any], request: PlanRequest, args: Arguments, divides_rows: bool
+) -> Zero:
     """Check a DeepSpeed config, and return its strategy. The Trainer resolves "auto" later.
+
+    Args:
+        config: the content of the file, or what stands for it.
+        request: the run.
+        args: the arguments of the Trainer.
+        divides_rows: whether cards share each row (sequence parallelism).
 
     Raises:
         PlanError: DeepSpeed does not know a key, or is not installed.
@@ -84,4 +92,8 @@ def zero_strategy(config: dict[str, Any], request: PlanRequest, args: Arguments)
     refuse_config(config)
     if request.deepspeed is None:  # accelerate completes the batches of a launcher's config
         refuse_batches(config, args)
+    if divides_rows:
+        from trainer_plugins.planner.sharded.sequence import Ulysses
+
+        return Ulysses(config, request)
     return Zero(config, request)
