@@ -1,7 +1,9 @@
 """A plan with Liger's kernels is that of Liger's own code, and as its authors measured."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -13,6 +15,7 @@ from trainer_plugins.units import MIB
 
 pytest.importorskip("liger_kernel")
 
+ROOT = Path(__file__).parent.parent.parent
 WIDE = tiny_llama(
     vocab_size=32000, hidden_size=256, intermediate_size=512, max_position_embeddings=512
 ).config
@@ -68,6 +71,44 @@ def test_a_trainer_is_planned_as_it_will_train(plans) -> None:
     assert plan.allocated_peak_bytes == pytest.approx(plans[True].allocated_peak_bytes, rel=0.01)
     assert model.forward.__func__ is forward
     assert "triton" not in sys.modules
+
+
+REPLACED = """
+import sys
+from trainer_plugins.planner.pretend import triton
+
+triton.kernels_do_nothing()  # so that Liger can be imported without Triton and a card
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from tests.models import token_rows
+from tests.planner.test_liger import LENGTH, ROWS, WIDE
+from trainer_plugins import plan_run
+
+if __name__ == "__main__":
+    if sys.argv[1] == "before":
+        apply_liger_kernel_to_llama()
+    model = LlamaForCausalLM(WIDE)
+    if sys.argv[1] == "after":
+        apply_liger_kernel_to_llama(model=model)
+    args = TrainingArguments(per_device_train_batch_size=ROWS, report_to="none", max_steps=2)
+    plan = plan_run(Trainer(model, args, train_dataset=token_rows(16, LENGTH)), gpu="24GiB")
+    print(model.model.norm.forward.__qualname__, plan.allocated_peak_bytes)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_liger_replaced_before_the_trainer_is_planned(plans, when, tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REPLACED)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), when]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environ, cwd=tmp_path
+    )
+    norm, peak = done.stdout.splitlines()[-1].split()
+
+    assert norm == "LigerRMSNorm.forward"
+    assert int(peak) == pytest.approx(plans[True].allocated_peak_bytes, rel=0.01)
 
 
 def test_an_evaluation_of_the_loss_makes_no_logits() -> None:

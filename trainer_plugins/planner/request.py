@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
@@ -104,6 +105,17 @@ class ConfigSource:
             )
 
 
+class Replaced(NamedTuple):
+    """Names a function, a method or a class, and what stands in its place."""
+
+    module: str
+    path: str
+    """`name`, or `Class.name`."""
+
+    instead: tuple[str, str]
+    """The module and the qualified name of what is there now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSource:
     """Holds the user's Trainer and its batches, pickled with shapes in place of tensors."""
@@ -114,6 +126,9 @@ class TrainerSource:
     num_evaluation_batches: int = 0
     left_out: tuple[str, ...] = ()
     """Attributes of the Trainer that cannot be pickled."""
+
+    replaced: tuple[Replaced, ...] = ()
+    """What Liger had replaced before the Trainer was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ def rehearsal_of(
         with streaming.instead_of_moving():
             rehearsed = _of_config(source, args, has_padding, output_dir, home)
         streaming.begin(rehearsed.trainer)
-    if getattr(args, "use_liger_kernel", False):
+    if getattr(args, "use_liger_kernel", False) or getattr(source, "replaced", ()):
         rehearsed.assumptions.append(_said_of_liger(rehearsed.trainer.model))
     if streaming.is_asked and quantised.has_stand_ins(rehearsed.trainer.model):
         rehearsed.assumptions.append(LOADED_TO_MAIN_MEMORY)

@@ -20,6 +20,8 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.numbers import with_numbers
+from trainer_plugins.planner.rehearse.refusals import refuse_liger
+from trainer_plugins.planner.rehearse.replaced import replaced_by_liger
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
 from trainer_plugins.streaming.stream import stream_of
@@ -80,6 +82,9 @@ def request_of(
         raise PlanError("the Trainer has no model yet: give it one in place of model_init")
     args = trainer.args
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
+    replaced = replaced_by_liger()
+    if replaced:
+        refuse_liger(device)
     with undisturbed(trainer):
         batch, is_padded = longest_batch(trainer)
         evaluation, num_batches = _evaluation_of(trainer)
@@ -93,6 +98,7 @@ def request_of(
                 else None,
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
+                replaced=replaced,
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error

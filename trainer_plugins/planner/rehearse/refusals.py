@@ -73,7 +73,7 @@ def refuse_arguments(args: Arguments, device: str) -> None:
             "torch.compile (torch_compile), which changes the memory of every operation"
         )
     if getattr(args, "use_liger_kernel", False):
-        _refuse_liger(device)
+        refuse_liger(device)
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
     optimizer = optimizer_name(args)
@@ -84,14 +84,19 @@ def refuse_arguments(args: Arguments, device: str) -> None:
             raise NotPredicted(f"the optimizer {optimizer}")
 
 
-def _refuse_liger(device: str) -> None:
+def refuse_liger(device: str) -> None:
+    """Refuse Liger's kernels without their code, and on another device than CUDA.
+
+    Raises:
+        NotPredicted: what they take cannot be known.
+    """
     if find_spec("liger_kernel") is None:
         raise NotPredicted(
-            "Liger kernels (use_liger_kernel) without their code, which says what they take: "
+            "Liger kernels without their code, which says what they take: "
             "pip install --no-deps liger-kernel (to plan it, Triton and a card are not needed)"
         )
     if device != "cuda":
-        raise NotPredicted(f"Liger kernels (use_liger_kernel) on {device}: they need CUDA")
+        raise NotPredicted(f"Liger kernels on {device}: they need CUDA")
 
 
 def fsdp_in_force(plugin: Any) -> str:
@@ -204,7 +209,6 @@ def refuse_model(model: torch.nn.Module) -> None:
         if home in (
             "bitsandbytes",
             "flash_attn",
-            "liger_kernel",
             "unsloth",
             "xformers",
             "mamba_ssm",

@@ -19,6 +19,7 @@ from trainer_plugins.planner.rehearse.build import rehearsal_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
 from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
+from trainer_plugins.planner.rehearse.replaced import replace_again
 from trainer_plugins.planner.rehearse.streamed import Streaming
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.sharded.launched import resolved
@@ -81,6 +82,7 @@ def watch(request: PlanRequest) -> Watched:
     os.environ.update(request.environment)
     _make_ready(request.device)
     forget_accelerate()
+    replace_again(getattr(request.source, "replaced", ()))
     with tempfile.TemporaryDirectory() as folder, in_world(_world_of(request)) as tracker:
         args = arguments_of(request.source)
         refusals.refuse_arguments(args, request.device)
