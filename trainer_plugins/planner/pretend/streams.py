@@ -8,13 +8,14 @@ FSDP2 and DDP do not call it: they order streams by events, and hold what anothe
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
+from trainer_plugins.planner.tracing.lag import Lag
 from trainer_plugins.planner.tracing.trace import Tracker
 
 
-def answers(tracker: Tracker) -> dict[str, object]:
-    """Return what stands in for the names of `torch.cuda` that are about streams."""
-    numbers, lag = itertools.count(1), tracker.lag
+def _events_of(lag: Lag) -> type:
+    """Return the class of events of a card."""
 
     class Event:
         def __init__(self, *_: object, **__: object) -> None:
@@ -33,6 +34,13 @@ def answers(tracker: Tracker) -> dict[str, object]:
         def synchronize(self) -> None:
             lag.finish(self.mark)
 
+    return Event
+
+
+def answers(tracker: Tracker) -> dict[str, object]:
+    """Return what stands in for the names of `torch.cuda` that are about streams."""
+    numbers, lag, event_class = itertools.count(1), tracker.lag, _events_of(tracker.lag)
+
     class Stream:
         def __init__(self, *_: object, **__: object) -> None:
             self.number = next(numbers)
@@ -42,8 +50,8 @@ def answers(tracker: Tracker) -> dict[str, object]:
 
         wait_event = wait_stream
 
-        def record_event(self, event: Event | None = None) -> Event:
-            return (Event() if event is None else event).record()
+        def record_event(self, event: Any = None) -> Any:
+            return (event_class() if event is None else event).record()
 
         def synchronize(self) -> None:
             lag.finish(lag.mark())
@@ -76,7 +84,7 @@ def answers(tracker: Tracker) -> dict[str, object]:
 
     return {
         "Stream": Stream,
-        "Event": Event,
+        "Event": event_class,
         "current_stream": current,
         "stream": use,
         "synchronize": lambda device=None: lag.finish(lag.mark()),

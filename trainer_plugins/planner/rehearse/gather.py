@@ -23,7 +23,7 @@ from trainer_plugins.planner.rehearse.numbers import with_numbers
 from trainer_plugins.planner.rehearse.refusals import refuse_liger
 from trainer_plugins.planner.rehearse.replaced import replaced_by_liger
 from trainer_plugins.planner.rehearse.spread import device_map_of
-from trainer_plugins.planner.request import PlanRequest, TrainerSource
+from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
 from trainer_plugins.streaming.stream import stream_of
 
@@ -79,13 +79,9 @@ def request_of(
     """
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one in place of model_init")
-    device_map = device_map_of(trainer, num_gpus)
-    num_gpus = 1 if device_map else num_gpus or max(1, trainer.args.world_size)
-    args = trainer.args
+    args, device_map = trainer.args, device_map_of(trainer, num_gpus)
+    num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
-    replaced = replaced_by_liger()
-    if replaced:
-        refuse_liger(device)
     with undisturbed(trainer):
         batch, is_padded = longest_batch(trainer)
         evaluation, num_batches = _evaluation_of(trainer)
@@ -100,7 +96,7 @@ def request_of(
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
                 device_map=device_map,
-                replaced=replaced,
+                replaced=_replaced(device),
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
@@ -124,6 +120,13 @@ def request_of(
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
     )
+
+
+def _replaced(device: str) -> tuple[Replaced, ...]:
+    replaced = replaced_by_liger()
+    if replaced:
+        refuse_liger(device)
+    return replaced
 
 
 def _streamed(trainer: Any) -> tuple[int | None, bool]:

@@ -10,6 +10,7 @@ from trainer_plugins.planner.tracing.events import (
     EMPTY_CACHE,
     FREE,
     LEFT,
+    Event,
     Storage,
     Trace,
 )
@@ -75,14 +76,8 @@ def replay(
             block_bytes[event.number] = block.size_bytes
             if model.allocated_bytes > highest:
                 highest, peak_event, peak_moment = model.allocated_bytes, position, event.moment
-        elif event.kind == LEFT:
-            left[event.number] = model.leave(blocks.pop(event.number))
-        elif event.kind == FREE and event.number in left:
-            model.come_back(left.pop(event.number))
-        elif event.kind == FREE:
-            model.free(blocks.pop(event.number))
-        elif event.kind == EMPTY_CACHE:
-            model.empty_cache()
+        else:
+            _give_back(model, event, blocks, left)
         point = (event.moment, model.allocated_bytes, model.reserved_bytes)
         if position % interval == 0 or event.moment != timeline[-1][0]:
             timeline.append(point)
@@ -105,6 +100,19 @@ def replay(
         block_bytes=block_bytes,
         timeline=tuple(timeline),
     )
+
+
+def _give_back(
+    model: AllocatorModel, event: Event, blocks: dict[int, Block], left: dict[int, int]
+) -> None:
+    if event.kind == LEFT:
+        left[event.number] = model.leave(blocks.pop(event.number))
+    elif event.kind == FREE and event.number in left:
+        model.come_back(left.pop(event.number))
+    elif event.kind == FREE:
+        model.free(blocks.pop(event.number))
+    elif event.kind == EMPTY_CACHE:
+        model.empty_cache()
 
 
 def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
