@@ -35,7 +35,7 @@ from trainer_plugins.planner.tracing.values import Values
 
 _ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
-_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
+_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt", "aten::ge of a maximum")
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
@@ -264,8 +264,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storages[-1]
         if name == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
             storage.operation = _ALL_OF_A_MASK
-        if name == "aten::lt" and getattr(self.storage_of(args[0]), "operation", "") == "aten::max":
-            storage.operation = "aten::lt of a maximum"  # a check of labels, which holds
+        if getattr(self.storage_of(args[0]) if args else None, "operation", "") == "aten::max":
+            storage.operation = f"{name} of a maximum"  # a check of labels: `lt` holds, `ge` not
         if name == "aten::_to_copy" and args:
             source = self.storage_of(args[0])
             if source is not None and source.category in ("weights", "frozen weights"):
