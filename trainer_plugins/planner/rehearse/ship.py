@@ -139,8 +139,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.nn.Module) and "_original_forward" in vars(value):
             return _without_what_accelerate_did(value)
         if isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
-            plain = parametrize.type_before_parametrizations(value)
-            return _new_module, (plain,), vars(value), None, None, _parametrized
+            kind = parametrize.type_before_parametrizations(value)
+            return _new_module, (kind,), vars(value), None, None, _parametrized
         return self._by_value.reduce(value)
 
     def _shape_of(self, tensor: torch.Tensor) -> "_ShapeOf":

@@ -35,7 +35,14 @@ from trainer_plugins.planner.tracing.values import Values
 
 _ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
-_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt", "aten::ge of a maximum")
+_DO_NOT_HOLD = (
+    "aten::isnan",
+    "aten::isinf",
+    "aten::any",
+    "aten::ne",
+    "aten::lt",
+    "aten::ge of a maximum",
+)
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
@@ -92,6 +99,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.masks_pick_all = False
         """Whether something was selected by a mask, whose ones cannot be counted here."""
+
+        self.assumed: list[str] = []
+        """What was taken for a value that cannot be known here, one line each."""
 
         self.values = Values()
         self.allocated_bytes = 0
