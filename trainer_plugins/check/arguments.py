@@ -133,7 +133,8 @@ def batch_size(facts: Facts) -> Line | None:
         summary="auto_find_batch_size begins the training anew with a smaller batch at each OOM",
         evidence="the effective batch and the number of steps change, and what was trained is lost"
         " (accelerate#1934, sentence-transformers#3145)",
-        remedy="trainer_plugins.survive_oom(trainer) in its place keeps the batch and the step",
+        remedy="trainer_plugins.survive_oom(trainer) in its place keeps the batch and the step; it"
+        " refuses contrastive losses by name",
     )
     return Line("batch size", "", (finding,))
 
