@@ -15,7 +15,6 @@ PANELS = {
         "target_length",
         "images_per_row",
         "image_size",
-        "sound_seconds",
     ),
     "Adapters and quantised weights": (
         "lora_r",
