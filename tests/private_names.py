@@ -68,6 +68,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_is_root": (FSDP_STATE,),
     "_is_view": ("torch.Tensor",),
     "_join_config": ("torch.distributed.algorithms.join",),
+    "_inject_new_class": ("torch.nn.utils.parametrize",),
+    "_inject_property": ("torch.nn.utils.parametrize",),
     "_lazy_init": ("torch.cuda",),
     "_local_scalar_dense": ("torch.ops.aten",),
     "_local_tensor": ("torch.distributed.tensor._api",),

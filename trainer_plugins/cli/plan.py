@@ -56,6 +56,10 @@ _ImageSize: TypeAlias = Annotated[
     str | None,
     typer.Option(metavar="HxW", help="Size of a picture in pixels; if not given, the plan says."),
 ]
+_SoundSeconds: TypeAlias = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="Seconds of each sound; 16,000 samples a second."),
+]
 _Dtype: TypeAlias = Annotated[
     str | None, typer.Option(help="Dtype of the loaded weights: bfloat16, float16, float32.")
 ]
@@ -175,6 +179,7 @@ def plan(
     num_labels: _NumLabels = None,
     images_per_row: _ImagesPerRow = None,
     image_size: _ImageSize = None,
+    sound_seconds: _SoundSeconds = None,
     dtype: _Dtype = None,
     lora_r: _LoraR = None,
     lora_target: _LoraTarget = "all-linear",
@@ -244,6 +249,7 @@ def plan_request(given: Mapping[str, Any], arguments: list[str]) -> "PlanRequest
         num_labels=given["num_labels"],
         images_per_row=given["images_per_row"],
         image_size=given["image_size"],
+        sound_seconds=given["sound_seconds"],
         trainer=given["trainer"],
         seq_length=given["seq_length"],
         target_length=given["target_length"],

@@ -15,6 +15,7 @@ PANELS = {
         "target_length",
         "images_per_row",
         "image_size",
+        "sound_seconds",
     ),
     "Adapters and quantised weights": (
         "lora_r",

@@ -37,6 +37,7 @@ _OF_A_TRAINER = {
     "target_length": _ITS_BATCH,
     "images_per_row": _ITS_BATCH,
     "image_size": _ITS_BATCH,
+    "sound_seconds": _ITS_BATCH,
     "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
     "peft_config": "its model is planned as it is: make the Trainer with a model of peft",
     "quantization_config": "its model is planned as it is: load it quantised",
@@ -105,6 +106,9 @@ class ConfigInputs:
 
     image_size: str | None = None
     """Height and width of a picture, as in "448x672"."""
+
+    sound_seconds: float | None = None
+    """How long the sound of each row is, for a model that takes samples."""
 
     resident_layers: int | None = None
     """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
@@ -205,6 +209,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             trainer=_trainer_of(details),
             images_per_row=details.images_per_row,
             image_size=_image_size(details.image_size),
+            sound_seconds=details.sound_seconds,
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,

@@ -12,6 +12,7 @@ DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_EVALUATION_BATCHES = 8
 LONGEST_SEQUENCE = 1 << 24
 """The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
+LONGEST_SOUND_SECONDS = 1 << 16
 MOST_PIXELS = 1 << 16
 """The most pixels of a side of a picture."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
@@ -80,6 +81,9 @@ class ConfigSource:
     image_size: tuple[int, int] | None = None
     """Height and width of a picture; None is as the config says, or a size that the plan says."""
 
+    sound_seconds: float | None = None
+    """How long the sound of each row is, for a model that takes samples."""
+
     def __post_init__(self) -> None:
         if self.trainer not in (None, *TRL_TRAINERS):
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
@@ -97,6 +101,14 @@ class ConfigSource:
             raise PlanError(
                 f"a row has from 0 to {MOST_ROWS:,} pictures, got {self.images_per_row}"
             )
+        if self.sound_seconds is not None:
+            if self.trainer is not None:
+                raise PlanError("sounds and --trainer do not go together: give plan_run a Trainer")
+            if not 0 < self.sound_seconds <= LONGEST_SOUND_SECONDS:
+                raise PlanError(
+                    f"a sound has up to {LONGEST_SOUND_SECONDS:,} s (--sound-seconds), got "
+                    f"{self.sound_seconds:g}"
+                )
         if self.num_labels is not None and not 1 <= self.num_labels <= MOST_ROWS:
             raise PlanError(
                 f"a classifier has from 1 to {MOST_ROWS:,} labels, got {self.num_labels:,}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trainer_plugins.planner.pretend import attention, flash_attn, streams
+from trainer_plugins.planner.pretend import attention, flash_attn, speech, streams
 from trainer_plugins.planner.pretend.patches import Patches
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -71,6 +71,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         _lists_have_one_value(patches, tracker)
         _lists_become_tensors(patches)
         _predictions_become_arrays(patches)
+        speech.stand_in(patches, tracker, on_cuda)
         if on_cuda:
             _cuda_answers(patches, tracker, world)
             _one_kernel_each(patches)

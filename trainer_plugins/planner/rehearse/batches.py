@@ -10,6 +10,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.pictures import pictures_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Batch
+from trainer_plugins.planner.rehearse.sounds import Sounds, sounds_of, takes_samples, writes
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
@@ -39,11 +40,13 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
 
     Raises:
         NotPredicted: the sizes of its inputs are not in its config.
-        PlanError: the model has no positions for so many tokens, or cannot make decoder inputs.
+        PlanError: the model has no positions for so many tokens, cannot make decoder inputs, or
+            takes no pictures or sounds of which a size is given.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     pictures = pictures_of(inner, source)
-    floats, tokens, said = _inputs(inner, source.sequence_length, pictures is not None)
+    sounds = sounds_of(inner, source)
+    floats, tokens, said = _inputs(inner, source.sequence_length, pictures is not None, sounds)
     if "input_ids" in tokens:
         _check_positions(inner, source.sequence_length)
     if inner.config.is_encoder_decoder and (
@@ -53,7 +56,7 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
             "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
             "decoder's inputs of labels: add the one of the model (T5: 0)"
         )
-    tokens |= {"labels": (source.sequence_length,)} if pictures else _labels(inner, source)
+    tokens |= {"labels": (source.sequence_length,)} if pictures else _labels(inner, source, sounds)
 
     def make() -> Batch:
         made: Batch = {name: torch.zeros(rows, *shape) for name, shape in floats.items()}
@@ -80,11 +83,19 @@ def with_positions(make: Callable[[], Batch]) -> Callable[[], Batch]:
     return made
 
 
-def _inputs(model: Any, length: int, is_text: bool) -> tuple[_Sizes, _Sizes, list[str]]:
+def _inputs(
+    model: Any, length: int, is_text: bool, sounds: Sounds | None
+) -> tuple[_Sizes, _Sizes, list[str]]:
     """Return the inputs that are numbers and those that are tokens, and where sizes are from."""
     config, takes = model.config, getattr(model, "main_input_name", "input_ids")
     if takes == "input_ids" or is_text:
         return {}, {"input_ids": (length,), "attention_mask": (length,)}, []
+    if sounds is not None:
+        return (
+            {takes: (sounds.num_samples,)},
+            {"attention_mask": (sounds.num_samples,)},
+            [sounds.said],
+        )
     side = getattr(config, "image_size", None)
     if takes == "pixel_values" and isinstance(side, int):
         picture = (getattr(config, "num_channels", 3), side, side)
@@ -97,14 +108,17 @@ def _inputs(model: Any, length: int, is_text: bool) -> tuple[_Sizes, _Sizes, lis
         sound = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves them
         words = f"a sound has {bins} x {2 * frames} numbers (max_source_positions of the config)"
         return {takes: sound}, {}, [words]
+    instead = "give --sound-seconds, or " if takes_samples(model) else ""
     raise NotPredicted(
         f"{type(model).__name__} from a config alone, which takes {takes} of a size that its "
-        f"config does not say: {GIVE_A_TRAINER}"
+        f"config does not say: {instead}{GIVE_A_TRAINER}"
     )
 
 
-def _labels(model: Any, source: ConfigSource) -> _Sizes:
+def _labels(model: Any, source: ConfigSource, sounds: Sounds | None) -> _Sizes:
     name, config, length = type(model).__name__, model.config, source.sequence_length
+    if sounds is not None and writes(model):
+        return {"labels": (sounds.num_labels,)}
     if config.is_encoder_decoder:
         most = getattr(config, "max_target_positions", None) or length
         return {"labels": (source.target_length or min(length, most),)}

@@ -66,6 +66,7 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
     tracker.values.asked = run.asked
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer)
+        held = _batches_of_last_step(trainer)
         trainer.train()
         _name_parameters(trainer.model, tracker)  # a strategy may have replaced the parameters
         if run.make_evaluation_batch is not None:
@@ -76,6 +77,7 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         save, resume = _checkpointing(trainer)
         if run.saves:
             save(trainer, tracker)
+        held.clear()
         if run.saves and run.resumes:
             resume(trainer, tracker)
 
@@ -233,6 +235,28 @@ def _skip_like_micro_steps(trainer: TrainerLike) -> None:
         return training_step(*args, **kwargs)
 
     trainer.training_step = step
+
+
+def _batches_of_last_step(trainer: TrainerLike) -> list[object]:
+    """Return a list that keeps the batches of the last step, once it runs.
+
+    They stay on the card while the Trainer evaluates and saves, which it does between two steps:
+    transformers/trainer.py, `batch_samples` of its loop.
+    """
+    training_step = trainer.training_step
+    num_before = (trainer.args.max_steps - 1) * trainer.args.gradient_accumulation_steps
+    held: list[object] = []
+    count = 0
+
+    def step(model: object, inputs: object, *args: object, **kwargs: object) -> object:
+        nonlocal count
+        count += 1
+        if count > num_before:
+            held.append(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        return training_step(model, inputs, *args, **kwargs)
+
+    trainer.training_step = step
+    return held
 
 
 def _save(trainer: TrainerLike, tracker: Tracker) -> None:

@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.by_value import ByValue
@@ -87,7 +88,7 @@ def dumps(value: object, stream: Stream | None = None) -> bytes:
     by_value = ByValue(_can_be_sent)
     try:
         return _dumps(value, by_value, stream)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         last = by_value.last_class
         where = f" (the last class of the script that was sent is {last})" if last else ""
         raise pickle.PicklingError(f"{error}{where}") from error
@@ -143,6 +144,9 @@ class _Pickler(pickle.Pickler):
             return torch.Generator, ()
         if isinstance(value, torch.nn.Module) and vars(value).keys() & _FORWARDS:
             return _without_what_accelerate_did(value)
+        if isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
+            kind = parametrize.type_before_parametrizations(value)
+            return _new_module, (kind,), vars(value), None, None, _parametrized
         return self._by_value.reduce(value)
 
     def _shape_of(self, tensor: torch.Tensor) -> "_ShapeOf":
@@ -169,6 +173,18 @@ def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[object, ...]:
     found = (made[2].get(name) for name in ("_old_forward", "_original_forward"))
     state["forward"] = next(each for each in found if each is not None)
     return (made[0], made[1], state, *made[3:])
+
+
+def _new_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    return kind.__new__(kind)
+
+
+def _parametrized(module: torch.nn.Module, state: dict[str, object]) -> None:
+    """Make anew the class that `register_parametrization` gave to a module, for its properties."""
+    vars(module).update(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
 
 
 # The storages of the current unpickling, which several tensors may share.

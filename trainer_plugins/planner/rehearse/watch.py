@@ -96,6 +96,9 @@ def watch(request: PlanRequest) -> Watched:
             rehearsed.assumptions.append(
                 "a mask, as in x[mask], is counted as if it selects everything: the worst case"
             )
+        rehearsed.assumptions.extend(tracker.assumed)
+        if _drops_layers(rehearsed.trainer.model):
+            rehearsed.assumptions.append("LayerDrop leaves out no layer: the worst case")
         trace = tracker.trace()
         parameters = [*rehearsed.trainer.model.parameters()]
         planned = planned_of(request, rehearsed.trainer, args)
@@ -210,6 +213,13 @@ def _vocabulary_of(model: torch.nn.Module) -> int:
     weight = getattr(get_head() if get_head is not None else None, "weight", None)
     shape: list[int] = [*getattr(weight, "ds_shape", getattr(weight, "shape", ()))]
     return shape[0] if len(shape) == 2 else -1
+
+
+def _drops_layers(model: torch.nn.Module) -> bool:
+    """Return whether a model of transformers leaves out layers by chance, as speech models do."""
+    config = getattr(model, "config", None)
+    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    return any(getattr(config, name, None) for name in names)
 
 
 def _num_elements(parameters: Iterable[torch.nn.Parameter]) -> int:

@@ -3,12 +3,21 @@
 import torch
 
 from trainer_plugins.planner.plan import Moment
+from trainer_plugins.planner.tracing.events import Storage
+from trainer_plugins.planner.tracing.values import Asked
 
-_DO_NOT_HOLD = ("aten::isnan", "aten::isinf", "aten::any", "aten::ne", "aten::lt")
+_DO_NOT_HOLD = (
+    "aten::isnan",
+    "aten::isinf",
+    "aten::any",
+    "aten::ne",
+    "aten::lt",
+    "aten::ge of a maximum",
+)
 
 
 def answer(
-    operation: str, dtype: torch.dtype, moment: Moment, is_on_card: bool, count: int
+    operation: str, dtype: torch.dtype, moment: Moment, made_by: Storage | None, asked: Asked
 ) -> bool | float | int:
     """Answer as a healthy run would: nothing is NaN, every check holds, and a loss is 1.
 
@@ -16,8 +25,8 @@ def answer(
         operation: what made the value.
         dtype: of the value.
         moment: when it is asked.
-        is_on_card: whether it is on the card; if not, it is on the host.
-        count: the answer to a count that is not known.
+        made_by: where it is on the card; None if it is on the host.
+        asked: what a model asks of numbers.
     """
     if operation == "aten::eq" and moment == "generation":
         return False  # no row has met its end
@@ -26,5 +35,5 @@ def answer(
     if dtype.is_floating_point:
         # Before the optimizer steps, GradScaler asks whether it found infinities. A count of steps
         # is on the host.
-        return 0.0 if moment == "optimizer step" and is_on_card else 1.0
-    return count
+        return 0.0 if moment == "optimizer step" and made_by is not None else 1.0
+    return asked.count

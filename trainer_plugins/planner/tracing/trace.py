@@ -93,6 +93,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.masks_pick_all = False
         """Whether something was selected by a mask, whose ones cannot be counted here."""
 
+        self.assumed: list[str] = []
+        """What was taken for a value that cannot be known here, one line each."""
+
         self.values = Values()
         self.allocated_bytes: Counter[int] = Counter()
         """What each card holds now, by its index."""
@@ -278,8 +281,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storages[-1]
         if name == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
             storage.operation = _ALL_OF_A_MASK
-        if name == "aten::lt" and getattr(self.storage_of(args[0]), "operation", "") == "aten::max":
-            storage.operation = "aten::lt of a maximum"  # a check of labels, which holds
+        if getattr(self.storage_of(args[0]) if args else None, "operation", "") == "aten::max":
+            storage.operation = f"{name} of a maximum"  # a check of labels: `lt` holds, `ge` not
         if name == "aten::_to_copy" and args:
             source = self.storage_of(args[0])
             if source is not None and source.category in ("weights", "frozen weights"):
@@ -390,8 +393,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return told
         if operation == "aten::all":
             return self.checks_hold
-        count, on_card = self.values.asked.count, made_by is not None
-        return healthy.answer(operation, tensor.dtype, self.moment, on_card, count)
+        return healthy.answer(operation, tensor.dtype, self.moment, made_by, self.values.asked)
 
 
 def _card_of(tensor: torch.Tensor) -> int:

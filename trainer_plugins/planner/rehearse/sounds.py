@@ -1,0 +1,60 @@
+"""Make the sounds of a speech model that was built from a config. Imports torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.request import ConfigSource
+
+_SAMPLES_A_SECOND = 16_000
+"""As the feature extractors of transformers' speech models make them."""
+
+_LABELS_A_SECOND = 15
+"""Letters of fast speech; a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sounds:
+    """Describes the sounds of a run, and the texts that belong to them."""
+
+    num_samples: int
+    num_labels: int
+    """The labels of a row, if it is written down what was said."""
+
+    said: str
+
+
+def sounds_of(model: Any, source: ConfigSource) -> Sounds | None:
+    """Return the sounds of a run; None if nobody said how long they are.
+
+    Raises:
+        PlanError: the model does not take the samples of a sound.
+    """
+    if source.sound_seconds is None:
+        return None
+    if not takes_samples(model):
+        raise PlanError(
+            "--sound-seconds is for models that take the samples of a sound (input_values), and "
+            f"not for {type(model).__name__}"
+        )
+    samples = max(1, round(source.sound_seconds * _SAMPLES_A_SECOND))
+    labels = source.target_length or max(1, round(source.sound_seconds * _LABELS_A_SECOND))
+    said = (
+        f"each row has {source.sound_seconds:g} s of sound, {samples:,} samples "
+        f"({_SAMPLES_A_SECOND:,} a second)"
+    )
+    if writes(model):
+        why = "" if source.target_length else f" ({_LABELS_A_SECOND} a second: a guess)"
+        said += f", and {labels:,} labels{why}; see --target-length"
+    return Sounds(samples, labels, said)
+
+
+def takes_samples(model: Any) -> bool:
+    """Return whether a model takes sounds of any length, as numbers one after another."""
+    takes = getattr(model, "main_input_name", "")
+    return takes == "input_values" and not hasattr(model.config, "num_mel_bins")
+
+
+def writes(model: Any) -> bool:
+    """Return whether a model's labels are a text."""
+    return bool(model.config.is_encoder_decoder) or type(model).__name__.endswith("ForCTC")
