@@ -77,9 +77,10 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         save, resume = _checkpointing(trainer)
         if run.saves:
             save(trainer, tracker)
-        held.clear()
         if run.saves and run.resumes:
-            resume(trainer, tracker)
+            with tracker.during("resume"):
+                held.clear()  # a new process has none
+                resume(trainer, tracker)
 
 
 _Checkpointing: TypeAlias = Callable[[TrainerLike, Tracker], None]

@@ -4,7 +4,13 @@ import torch
 
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.tracing.events import Storage
+from trainer_plugins.planner.tracing.kernels import OperatorArgs
 from trainer_plugins.planner.tracing.values import Asked
+
+ALL_OF_A_MASK = "aten::all of a mask"
+_MASK_DIMENSIONS = 2  # rows, and tokens
+_OF_A_MAXIMUM = ("aten::lt", "aten::ge")
+"""How a model checks labels against its vocabulary: `lt` holds, and `ge` does not."""
 
 _DO_NOT_HOLD = (
     "aten::isnan",
@@ -14,6 +20,21 @@ _DO_NOT_HOLD = (
     "aten::lt",
     "aten::ge of a maximum",
 )
+
+
+def name_of(operation: str, args: OperatorArgs, source: Storage | None) -> str:
+    """Return the name of an operation, and of what, if the answer depends on it.
+
+    Args:
+        operation: its name in aten.
+        args: its arguments.
+        source: where the first of them is.
+    """
+    if operation == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
+        return ALL_OF_A_MASK
+    if operation in _OF_A_MAXIMUM and source is not None and source.operation == "aten::max":
+        return f"{operation} of a maximum"
+    return operation
 
 
 def answer(

@@ -34,9 +34,6 @@ from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, Oper
 from trainer_plugins.planner.tracing.lag import Lag
 from trainer_plugins.planner.tracing.values import Values
 
-_ALL_OF_A_MASK = "aten::all of a mask"
-_MASK_DIMENSIONS = 2  # rows, and tokens
-
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
 
@@ -279,14 +276,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._storages) == before:
             return
         storage = self._storages[-1]
-        if name == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
-            storage.operation = _ALL_OF_A_MASK
-        if getattr(self.storage_of(args[0]) if args else None, "operation", "") == "aten::max":
-            storage.operation = f"{name} of a maximum"  # a check of labels: `lt` holds, `ge` not
-        if name == "aten::_to_copy" and args:
-            source = self.storage_of(args[0])
-            if source is not None and source.category in ("weights", "frozen weights"):
-                storage.category = "autocast copies of weights"
+        source = self.storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        storage.operation = healthy.name_of(name, args, source)
+        is_weight = source is not None and source.category in ("weights", "frozen weights")
+        if name == "aten::_to_copy" and is_weight:
+            storage.category = "autocast copies of weights"
 
     def _use_kernels(self, func: Operator, args: OperatorArgs) -> None:
         assert self._card is not None
@@ -387,7 +381,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else self.host.truth_of(tensor.untyped_storage())
         )
         self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
-        if operation == _ALL_OF_A_MASK:
+        if operation == healthy.ALL_OF_A_MASK:
             return not self.has_padding
         if (told := self.values.told(tensor)) is not None:
             return told
