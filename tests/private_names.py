@@ -144,6 +144,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_update_model_kwargs_for_generation": ("transformers.generation.GenerationMixin",),
     "_memory_tracker": ("transformers.trainer",),
     "_model_mapping": ("transformers.models.auto.auto_factory",),
+    "_move_missing_keys_from_meta_to_device": (MODEL, "transformers<5"),
     "_move_model_to_device": (TRAINER,),
     "_name_or_path": ("transformers.configuration_utils",),
     "_pad_tensors_to_max_len": ("transformers.Seq2SeqTrainer",),

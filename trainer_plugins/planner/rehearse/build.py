@@ -1,5 +1,6 @@
 """Make the Trainer that is rehearsed: from a config and flags, or from the user's own Trainer."""
 
+import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +22,7 @@ from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
 from trainer_plugins.planner.rehearse.spread import spread
 from trainer_plugins.planner.rehearse.streamed import LOADED_TO_MAIN_MEMORY, Streaming
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource, TrainerSource
+from trainer_plugins.planner.sharded.strategies import sizes_of
 from trainer_plugins.planner.trainer import Arguments, optimizer_name, text_of
 
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
@@ -87,7 +89,7 @@ def _of_config(
         return _of_loop(
             loop, source, rehearsed_arguments(args, output_dir), has_padding, args, home
         )
-    model, assumptions = model_of(source, home)
+    model, assumptions = model_of(source, home, sizes_of(os.environ, args).get("tp_size", 1))
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:

@@ -12,6 +12,7 @@ from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.planner.sharded import tensors
 
 _QUANTISED = "quantization_config"
 _ENCODERS = (
@@ -28,11 +29,17 @@ _ENCODERS = (
 
 
 def model_of(
-    source: ConfigSource, card: torch.device | None = None
+    source: ConfigSource, card: torch.device | None = None, num_parts: int = 1
 ) -> tuple[torch.nn.Module, list[str]]:
     """Build a model from its config as `from_pretrained` leaves it.
 
-    That is on the host, and a quantised one on the card; without a card nothing is quantised.
+    That is on the host, and a quantised or a divided one on the card; without a card nothing is
+    quantised or divided.
+
+    Args:
+        source: the config, and what the user says of it.
+        card: this rank's.
+        num_parts: among how many cards its tensors are divided.
 
     Returns the model, and the choices that were made because the config leaves them open.
 
@@ -55,21 +62,38 @@ def model_of(
         fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
         config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
         dtype = _dtype(source, config, assumptions)
-        is_quantised = card is not None and _quantisation_of(source)
-        # `from_pretrained` quantises weight by weight: the whole base is never in main memory
-        with torch.device("meta") if is_quantised else nullcontext():
-            model = _built(source, config, dtype)
-        if source.config.get("tie_word_embeddings") is False:
-            _untie(model)
-        if card is not None:
-            model = _quantised(source, model, card, dtype, assumptions)
+        if card is not None and num_parts > 1:
+            with tensors.built_as_loaded():
+                model = _built(source, config, dtype)
+            model = tensors.divided(model, num_parts, card)
+            assumptions.append(tensors.said_of(num_parts))
+        else:
+            model = _whole(source, config, dtype, card, assumptions)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
         raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
     if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
+        tensors.check_adapters(model)
     return model, assumptions
+
+
+def _whole(
+    source: ConfigSource,
+    config: Any,
+    dtype: torch.dtype,
+    card: torch.device | None,
+    assumptions: list[str],
+) -> torch.nn.Module:
+    """Build a model that one card holds, quantised if it is to be."""
+    is_quantised = card is not None and _quantisation_of(source)
+    # `from_pretrained` quantises weight by weight: the whole base is never in main memory
+    with torch.device("meta") if is_quantised else nullcontext():
+        model: torch.nn.Module = _built(source, config, dtype)
+    if source.config.get("tie_word_embeddings") is False:
+        _untie(model)
+    return model if card is None else _quantised(source, model, card, dtype, assumptions)
 
 
 def _quantisation_of(source: ConfigSource) -> Any:

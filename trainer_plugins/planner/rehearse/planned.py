@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
-from trainer_plugins.planner.sharded.strategies import cards_of_a_row, fsdp_version
+from trainer_plugins.planner.sharded.strategies import cards_of_a_row, fsdp_version, sizes_of
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 
 
@@ -83,4 +83,6 @@ def _strategy(request: PlanRequest, args: Arguments) -> str:
     source = request.source
     if isinstance(source, TrainerSource) and (cards := {*source.device_map.values()} - {0}):
         return f"one process, {len(cards | {0})} cards (device_map)"
+    if sizes_of(request.environment, args).get("tp_size", 1) > 1:
+        return "tensor parallelism"
     return "DDP" if request.num_gpus > 1 else "one card"

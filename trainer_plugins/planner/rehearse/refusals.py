@@ -12,7 +12,6 @@ from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
 from trainer_plugins.planner.pretend.optimizers import PACKAGES
 from trainer_plugins.planner.rehearse import rollout
-from trainer_plugins.planner.sharded.strategies import refuse_parallelism
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 from trainer_plugins.units import size
 
@@ -187,14 +186,25 @@ def _of_other_kernels(model: torch.nn.Module, method: str, fields: Mapping[str, 
     )
 
 
+def refuse_divided(model: torch.nn.Module) -> None:
+    """Refuse a model of a Trainer whose tensors are divided among cards.
+
+    Raises:
+        NotPredicted: they are; only a model that is built from its config can be divided here.
+    """
+    if (size := getattr(model, "_tp_size", None)) not in (None, 1):
+        raise NotPredicted(
+            f"tensor parallelism (tp_size {size} in the model of a Trainer): a plan of its config "
+            "is, with tp_size in --accelerate-config"
+        )
+
+
 def refuse_model(model: torch.nn.Module) -> None:
     """Check a model and its layers.
 
     Raises:
-        NotPredicted: it is quantized, is shared with other cards, or has layers whose memory is not
-            known here.
+        NotPredicted: it is quantized, or has layers whose memory is not known here.
     """
-    refuse_parallelism({"tp_size": getattr(model, "_tp_size", None)}, "the model")
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
     is_quantised = getattr(model, "is_quantized", False) or (
         getattr(model, "quantization_method", None) is not None

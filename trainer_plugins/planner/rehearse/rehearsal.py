@@ -15,6 +15,7 @@ from trainer_plugins.planner.rehearse.generation import Generation
 from trainer_plugins.planner.sharded import (
     fsdp1_checkpoint,
     sharded_checkpoint,
+    tensors,
     zero_checkpoint,
 )
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -208,8 +209,9 @@ def _modules(model: torch.nn.Module, tracker: Tracker) -> Iterator[None]:
 
 
 def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -> object:
+    num_readers = trainer.accelerator.num_processes // tensors.num_parts(trainer.model)
     loader: object = torch.utils.data.DataLoader(
-        range(num_batches * trainer.accelerator.num_processes),  # type: ignore[arg-type]
+        range(num_batches * num_readers),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
     )
@@ -271,6 +273,9 @@ def _save(trainer: TrainerLike, tracker: Tracker) -> None:
             # ValueError: the settings forbid to gather the weights
             with contextlib.suppress(ValueError):
                 states = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if tensors.num_parts(trainer.model) > 1:
+            tensors.gather(states)
+            return
         for tensor in states.values():
             tensor.to("cpu")
 

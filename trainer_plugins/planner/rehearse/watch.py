@@ -142,6 +142,8 @@ def _rehearsed(
     tracker.has_padding = rehearsed.has_padding
     trainer.args.max_steps = request.num_steps
     refusals.refuse_trainer(trainer)
+    if isinstance(request.source, TrainerSource):
+        refusals.refuse_divided(trainer.model)
     refusals.refuse_model(trainer.model)
     tracker.vocabulary = _vocabulary_of(trainer.model)
     states = eight_bit.stand_in(trainer)

@@ -49,7 +49,7 @@ class Fsdp2:
             for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
                 stack.enter_context(_as_buffers(name, tracker))
             stack.enter_context(_gradients_are_known(tracker))
-            for each in _meshes_have_values():
+            for each in meshes_have_values():
                 stack.enter_context(each)
             for each in _parameters_have_addresses():
                 stack.enter_context(each)
@@ -110,7 +110,7 @@ def _gradients_are_known(tracker: Tracker) -> _Patch:
     return patch.object(FSDPParamGroup, "post_backward", told)
 
 
-def _meshes_have_values() -> Iterator[_Patch]:
+def meshes_have_values() -> Iterator[_Patch]:
     """Make each DeviceMesh with real values: it is a table of ranks, which it reads."""
     from accelerate.parallelism_config import ParallelismConfig
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,10 +122,12 @@ def _meshes_have_values() -> Iterator[_Patch]:
         (DeviceMesh, "__getitem__"),
     )
     for owner, name in owners:
-        yield patch.object(owner, name, _on_real_tensors(getattr(owner, name)))
+        yield patch.object(owner, name, on_real_tensors(getattr(owner, name)))
 
 
-def _on_real_tensors(original: Callable[..., object]) -> Callable[..., object]:
+def on_real_tensors(original: Callable[..., object]) -> Callable[..., object]:
+    """Let a function make tensors with values."""
+
     def made(*args: object, **kwargs: object) -> object:
         with _disable_current_modes():
             return original(*args, **kwargs)

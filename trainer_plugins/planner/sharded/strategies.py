@@ -15,6 +15,8 @@ from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import Arguments, TrainerLike
 
 _EXPORTED = "PARALLELISM_CONFIG_"
+_BESIDE = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size")
+_ALONE = "alone, among all cards of a run, it is planned"
 
 
 class Strategy(Protocol):
@@ -62,8 +64,9 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
     # the Trainer's arguments win over a launcher's
     deepspeed = getattr(args, "deepspeed", None) or request.deepspeed
     version = fsdp_version(request, args)
-    divides_rows = cards_of_a_row(request, args) > 1
-    _check_who_divides(_sizes_of(request, args), deepspeed is not None, version)
+    sizes = sizes_of(request.environment, args)
+    divides_rows = sizes.get("cp_size", 1) * sizes.get("sp_size", 1) > 1
+    _check_who_divides(sizes, deepspeed is not None, version)
     if deepspeed is not None:
         _refuse_quantised(request, "DeepSpeed")
         from trainer_plugins.planner.sharded.zero import zero_strategy
@@ -82,6 +85,11 @@ def strategy_of(request: PlanRequest, args: Arguments) -> Strategy:
         from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 
         return ContextParallel(request) if divides_rows else Fsdp2(request)
+    if sizes.get("tp_size", 1) > 1:
+        from trainer_plugins.planner.sharded.tensors import TensorParallel
+
+        _check_tensors(request, sizes["tp_size"])
+        return TensorParallel(request)
     if request.num_gpus > 1:
         from trainer_plugins.planner.sharded.ddp import Ddp
 
@@ -103,9 +111,9 @@ def fsdp_version(request: PlanRequest, args: Arguments) -> int | None:
 
 
 def cards_of_a_row(request: PlanRequest, args: Arguments) -> int:
-    """Return among how many cards the tokens of a row are divided."""
-    sizes = _sizes_of(request, args)
-    return sizes.get("cp_size", 1) * sizes.get("sp_size", 1)
+    """Return how many cards work on the same rows."""
+    sizes = sizes_of(request.environment, args)
+    return sizes.get("cp_size", 1) * sizes.get("sp_size", 1) * sizes.get("tp_size", 1)
 
 
 def _check_who_divides(sizes: Mapping[str, int], by_deepspeed: bool, version: int | None) -> None:
@@ -118,13 +126,46 @@ def _check_who_divides(sizes: Mapping[str, int], by_deepspeed: bool, version: in
         raise NotPredicted("context parallelism (cp_size) without FSDP2")
     if sizes.get("sp_size", 1) > 1 and not by_deepspeed:
         raise NotPredicted("sequence parallelism (sp_size) without DeepSpeed")
+    if sizes.get("tp_size", 1) > 1 and (by_deepspeed or version is not None):
+        raise NotPredicted(
+            f"tensor parallelism (tp_size) with {'DeepSpeed' if by_deepspeed else 'FSDP'}: {_ALONE}"
+        )
 
 
-def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, int]:
-    """Return the sizes in accelerate's ParallelismConfig, of the arguments or of a launcher."""
+def _check_tensors(request: PlanRequest, num_cards: int) -> None:
+    """Refuse to divide a model that is not built here, or among only some of the cards.
+
+    Raises:
+        PlanError: the run cannot start.
+        NotPredicted: it is quantised, streamed, or a Trainer's.
+    """
+    _refuse_quantised(request, "tensor parallelism")
+    if not isinstance(request.source, ConfigSource):
+        raise NotPredicted(
+            f"tensor parallelism (tp_size {num_cards}) of a Trainer: a plan of its config is"
+        )
+    if request.source.trainer is not None:
+        raise NotPredicted(
+            f"tensor parallelism (tp_size {num_cards}) with --trainer {request.source.trainer}"
+        )
+    if request.resident_layers is not None:
+        raise NotPredicted("a base that is streamed, under tensor parallelism")
+    if request.num_gpus != num_cards:
+        raise PlanError(
+            f"tp_size is {num_cards}, and there are {request.num_gpus} GPUs: without other groups "
+            "of cards they are as many"
+        )
+
+
+def sizes_of(exported: Mapping[str, str], args: Arguments) -> Mapping[str, int]:
+    """Return the sizes in accelerate's ParallelismConfig, of the arguments or of a launcher.
+
+    Args:
+        exported: the environment of the launcher.
+        args: the arguments of the Trainer, which win.
+    """
     if (config := getattr(args, "parallelism_config", None)) is not None:
         return {name: size for name, size in vars(config).items() if name.endswith("size")}
-    exported = request.environment
     if exported.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return {}
     return {
@@ -135,7 +176,7 @@ def _sizes_of(request: PlanRequest, args: Arguments) -> Mapping[str, int]:
 
 
 def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse cards that share the tensors of a model.
+    """Refuse cards that share the tensors of a model, and something else with other cards.
 
     Args:
         sizes: the fields of accelerate's ParallelismConfig that end in `_size`, among others.
@@ -144,11 +185,12 @@ def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
     Raises:
         NotPredicted: they do.
     """
-    if (size := sizes.get("tp_size")) not in (None, 1):
+    if (size := sizes.get("tp_size")) in (None, 1):
+        return
+    beside = [f"{name} {sizes[name]}" for name in _BESIDE if sizes.get(name) not in (None, 1)]
+    if beside:
         raise NotPredicted(
-            f"tensor parallelism (tp_size {size} in {where}): transformers divides the weights "
-            "while it reads them, and a plan reads none; dp_shard_size, cp_size and sp_size are "
-            "planned"
+            f"tensor parallelism (tp_size {size} in {where}) with {', '.join(beside)}: {_ALONE}"
         )
 
 
@@ -162,7 +204,7 @@ def _refuse_quantised(request: PlanRequest, by: str) -> None:
 
 def _refuse_other_batches(request: PlanRequest, args: Arguments) -> None:
     """Refuse settings that change the micro-batch of a rank."""
-    refuse_parallelism(_sizes_of(request, args), "parallelism_config")
+    refuse_parallelism(sizes_of(request.environment, args), "parallelism_config")
     loading, rows = args.accelerator_config, args.per_device_train_batch_size
     if request.num_gpus > 1 and loading.split_batches:
         if rows % request.num_gpus:
