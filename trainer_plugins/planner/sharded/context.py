@@ -5,7 +5,6 @@ a card has two parts, one from either end, so that all compute as much. The firs
 most: it looks for half of its queries in the keys of others, and puts what it finds into a copy.
 """
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.sharded.fsdp import Patch
 from trainer_plugins.planner.sharded.fsdp2 import Fsdp2
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -29,8 +29,8 @@ class ContextParallel(Fsdp2):
         "not by us on a GPU",
     )
 
-    @contextlib.contextmanager
-    def around(self, tracker: Tracker) -> Iterator[None]:
+    def patches(self, tracker: Tracker) -> Iterator[Patch]:
+        yield from super().patches(tracker)
         divide: Any = Accelerator.maybe_context_parallel
 
         def divided(
@@ -40,11 +40,7 @@ class ContextParallel(Fsdp2):
                 _check_length(tensor.shape[dim], accelerator.parallelism_config.cp_size)
             return divide(accelerator, buffers, buffer_seq_dims, **more)
 
-        with (
-            super().around(tracker),
-            patch.object(Accelerator, "maybe_context_parallel", divided),
-        ):
-            yield
+        yield patch.object(Accelerator, "maybe_context_parallel", divided)
 
 
 def _check_length(length: int, num_cards: int) -> None:

@@ -4,63 +4,40 @@ It is called by accelerate and the Trainer, as in a real run. Its flat parameter
 they grow and shrink by `resize_`, which the tracker sees.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.sharded.fsdp2 import address, loads_once, refuse_optimizers
-from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
+from trainer_plugins.planner.sharded.fsdp import Fsdp, Patch, address
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.trace import Tracker
-from trainer_plugins.planner.trainer import TrainerLike
-
-_Patch: TypeAlias = contextlib.AbstractContextManager[object]
 
 
-class Fsdp1:
+class Fsdp1(Fsdp):
     """Keeps the weights of a layer in one flat tensor, and divides that among the cards."""
 
-    not_predicted: tuple[str, ...] = (OF_NCCL,)
+    name = "FSDP1"
     not_reliable: tuple[str, ...] = (
         "FSDP1: the card is assumed to lag as far as the rate limiter lets it; two published runs "
         "on eight H100 reserved 1.7 and 1.2 % more (torchtitan#165)",
     )
 
-    def __init__(self, request: PlanRequest) -> None:
-        self._request = request
-
-    @contextlib.contextmanager
-    def around(self, tracker: Tracker) -> Iterator[None]:
-        self._tracker = tracker
-        with as_first_rank(self._request, tracker) as stack:
-            self._num_local = tracker.host.ranks
-            if loads_once():
-                tracker.host.ranks = 1
-            for each in (
-                *_storages_have_addresses(),
-                *_buffers_are_known(tracker),
-                _gradients_are_known(tracker),
-                _wrapped_at_load(tracker),
-                _readers_are_known(tracker),
-                # changes two numbers in place; without bytes, their shapes are compared
-                patch.object(torch, "_amp_update_scale_", lambda scale, *_: scale),
-                _GradientsOfViews(tracker),
-            ):
-                stack.enter_context(each)
-            yield
-
-    def prepare(self, trainer: TrainerLike) -> None:
-        refuse_optimizers(trainer, "FSDP1")
-        self._tracker.host.ranks = self._num_local
+    def patches(self, tracker: Tracker) -> Iterator[Patch]:
+        yield from _storages_have_addresses()
+        yield from _buffers_are_known(tracker)
+        yield _gradients_are_known(tracker)
+        yield _wrapped_at_load(tracker)
+        yield _readers_are_known(tracker)
+        # changes two numbers in place; without bytes, their shapes are compared
+        yield patch.object(torch, "_amp_update_scale_", lambda scale, *_: scale)
+        yield _GradientsOfViews(tracker)
 
 
-def _storages_have_addresses() -> Iterator[_Patch]:
+def _storages_have_addresses() -> Iterator[Patch]:
     """Compare storages by the object behind them, as there are no addresses of bytes.
 
     FSDP1 asks whether a parameter is still a view of its flat tensor, and at the end of a backward
@@ -85,7 +62,7 @@ def _storages_have_addresses() -> Iterator[_Patch]:
     yield patch.object(_runtime_utils, "_catch_all_reshard", resharded)
 
 
-def _readers_are_known(tracker: Tracker) -> _Patch:
+def _readers_are_known(tracker: Tracker) -> Patch:
     """Note which other streams read a tensor; another device than CUDA has one stream."""
 
     def noted(tensor: torch.Tensor, stream: Any) -> None:
@@ -95,7 +72,7 @@ def _readers_are_known(tracker: Tracker) -> _Patch:
     return patch.object(torch.Tensor, "record_stream", noted)
 
 
-def _buffers_are_known(tracker: Tracker) -> Iterator[_Patch]:
+def _buffers_are_known(tracker: Tracker) -> Iterator[Patch]:
     """Tag gathered flat parameters, and their copies of lower precision."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -115,7 +92,7 @@ def _as_buffers(original: Callable[..., object], tracker: Tracker) -> Callable[.
     return counted
 
 
-def _gradients_are_known(tracker: Tracker) -> _Patch:
+def _gradients_are_known(tracker: Tracker) -> Patch:
     """Tag what is reduced, its result, and whole gradients that wait for the next micro-batch."""
     from torch.distributed.fsdp import _runtime_utils
 
@@ -161,7 +138,7 @@ def _is_of_a_split() -> bool:
     return node is not None and node.name().startswith("Split")
 
 
-def _wrapped_at_load(tracker: Tracker) -> _Patch:
+def _wrapped_at_load(tracker: Tracker) -> Patch:
     """Count as load what the wrapping takes, layer by layer, and note whole parameters."""
     from accelerate import Accelerator
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -19,11 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.sharded.fsdp2 import (
-    meshes_have_values,
-    on_real_tensors,
-    refuse_optimizers,
-)
+from trainer_plugins.planner.sharded.fsdp import refuse_optimizers
+from trainer_plugins.planner.sharded.fsdp2 import meshes_have_values, on_real_tensors
 from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.trainer import TrainerLike
