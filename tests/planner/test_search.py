@@ -183,6 +183,17 @@ def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Pat
     assert allocated["fsdp2_multinode"] < allocated["ddp_multinode"]
 
 
+def test_cards_that_share_rows_have_one_batch_between_them() -> None:
+    exported = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+    run = in_full(LLAMA, (4, False, 64), "t4")
+    run = replace(run, num_gpus=4, launch_file="fsdp2.yaml", environment=exported)
+    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=6)
+    fits = replace(NOTHING, fits=True)
+    asked = SearchRequest(run=run, lengths=(64,))
+    found = search(asked, args, lambda _: fits, lambda _: (fits, True))
+    assert (found.num_gpus, found.effective_batch) == (4, 4 * 6 * 2)
+
+
 @pytest.mark.parametrize("fitting_tokens", [0, 1, 64, 300, 700, 5000, 24 * 256])
 def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fitting_tokens):
     """The search itself, on a card on which so many tokens fit, and one less when the run is predicted in full."""

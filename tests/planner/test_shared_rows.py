@@ -145,6 +145,22 @@ def test_two_cards_that_share_a_row_have_half_of_its_logits(planned) -> None:
     assert not any("context parallelism" in line for line in whole.not_reliable)
 
 
+def test_cards_that_share_rows_evaluate_as_many_batches_as_others(tmp_path) -> None:
+    """Each has half of the logits of each batch, and metrics keep them all."""
+    flags = ("--bf16", "True", "--eval_strategy", "epoch")
+    asked = request(tiny(vocab_size=4096), *flags, has_metrics=True, num_evaluation_batches=4)
+    files = (
+        file_of(tmp_path, "rows", "fsdp2", cp_size=2),
+        file_of(tmp_path, "data", "fsdp2", dp_shard_size=2),
+    )
+    runs = [replace(asked, launch_file=str(file), num_gpus=2) for file in files]
+    rows, data = predict_all(runs, ENDS_A_HANG)
+    assert isinstance(rows, MemoryPlan), rows
+    assert isinstance(data, MemoryPlan), data
+    half, whole = (plan.moments["evaluation"].allocated_bytes for plan in (rows, data))
+    assert half == pytest.approx(whole / 2, rel=0.05)
+
+
 def test_a_plan_says_what_deepspeed_asks_of_a_collator(planned) -> None:
     plan = plan_of(planned, "sequence")
     assert any("position_ids" in line for line in plan.assumptions)
@@ -163,7 +179,7 @@ def test_nothing_of_a_shared_row_is_left_for_the_next_plan(planned) -> None:
         ("context, DDP", "context parallelism (cp_size) without FSDP2"),
         ("context, ZeRO", "context parallelism (cp_size) without FSDP2"),
         ("sequence, FSDP2", "sequence parallelism (sp_size) without DeepSpeed"),
-        ("tensor", "tensor parallelism (tp_size 2 in tensor.yaml)"),
+        ("tensor", "tensor parallelism (tp_size 2 in tensor.yaml) with dp_shard_size 2"),
     ],
 )
 def test_what_is_not_planned_is_refused_by_name(planned, name: str, line: str) -> None:

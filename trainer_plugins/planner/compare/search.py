@@ -26,6 +26,7 @@ from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.sharded.strategies import cards_of_a_row
 
 _CARDS_OF_A_MACHINE = 8
 _CERTAINLY = 1.1
@@ -114,7 +115,7 @@ def search(
         best_plan=best[1] if best else None,
         refused=tuple(searched.refused),
         not_tried=tuple(searched.not_tried.items()),
-        effective_batch=rows * run.num_gpus,
+        effective_batch=rows * run.num_gpus // cards_of_a_row(run, args),
         num_gpus=run.num_gpus,
         gpu=card.name,
         capacity_bytes=card.capacity_bytes,

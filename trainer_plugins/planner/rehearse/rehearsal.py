@@ -79,9 +79,9 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         if run.saves:
             save(trainer, tracker)
         if run.saves and run.resumes:
-            with tracker.during("resume"):
-                held.clear()  # a new process has none
-                resume(trainer, tracker)
+            with tracker.during("save"):
+                held.clear()  # the process that resumes has none
+            resume(trainer, tracker)
 
 
 _Checkpointing: TypeAlias = Callable[[TrainerLike, Tracker], None]
@@ -209,13 +209,23 @@ def _modules(model: torch.nn.Module, tracker: Tracker) -> Iterator[None]:
 
 
 def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -> object:
-    num_readers = trainer.accelerator.num_processes // tensors.num_parts(trainer.model)
     loader: object = torch.utils.data.DataLoader(
-        range(num_batches * num_readers),  # type: ignore[arg-type]
+        range(num_batches * _num_readers(trainer)),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
     )
     return trainer.accelerator.prepare_data_loader(loader)
+
+
+def _num_readers(trainer: TrainerLike) -> int:
+    """Return how many cards read batches of their own.
+
+    accelerate/data_loader.py, prepare_data_loader: cards of one row get the same batch, but under
+    DeepSpeed, which gathers the batches of such cards.
+    """
+    num_cards = trainer.accelerator.num_processes
+    shared = getattr(trainer.accelerator, "parallelism_config", None)
+    return num_cards // (shared.cp_size * shared.tp_size) if shared is not None else num_cards
 
 
 def _skip_like_micro_steps(trainer: TrainerLike) -> None:
