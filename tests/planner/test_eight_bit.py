@@ -80,7 +80,8 @@ def test_paged_states_that_are_loaded_are_on_the_card(outcomes):
     """Optimizer8bit.load_state_dict moves all states, and the maps once for each parameter that has 8 bits."""
     resumed = outcomes["resumed"].moments
     more = resumed["resume"].allocated_bytes - resumed["save"].allocated_bytes
-    assert more == 2 * (4 * EMBEDDING + HEAD) + 2 * len(MATRICES) * MAP
+    batch = 3 * 512  # of the last step: it is there while the run saves, and not if it resumes
+    assert more + batch == 2 * (4 * EMBEDDING + HEAD) + 2 * len(MATRICES) * MAP
 
 
 @pytest.mark.parametrize(
