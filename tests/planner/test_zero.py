@@ -1,16 +1,12 @@
 """ZeRO: the planner's engine does what DeepSpeed's engine does on two real ranks, call by call, and byte by byte."""
 
 import itertools
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import processes
-from tests.distributed.launched import environment, free_port, start
-from tests.planner.several import IS_TOO_OLD, WHY_NOT
+from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.sharded.zero_config import refuse_config
@@ -27,23 +23,8 @@ SMALL_TENSORS = 64
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """What rank 0 of two did, and what the planner did, by the name of the case."""
-    folder = tmp_path_factory.mktemp("zero")
-    launch = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    call = [sys.executable, SCRIPT, "ranks", folder]
-    ranks = [
-        start(call, folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **launch)
-        for rank in (0, 1)
-    ]
-    processes.end(*ranks)
-    assert (folder / "rank-0.json").is_file(), (folder / "0" / "printed.txt").read_text()[-3000:]
-    planner = processes.run([sys.executable, SCRIPT, "planner", folder], environ=environment())
-    assert (folder / "planner.json").is_file(), planner.stderr[-3000:]
-    return [json.loads((folder / f"{name}.json").read_text()) for name in ("rank-0", "planner")]
+    first, _, planner = two_ranks_and_the_planner(SCRIPT, tmp_path_factory.mktemp("zero"))
+    return first, planner
 
 
 @pytest.mark.parametrize("name", CASES)

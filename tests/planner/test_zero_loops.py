@@ -1,14 +1,10 @@
 """ZeRO-3 with LoRA: which weights are whole, call by call, in TRL's loops: on two real ranks, and in the planner."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.distributed.launched import environment, free_port, start
-from tests.planner.several import IS_TOO_OLD, WHY_NOT
+from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.test_closed_loop_trl import HAS_HEAD
 from tests.planner.zero_loops import CASES, NUM_STEPS, PLANNED, write_rows
 
@@ -26,24 +22,7 @@ def outcomes(tmp_path_factory):
     """What both ranks and the planner noted, by the name of the case."""
     folder = tmp_path_factory.mktemp("loops")
     write_rows(folder)
-    launch = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    call = [sys.executable, SCRIPT, "ranks", folder]
-    ranks = [
-        start(call, folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **launch)
-        for rank in (0, 1)
-    ]
-    processes.end(*ranks)
-    printed = (folder / "0" / "printed.txt").read_text()
-    assert (folder / "rank-1.json").is_file(), printed[-3000:]
-    planner = processes.run([sys.executable, SCRIPT, "planner", folder], environ=environment())
-    assert (folder / "planner.json").is_file(), planner.stderr[-3000:]
-    names = ("rank-0", "rank-1", "planner")
-    return [json.loads((folder / f"{name}.json").read_text()) for name in names]
+    return two_ranks_and_the_planner(SCRIPT, folder)
 
 
 @pytest.mark.parametrize("name", PLANNED)

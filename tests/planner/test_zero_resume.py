@@ -1,14 +1,10 @@
 """ZeRO: a resumption takes of two simulated cards, and of main memory, what the plan says, byte by byte."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.distributed.launched import environment, free_port, start
-from tests.planner.several import IS_TOO_OLD, WHY_NOT
+from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_resumed import CASES, REFUSED
 from trainer_plugins.testing import simgpu
 
@@ -29,27 +25,9 @@ def both(tmp_path_factory):
     """What two ranks took, and what the planner says, by the name of the case."""
     if (reason := simgpu.unavailable_reason()) is not None:
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("zero")
-    launch = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # the kernel gets back what is freed
-    }
-    call = [sys.executable, SCRIPT, "ranks", folder]
-    ranks = [
-        start(call, folder / f"log-{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **launch)
-        for rank in (0, 1)
-    ]
-    processes.end(*ranks)
-    printed = (folder / "log-0" / "printed.txt").read_text()
-    assert (folder / "rank-1.json").is_file(), printed[-3000:]
-    planner = processes.run([sys.executable, SCRIPT, "planner", folder], environ=environment())
-    assert (folder / "planner.json").is_file(), planner.stderr[-3000:]
-    files = ("rank-0", "rank-1", "planner")
-    first, second, plans = (json.loads((folder / f"{name}.json").read_text()) for name in files)
-    return (first, second), plans
+    given_back = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # the kernel gets back what is freed
+    *ranks, plans = two_ranks_and_the_planner(SCRIPT, tmp_path_factory.mktemp("zero"), **given_back)
+    return ranks, plans
 
 
 @pytest.mark.parametrize("name", CASES)
