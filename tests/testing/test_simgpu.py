@@ -359,6 +359,36 @@ def test_two_processes_share_a_card(tmp_path):
     assert card.used_bytes == 0
 
 
+def test_a_collective_lets_go_of_its_tensors_when_it_was_waited_for(tmp_path):
+    story = """
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/found", rank=0, world_size=1)
+    allocated = lambda: torch.accelerator.memory_stats()["allocated_bytes.all.current"] // MIB
+    given = fill(8)
+    work = dist.all_reduce(given, async_op=True)
+    del given
+    begun = allocated()
+    report(waited=work.wait(), begun=begun, ended=allocated(), completed=work.is_completed())
+    parts, given = [fill(2)], fill(2).fill_(5)
+    work = dist.all_gather(parts, given, async_op=True)
+    work.wait()
+    del given
+    report(held=allocated(), gathered=parts[0].unique().tolist())
+    del parts
+    given = fill(4).fill_(3)
+    work = dist.all_reduce(given, async_op=True)
+    future = work.get_future()
+    del given
+    work.wait()
+    report(read=future.value()[0].unique().tolist(), held=allocated())
+    dist.destroy_process_group()
+    """
+    first, second, third = facts(run(tmp_path, story, prelude=SMALL_REPORT))
+    assert first == {"waited": True, "begun": 8, "ended": 0, "completed": True}
+    assert second == {"held": 2, "gathered": [5]}, "the caller's own tensor stays"
+    assert third == {"read": [3], "held": 4}, "somebody still reads it"
+
+
 def test_an_injected_failure_comes_once(tmp_path):
     story = """
     before = simgpu.allocations()

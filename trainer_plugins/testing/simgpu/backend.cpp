@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "autocast.h"
+#include "collectives.h"
 #include "device.h"
 
 namespace {

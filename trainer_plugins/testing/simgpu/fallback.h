@@ -59,18 +59,4 @@ inline void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   }
 }
 
-// The collectives of torch.distributed, c10d::allreduce_ and so on: the same, but their results hold a Work that goes
-// on writing into the aliases, and their tensors may be nested lists. With this a plain gloo group serves both
-// devices.
-inline void run_collective_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  HostAliases aliases;
-  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
-    (*stack)[i] = aliases.to_host((*stack)[i]);
-  }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
-    (*stack)[i] = aliases.to_device((*stack)[i]);
-  }
-}
-
 }  // namespace simgpu

@@ -9,6 +9,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/SmallVector.h>
 
+#include <memory>
+#include <vector>
+
 #include "allocator.h"
 
 namespace simgpu {
@@ -96,6 +99,9 @@ class HostAliases {
     return convert(value, [this](const at::Tensor& tensor) { return to_device(tensor); });
   }
 
+  // The storages whose bytes the aliases keep alive; an empty one in their place lets go of them.
+  const std::vector<std::shared_ptr<c10::Storage>>& kept_alive() const { return kept_alive_; }
+
  private:
   struct Storages {
     c10::Storage device, host;
@@ -139,8 +145,10 @@ class HostAliases {
     }
     // The alias keeps the bytes alive: a collective of gloo goes on after the call that started it.
     void* bytes = device.unsafeGetStorageImpl()->mutable_data();
-    auto* owner = new c10::Storage(device);
-    c10::DataPtr data(bytes, owner, [](void* p) { delete static_cast<c10::Storage*>(p); }, c10::Device(c10::kCPU));
+    using Owner = std::shared_ptr<c10::Storage>;
+    auto* owner = new Owner(std::make_shared<c10::Storage>(device));
+    kept_alive_.push_back(*owner);
+    c10::DataPtr data(bytes, owner, [](void* p) { delete static_cast<Owner*>(p); }, c10::Device(c10::kCPU));
     c10::Storage host(
         c10::Storage::use_byte_size_t(), device.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true);
     storages_.push_back({device, std::move(host), bytes});
@@ -165,6 +173,7 @@ class HostAliases {
 
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 6> tensors_;  // device, host
   c10::SmallVector<Storages, 6> storages_;
+  std::vector<std::shared_ptr<c10::Storage>> kept_alive_;
 };
 
 }  // namespace simgpu
