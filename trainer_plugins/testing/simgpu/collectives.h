@@ -6,7 +6,6 @@
 #include <torch/custom_class.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -19,27 +18,27 @@ namespace simgpu {
 // then so late that the caller's next tensors need more of the card than they would.
 class Work final : public c10d::Work {
  public:
-  Work(c10::intrusive_ptr<c10d::Work> work, std::vector<std::shared_ptr<c10::Storage>> tensors)
-      : work_(std::move(work)), tensors_(std::move(tensors)) {}
+  Work(c10::intrusive_ptr<c10d::Work> work, std::vector<c10::Storage> aliases)
+      : work_(std::move(work)), aliases_(std::move(aliases)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     const bool is_done = work_->wait(timeout);  // raises, or says false, while gloo may still write
     if (is_done) {
-      for (const auto& storage : tensors_) {
-        *storage = c10::Storage();
+      for (const c10::Storage& alias : aliases_) {
+        alias.set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
       }
-      tensors_.clear();
+      aliases_.clear();
     }
     return is_done;
   }
 
   // Both give the aliases to somebody else, who may read them after the wait.
   std::vector<at::Tensor> result() override {
-    tensors_.clear();
+    aliases_.clear();
     return work_->result();
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    tensors_.clear();
+    aliases_.clear();
     return work_->getFuture();
   }
 
@@ -55,7 +54,7 @@ class Work final : public c10d::Work {
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
-  std::vector<std::shared_ptr<c10::Storage>> tensors_;
+  std::vector<c10::Storage> aliases_;
 };
 
 // As run_on_host, but the tensors may be nested lists, and the result goes on writing into the aliases.
@@ -70,7 +69,7 @@ inline void run_collective_on_host(const c10::OperatorHandle& op, torch::jit::St
     if (result.isCustomClass()) {
       // As torch's class: IValue knows no other.
       c10::intrusive_ptr<c10d::Work> work =
-          c10::make_intrusive<Work>(result.toCustomClass<c10d::Work>(), aliases.kept_alive());
+          c10::make_intrusive<Work>(result.toCustomClass<c10d::Work>(), aliases.host_storages());
       result = c10::IValue(std::move(work));
     } else {
       result = aliases.to_device(result);

@@ -9,7 +9,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/SmallVector.h>
 
-#include <memory>
 #include <vector>
 
 #include "allocator.h"
@@ -99,8 +98,14 @@ class HostAliases {
     return convert(value, [this](const at::Tensor& tensor) { return to_device(tensor); });
   }
 
-  // The storages whose bytes the aliases keep alive; an empty one in their place lets go of them.
-  const std::vector<std::shared_ptr<c10::Storage>>& kept_alive() const { return kept_alive_; }
+  // The storages of the aliases; each keeps the bytes of the device's alive.
+  std::vector<c10::Storage> host_storages() const {
+    std::vector<c10::Storage> hosts;
+    for (const Storages& shared : storages_) {
+      hosts.push_back(shared.host);
+    }
+    return hosts;
+  }
 
  private:
   struct Storages {
@@ -145,10 +150,8 @@ class HostAliases {
     }
     // The alias keeps the bytes alive: a collective of gloo goes on after the call that started it.
     void* bytes = device.unsafeGetStorageImpl()->mutable_data();
-    using Owner = std::shared_ptr<c10::Storage>;
-    auto* owner = new Owner(std::make_shared<c10::Storage>(device));
-    kept_alive_.push_back(*owner);
-    c10::DataPtr data(bytes, owner, [](void* p) { delete static_cast<Owner*>(p); }, c10::Device(c10::kCPU));
+    auto* owner = new c10::Storage(device);
+    c10::DataPtr data(bytes, owner, [](void* p) { delete static_cast<c10::Storage*>(p); }, c10::Device(c10::kCPU));
     c10::Storage host(
         c10::Storage::use_byte_size_t(), device.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true);
     storages_.push_back({device, std::move(host), bytes});
@@ -173,7 +176,6 @@ class HostAliases {
 
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 6> tensors_;  // device, host
   c10::SmallVector<Storages, 6> storages_;
-  std::vector<std::shared_ptr<c10::Storage>> kept_alive_;
 };
 
 }  // namespace simgpu
