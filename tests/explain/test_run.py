@@ -1,11 +1,13 @@
 """What a run has written down explains it: the planted cause comes first, and what is printed first helps."""
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,10 @@ def died(request, kept, tmp_path) -> OomRecord:
         request.getfixturevalue("simgpu").set_capacity(200 * MIB)
         make_trainer = request.getfixturevalue("make_trainer")
         settings = {"per_device_train_batch_size": 256}
-        run(with_rows(make_trainer(*watched(), **settings), 256, 128))
+        with redirect_stderr(io.StringIO()) as said:
+            run(with_rows(make_trainer(*watched(), **settings), 256, 128))
         shutil.copytree(tmp_path / "run", kept)
+        (kept / "stderr").write_text(said.getvalue().replace(str(tmp_path / "run"), "run"))
     shutil.copytree(kept, tmp_path / "run", dirs_exist_ok=True)
     (record,) = read_oom_records(tmp_path / "run")
     return record
@@ -205,6 +209,60 @@ def test_the_command_explains_a_folder(died, tmp_path) -> None:
     assert done.stdout.startswith("Why  the run needs more than the card has  [likely: capacity]")
     assert "Do   --per_device_train_batch_size " in done.stdout
     assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 2
+
+
+GUESSED = """Traceback (most recent call last):
+  File "/v/lib/python3.12/site-packages/torch/nn/functional.py", line 3462, in cross_entropy
+    return torch._C._nn.cross_entropy_loss(
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which 0.10 GiB is free.
+"""
+
+
+def answered(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
+    done = CliRunner().invoke(
+        app, ["explain", "--no-predict", "--json", *map(str, arguments)], input=stdin
+    )
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("cwd", ["elsewhere", "beside", "piped"])
+def test_a_log_that_names_the_record_of_its_run_is_answered_by_it(
+    died, tmp_path, monkeypatch, cwd: str
+) -> None:
+    """A later run into the folder, which died of something else, is not what the log is of."""
+    later = replace(died.run, time_seconds=died.run.time_seconds + 60)
+    saved = replace(died, moment="save", run=later, time_seconds=died.time_seconds + 60)
+    write_new(tmp_path / "run", "oom-rank0", asdict(saved))
+    log = tmp_path / "train.log"
+    log.write_text((tmp_path / "run" / "stderr").read_text() + GUESSED)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere" if cwd == "elsewhere" else tmp_path)
+    said = answered("-", stdin=log.read_text()) if cwd == "piped" else answered(log)
+    assert said["causes"][0]["code"] == "capacity"
+    assert "the log names the record of its run, which was read: " in said["facts"][0]
+    assert said["facts"][0].endswith("run/oom-rank0.json")
+    assert said["facts"][1].startswith("rank 0 of 1 ran out of memory in step 0 (train, ")
+    assert answered(tmp_path / "run" / "oom-rank0.json")["causes"] == said["causes"]
+    assert answered(tmp_path / "run")["causes"][0]["code"] == "save-gather"
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged", "fifo", "of another run", "unbalanced"])
+def test_a_record_that_is_not_there_leaves_the_words(died, tmp_path, what: str) -> None:
+    path, log = tmp_path / "run" / "oom-rank0.json", tmp_path / "train.log"
+    said = (tmp_path / "run" / "stderr").read_text()
+    if what == "of another run":
+        path.write_text(json.dumps(asdict(replace(died, step=7))))
+    elif what == "unbalanced":
+        said = said.replace("explain run", "explain 'run")
+    else:
+        path.unlink()
+        {"fifo": os.mkfifo, "damaged": lambda at: at.write_text("{"), "missing": str}[what](path)
+    log.write_text(said + GUESSED)
+    found = answered(log)
+    assert found["causes"][0]["code"] == "logits-loss"
+    assert ("run/oom-rank0.json" in str(found["unknown"])) is (what != "unbalanced")
 
 
 def test_what_only_words_show_is_taken_from_them(died, tmp_path) -> None:

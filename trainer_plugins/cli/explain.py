@@ -31,8 +31,8 @@ def explain(
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="Of a run's output_dir: let the planner say what each remedy brings. It takes "
-            "some seconds, or a minute.",
+            help="Of what a run wrote down: let the planner say what each remedy brings. It "
+            "takes some seconds, or a minute.",
         ),
     ] = True,
 ) -> None:
@@ -83,17 +83,22 @@ def _is_pickle(path: Path) -> bool:
 def _explained(path: str, predicts: bool) -> "Explanation":
     import sys
 
-    from trainer_plugins.explain.text import explain_stream
+    from trainer_plugins.explain.log import explain_log
+    from trainer_plugins.record.oom_record import read_oom_record
 
     if path == "-":
-        return explain_stream(sys.stdin.buffer, "standard input")
+        return explain_log(sys.stdin.buffer, "standard input", predicts)
     if Path(path).is_dir():
         from trainer_plugins.explain.run import explain_run
 
         return explain_run(Path(path), predicts)
+    if path.endswith(".json") and (record := read_oom_record(Path(path))) is not None:
+        from trainer_plugins.explain.run import explain_record
+
+        return explain_record(record, Path(path).parent, predicts)
     if not _is_pickle(Path(path)):
         with Path(path).open("rb") as file:
-            return explain_stream(file, path)
+            return explain_log(file, path, predicts)
     from trainer_plugins.explain.snapshot import explain_snapshot
 
     return explain_snapshot(Path(path))

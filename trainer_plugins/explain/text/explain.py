@@ -42,7 +42,11 @@ def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
     Raises:
         ValueError: it is empty, or is not text.
     """
-    excerpt = find_first(stream)
+    return explain_excerpt(find_first(stream), subject)
+
+
+def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
+    """Explain what was found in a log."""
     if excerpt.oom is None:
         return Explanation(subject=subject, causes=_lookalike(excerpt), remedies=())
     facts = gather(excerpt, excerpt.oom)
