@@ -48,6 +48,7 @@ def died(request, kept, tmp_path) -> OomRecord:
         request.getfixturevalue("simgpu").set_capacity(200 * MIB)
         make_trainer = request.getfixturevalue("make_trainer")
         settings = {"per_device_train_batch_size": 256}
+        request.getfixturevalue("monkeypatch").chdir(tmp_path)  # not where the package lies
         with redirect_stderr(io.StringIO()) as said:
             run(with_rows(make_trainer(*watched(), **settings), 256, 128))
         shutil.copytree(tmp_path / "run", kept)
@@ -195,6 +196,12 @@ def test_a_run_that_still_runs_was_not_killed(make_trainer, tmp_path) -> None:
 def test_a_dead_dataloader_worker(tmp_path, words: str, code: str) -> None:
     Timeline(tmp_path / "memory" / "rank-0.jsonl").add(Failure(step=3, words=words))
     assert first(explain_run(tmp_path)) == code
+
+
+def test_our_own_frames_are_not_in_a_record(died) -> None:
+    files = [frame.file for frame in died.frames]
+    assert files[0] == "transformers/trainer.py"
+    assert not any(file.endswith(("oom_reporter.py", "_around.py")) for file in files)
 
 
 def test_a_report_begins_with_the_error(died, tmp_path) -> None:

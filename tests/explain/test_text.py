@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 import trainer_plugins
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.snapshot.cards import Frame
+from trainer_plugins.explain.snapshot.stacks import lines_of
 from trainer_plugins.explain.text import explain_stream, explain_text
 from trainer_plugins.explain.text.remedies import REMEDIES
 
@@ -183,6 +185,38 @@ File /v/lib/python3.10/site-packages/transformers/trainer.py:2515, in Trainer.ev
 
 OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB
 """
+
+
+OURS = """  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/src/trainer_plugins/run.py", line 53, in <module>
+    main(sys.argv[1:])
+  File "/src/trainer_plugins/plug_in/_site/sitecustomize.py", line 9, in <module>
+  File "C:\\src\\trainer_plugins\\plug_in\\as_main.py", line 53, in run
+    runpy.run_path(path, run_name="__main__")
+  File "{script}", line 211, in <module>
+    trainer.train()
+  File "/src/trainer_plugins/callbacks/oom_reporter.py", line 205, in call
+    return method(self, *args, **kwargs)
+  File "/v/lib/python3.12/site-packages/transformers/trainer.py", line 2328, in train
+    return inner_training_loop(
+  File "/src/trainer_plugins/survival/training/training.py", line 20, in evaluate
+    loss = self.loss.backward()
+"""
+
+
+@pytest.mark.parametrize("script", ["/app/fit.py", "/home/me/trainer_plugins/fit.py"])
+def test_our_own_frames_are_never_the_users_line(script: str) -> None:
+    text = OURS.format(script=script)
+    answer = explained(text + FULL)
+    assert (
+        "innermost line outside packages: fit.py:211 in <module>: trainer.train()" in answer.facts
+    )
+    assert answer.causes[0].code == "capacity"
+    assert answer.remedies[1].do == "trainer-plugins exec --preset survive -- python fit.py"
+
+    file = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+    stack = [Frame(path, int(line), name) for path, line, name in file.findall(text)][::-1]
+    assert lines_of(tuple(stack)) == [f"{'/'.join(script.split('/')[-2:])}:211 <module>"]
 
 
 def each_line(start: str, text: str, end: str = "\n") -> str:

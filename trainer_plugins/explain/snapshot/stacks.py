@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_plugins.explain.ours import is_ours
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
@@ -77,9 +78,10 @@ def line_of(frame: Frame) -> str:
 
 
 def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
-    """Return all frames, and those of Python."""
+    """Return all frames, and those of Python, without ours if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
-    return frames, [frame for frame in frames if _PYTHON.search(frame.file)]
+    python = [frame for frame in frames if _PYTHON.search(frame.file)]
+    return frames, [frame for frame in python if not is_ours(frame.file)] or python
 
 
 def _own(python: Iterable[Frame]) -> Iterable[Frame]:
