@@ -25,7 +25,7 @@ from trainer_plugins.launch.place import place
 from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
-from trainer_plugins.record.run_facts import read_run_facts
+from trainer_plugins.record.run_facts import Launch, read_run_facts
 from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
 from trainer_plugins.units import GIB, MIB
 
@@ -198,6 +198,23 @@ def test_a_dead_dataloader_worker(tmp_path, words: str, code: str) -> None:
     assert first(explain_run(tmp_path)) == code
 
 
+@pytest.mark.parametrize(
+    ("words", "command", "typed"),
+    [
+        (("accelerate", "launch", "x.py", "--lr", "1 2"), ("x.py",), "accelerate launch x.py --lr '1 2'"),
+        (("torchrun", "--nproc-per-node", "1", "-m", "mine"), ("x.py",), "torchrun --nproc-per-node 1 -m mine"),
+        ((), ("x.py", "--a"), "python x.py --a"),
+        ((), ("-m", "mine.train", "--a"), "python -m mine.train --a"),
+    ],
+)  # fmt: skip
+def test_the_launcher_of_a_recorded_run_is_kept(
+    died, tmp_path, words: tuple[str, ...], command: tuple[str, ...], typed: str
+) -> None:
+    facts = replace(died.run, command=command, launch=Launch(words=words))
+    said = explained(tmp_path / "launched", replace(died, run=facts))
+    assert f"trainer-plugins exec --preset survive -- {typed}" in [one.do for one in said.remedies]
+
+
 def test_our_own_frames_are_not_in_a_record(died) -> None:
     files = [frame.file for frame in died.frames]
     assert files[0] == "transformers/trainer.py"
@@ -265,7 +282,10 @@ def test_a_record_that_is_not_there_leaves_the_words(died, tmp_path, what: str) 
         said = said.replace("explain run", "explain 'run")
     else:
         path.unlink()
-        {"fifo": os.mkfifo, "damaged": lambda at: at.write_text("{"), "missing": str}[what](path)
+    if what == "damaged":
+        path.write_text("{")
+    elif what == "fifo":
+        os.mkfifo(path)
     log.write_text(said + GUESSED)
     found = answered(log)
     assert found["causes"][0]["code"] == "logits-loss"

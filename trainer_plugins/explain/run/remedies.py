@@ -77,9 +77,13 @@ def _about(case: Case, needed: int) -> str:
 
 
 def _survive(case: Case) -> Remedy:
-    command = shlex.join(("python", *case.record.run.command)) if case.record.run.command else "..."
-    if case.record.run.world_size > 1:
+    run = case.record.run
+    if run.launch is not None and run.launch.words:
+        command = shlex.join(run.launch.words)
+    elif run.world_size > 1 or not run.command:
         command = "YOUR LAUNCH COMMAND"
+    else:
+        command = shlex.join(("python", *run.command))
     return switches.survive(printable(command))
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import Frame, frames_around
 from trainer_plugins.explain.text.lines import Line
@@ -26,11 +27,6 @@ _SMI_PROCESS = re.compile(
     r"(\d{1,7})MiB\s*\|"
 )
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
-# A command of one line with nothing in it that a shell would obey.
-_COMMAND = (
-    r"(?m)(?:^|[$#%>] )((?:CUDA_VISIBLE_DEVICES=[\d,]{1,40} )?(?:python3?|torchrun|deepspeed"
-    r"|accelerate launch) [\w./=,:@+ -]{0,300}?\.py(?: [\w./=,:@+ -]{0,500})?)$"
-)
 _SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
@@ -168,15 +164,8 @@ class Facts:
 
     @property
     def launched(self) -> str:
-        """Return the command line of the run: as the text shows it, else by the outermost frame."""
-        if shown := self.says(_COMMAND):
-            return re.sub(r"^CUDA_VISIBLE_DEVICES=\S+ ", "", shown[1].strip())
-        frame = next((one for one in self.frames if one.function == "<module>"), None)
-        if not frame or not frame.is_users or not re.fullmatch(r"[\w./-]+\.py", frame.path):
-            return "python train.py"
-        path = frame.path.rsplit("/", 1)[-1] if frame.path.startswith("/") else frame.path
-        several = self.writer.isdigit() or self.says(r"local_rank|torch[/\\]distributed[/\\]run")
-        return f"{'accelerate launch' if several else 'python'} {path}"
+        """Return the command line of the run, its launcher included."""
+        return launched(f"{self.command}\n{self.text}", self.frames, self.writer)
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""

@@ -6,7 +6,8 @@ from math import ceil
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.units import GIB, size
+from trainer_plugins.explain.text.remedies.planned import plan_command
+from trainer_plugins.units import size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
@@ -45,7 +46,10 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
         do = f"halve --{_ROWS}, and double --{_STEPS}"
     else:
         do = "halve the rows of a micro-batch, and double the steps of gradient accumulation"
-    effect = "activations shrink with the rows; the effective batch stays the same"
+    effect = (
+        "activations shrink with the rows; the effective batch stays the same; one halving may not"
+        " be enough"
+    )
     has_rows = bool(facts.asked and facts.called(r"\bforward\b|backward|loss|logits", innermost=4))
     if has_rows:
         asked = facts.asked or 0
@@ -70,10 +74,11 @@ def survive(facts: Facts) -> Remedy:
 
 def plan(facts: Facts) -> Remedy:
     """Let the planner try what would fit."""
-    gpu = f" --gpu {facts.total / GIB:.2f}GiB" if facts.total else ""
+    do, missing = plan_command(facts)
+    unknown = f" (the text does not show {' and '.join(missing)})" if missing else ""
     return Remedy(
-        do=f"trainer-plugins plan --model path/to/config.json{gpu} <your flags>",
-        effect="predicts this run, and tries what makes it fit",
+        do=do,
+        effect=f"predicts this run, and tries what makes it fit{unknown}",
         grade="known",
     )
 
@@ -103,7 +108,7 @@ def logits_loss(facts: Facts) -> list[Remedy]:
     """Never make the logits whole, or make fewer of them."""
     if not uses_trainer(facts):
         return fewer_rows(facts)
-    return [switches.liger(facts.asked), *fewer_rows(facts), survive(facts)]
+    return [switches.liger(facts.asked), *fewer_rows(facts), survive(facts), plan(facts)]
 
 
 def eval_logits(facts: Facts) -> list[Remedy]:
