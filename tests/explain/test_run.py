@@ -215,6 +215,32 @@ def test_the_launcher_of_a_recorded_run_is_kept(
     assert f"trainer-plugins exec --preset survive -- {typed}" in [one.do for one in said.remedies]
 
 
+SAVES = ("transformers/trainer.py", "_save_checkpoint", "self.save_model(output_dir)")
+
+
+@pytest.mark.parametrize(
+    ("frames", "first"),
+    [
+        ([("mine.py", "save_model", "w = {k: v.float() for k, v in w.items()}")], ".cpu() before the copy at mine.py:3"),
+        ([("mine.py", "save_model", "twin = copy.deepcopy(self.model)"), ("copy.py", "deepcopy", "y = copier(memo)"), ("torch/nn/parameter.py", "__deepcopy__", "self.data.clone()")], ".cpu() before the copy at mine.py:3"),
+        ([("mine.py", "save_model", "[p.clone() for p in self.model.parameters()]")], ".cpu() in place of .clone() at mine.py:3"),
+        ([("transformers/trainer.py", "_save_optimizer_and_scheduler", "save_fsdp_optimizer(")], "--save_only_model True"),
+        ([("transformers/trainer.py", "_save", "state_dict = self.model.state_dict()")], "--optim adafactor"),
+    ],
+)  # fmt: skip
+def test_what_helps_a_save_is_what_it_copied(
+    died, tmp_path, frames: list[tuple[str, str, str]], first: str
+) -> None:
+    came = (
+        Frame(file=file, line=number, function=function, code=code)
+        for number, (file, function, code) in enumerate((SAVES, *frames), 2)
+    )
+    said = explained(tmp_path / "save", replace(died, moment="save", frames=tuple(came)))
+    assert said.causes[0].code == "save-gather"
+    assert said.remedies[0].do == first
+    assert ("--save_only_model True" in str(said.remedies)) is (first == "--save_only_model True")
+
+
 def test_our_own_frames_are_not_in_a_record(died) -> None:
     files = [frame.file for frame in died.frames]
     assert files[0] == "transformers/trainer.py"
