@@ -27,7 +27,7 @@ from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
 from trainer_plugins.record.run_facts import Launch, read_run_facts
 from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import GIB, MIB, size
 
 
 def first(explanation: Explanation | None) -> str:
@@ -251,6 +251,35 @@ def test_a_report_begins_with_the_error(died, tmp_path) -> None:
     lines = report(tmp_path / "run").splitlines()
     assert lines[0].startswith("rank 0, step 0: OutOfMemoryError: CUDA out of memory.")
     assert lines[1] == f"Type: trainer-plugins explain {tmp_path / 'run'}"
+
+
+def test_the_reading_at_the_oom_is_in_the_peak(died, tmp_path) -> None:
+    assert died.reading is not None
+    peak = size(died.reading.peak_allocated_bytes)
+    (row,) = (line.split() for line in report(tmp_path / "run").splitlines() if " train " in line)
+    assert " ".join(row[4:6]) == peak
+    (moment,) = (
+        each
+        for each in json.loads(report(tmp_path / "run", "--json"))["runs"][0]["peaks"]
+        if each["moment"] == "train"
+    )
+    assert moment["peak_bytes"] == died.reading.peak_allocated_bytes
+    done = CliRunner().invoke(app, ["top", str(tmp_path / "run"), "--once", "--json"])
+    (rank,) = json.loads(done.stdout)["ranks"]
+    assert rank["reading"]["peak_allocated_bytes"] == died.reading.peak_allocated_bytes
+    assert rank["state"] == "failed"
+    assert max(rank["trend"]) == died.reading.pressure
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_says_what_explain_says(died, tmp_path) -> None:
+    said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--json"])
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    first = json.loads(said.stdout)["remedies"][0]
+    assert first["grade"] == "predicted"
+    assert first["do"] in page.read_text()
 
 
 def test_the_command_explains_a_folder(died, tmp_path) -> None:

@@ -9,6 +9,7 @@ from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import read_all, read_one
 from trainer_plugins.record.run_facts import RunFacts
+from trainer_plugins.record.timeline import Sample
 
 VERSION = 1
 
@@ -171,6 +172,18 @@ class OomRecord:
         """Say in words when it was."""
         part = f", {self.part}" if self.part else ""
         return f"step {self.step} ({self.moment}{part})"
+
+    @property
+    def last_sample(self) -> Sample | None:
+        """Return the reading as a timeline has one, which does not know it; None without one."""
+        if self.reading is None:
+            return None
+        return Sample(
+            step=self.step,
+            moment=self.moment,
+            reading=self.reading,
+            time_seconds=self.time_seconds,
+        )
 
     @property
     def words(self) -> str:
