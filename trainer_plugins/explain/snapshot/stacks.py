@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from trainer_plugins.explain.ours import is_ours
@@ -48,6 +49,9 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
     ("loss", "/transformers/loss/", ""),
     ("loss", "", "cross_entropy"),
 )
+_HEAD = re.compile(r"logit|lm_head|logps|log_?probs?|log_softmax")
+_MODEL_FILE = re.compile(r"/modeling_\w+\.py$")
+_LINEAR = re.compile(r"/torch/nn/(?:modules/linear|functional)\.py$|/bitsandbytes/nn/")
 _PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|parameter\.py)")
 
 
@@ -94,6 +98,8 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
     for work, file, name in _RULES:
         if any(re.search(file, frame.file) and re.search(name, frame.name) for frame in python):
             return work
+    if _is_head(python):
+        return "loss"
     in_module = any(frame.name in ("_call_impl", "forward") for frame in python)
     if not in_module and any(_is_engine(frame) for frame in frames):
         return "backward"
@@ -102,6 +108,21 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
     if any(frame.name == "__init__" or _makes_parameters(frame) for frame in python):
         return "parameters"
     return "other"
+
+
+def _is_head(python: Sequence[Frame]) -> bool:
+    """Say whether it is the product of the head, by a name, or by who called the linear layer.
+
+    In transformers only the head is a layer of the outermost module itself: all other layers are
+    called from a `forward` of the same file that another one of it has called.
+    """
+    inner = list(takewhile(lambda frame: frame.name != "_call_impl", python))
+    if any(_HEAD.search(frame.name) for frame in inner):
+        return True
+    of_model = [
+        frame.file for frame in python if frame.name == "forward" and _MODEL_FILE.search(frame.file)
+    ]
+    return bool(of_model and _LINEAR.search(python[0].file)) and of_model.count(of_model[0]) == 1
 
 
 def _is_engine(frame: Frame) -> bool:
