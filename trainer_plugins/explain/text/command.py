@@ -88,9 +88,8 @@ def _names_a_program(words: Sequence[str]) -> bool:
 def _by_frames(launcher: str, text: str, frames: Sequence[Frame]) -> str:
     """Name the script of the outermost frame; a module's name is not in its path."""
     main = next((one for one in frames if one.function == "<module>"), None)
-    if any(one.function == "_run_module_as_main" for one in frames) and not re.search(
-        r"trainer_plugins[/\\]run\.py", text
-    ):
+    is_ours = re.search(r"trainer_plugins[/\\]run\.py", text)
+    if any("runpy" in one.path for one in frames) and not is_ours:
         return _UNKNOWN
     if not main or not main.is_users or not re.fullmatch(r"[\w./-]+\.py", main.path):
         return f"{launcher} train.py"
