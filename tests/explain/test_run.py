@@ -306,7 +306,7 @@ def answered(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("cwd", ["elsewhere", "beside", "piped"])
+@pytest.mark.parametrize("cwd", ["elsewhere", "beside", "inside", "piped"])
 def test_a_log_that_names_the_record_of_its_run_is_answered_by_it(
     died, tmp_path, monkeypatch, cwd: str
 ) -> None:
@@ -314,10 +314,10 @@ def test_a_log_that_names_the_record_of_its_run_is_answered_by_it(
     later = replace(died.run, time_seconds=died.run.time_seconds + 60)
     saved = replace(died, moment="save", run=later, time_seconds=died.time_seconds + 60)
     write_new(tmp_path / "run", "oom-rank0", asdict(saved))
-    log = tmp_path / "train.log"
+    log = tmp_path / ("run/train.log" if cwd == "inside" else "train.log")
     log.write_text((tmp_path / "run" / "stderr").read_text() + GUESSED)
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere" if cwd == "elsewhere" else tmp_path)
+    monkeypatch.chdir(tmp_path / "elsewhere" if cwd in ("elsewhere", "inside") else tmp_path)
     said = answered("-", stdin=log.read_text()) if cwd == "piped" else answered(log)
     assert said["causes"][0]["code"] == "capacity"
     assert "the log names the record of its run, which was read: " in said["facts"][0]

@@ -48,11 +48,11 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
     excerpt = find_first(stream)
     named = dict.fromkeys(_named(excerpt))
     for each in named:
-        for base in dict.fromkeys((Path(subject).parent, Path())):
-            record = read_oom_record(base / each.record)
+        for path, folder in _places(each, Path(subject).parent):
+            record = read_oom_record(path)
             # One of an earlier or later run may have the same path.
             if record is not None and record.words == each.words:
-                return _of_record(record, base, each, subject, predicts)
+                return _of_record(record, path, folder, subject, predicts)
     said = explain_excerpt(excerpt, subject)
     lost = tuple(
         f"what the run wrote down itself: the log names {printable(each.record)}, which is not"
@@ -72,11 +72,18 @@ def _named(excerpt: Excerpt) -> Iterator[_Named]:
             yield _Named(words, record, folder)
 
 
+def _places(named: _Named, beside: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield where a record may be, and the output_dir that it is of; the log may lie in that."""
+    for base in (beside, Path()):
+        yield base / named.record, base / named.folder
+    yield beside / Path(named.record).name, beside
+
+
 def _of_record(
-    record: OomRecord, base: Path, named: _Named, subject: str, predicts: bool
+    record: OomRecord, path: Path, folder: Path, subject: str, predicts: bool
 ) -> Explanation:
     from trainer_plugins.explain.run import explain_record
 
-    said = explain_record(record, base / named.folder, predicts)
-    where = f"the log names the record of its run, which was read: {base / named.record}"
-    return replace(said, subject=printable(subject), facts=(printable(where), *said.facts))
+    said = explain_record(record, folder, predicts)
+    where = printable(f"the log names the record of its run, which was read: {path}")
+    return replace(said, subject=printable(subject), facts=(where, *said.facts))

@@ -98,11 +98,11 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
     for work, file, name in _RULES:
         if any(re.search(file, frame.file) and re.search(name, frame.name) for frame in python):
             return work
-    if _is_head(python):
-        return "loss"
     in_module = any(frame.name in ("_call_impl", "forward") for frame in python)
     if not in_module and any(_is_engine(frame) for frame in frames):
         return "backward"
+    if _is_head(python):
+        return "loss"
     if in_module:  # also what a checkpoint computes again, within the backward pass
         return "forward"
     if any(frame.name == "__init__" or _makes_parameters(frame) for frame in python):
@@ -116,8 +116,9 @@ def _is_head(python: Sequence[Frame]) -> bool:
     In transformers only the head is a layer of the outermost module itself: all other layers are
     called from a `forward` of the same file that another one of it has called.
     """
-    inner = list(takewhile(lambda frame: frame.name != "_call_impl", python))
-    if any(_HEAD.search(frame.name) for frame in inner):
+    of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
+    inner = [frame.name for frame in of_layer if not _TORCH.search(frame.file)]
+    if any(map(_HEAD.search, inner[:2])):
         return True
     of_model = [
         frame.file for frame in python if frame.name == "forward" and _MODEL_FILE.search(frame.file)

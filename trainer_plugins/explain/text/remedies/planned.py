@@ -48,7 +48,8 @@ def _words(facts: Facts, read: "_Settings") -> Iterator[str]:
     if trainer := next(filter(None, trainers), None):
         yield from ("--trainer", trainer[1])
     yield from ("--seq-length", read.value(_LENGTH, r"\d{1,7}") or "LENGTH")
-    if dtype := read.value("torch_dtype|dtype", _DTYPES):
+    # A dtype alone is that of any tensor in a line of code.
+    if dtype := read.value("torch_dtype", _DTYPES) or read.given.get("dtype", ""):
         yield from ("--dtype", dtype)
     yield from _adapter(facts, read)
     yield from ("--per_device_train_batch_size", read.value(_ROWS, r"\d{1,6}") or "ROWS")
@@ -61,7 +62,11 @@ def _words(facts: Facts, read: "_Settings") -> Iterator[str]:
 def _adapter(facts: Facts, read: "_Settings") -> Iterator[str]:
     """Yield what says that the base is quantised, and an adapter trained."""
     bits = read.value(_BITS, "[48]")
-    if bits == "4" or read.is_on("load_in_4bit|use_4bit") or facts.called("4[Bb]it"):
+    if (
+        bits == "4"
+        or read.is_on("load_in_4bit|use_4bit")
+        or facts.called("matmul_4bit|MatMul4Bit|Linear4bit")
+    ):
         yield "--load-in-4bit"
         if kind := read.value("bnb_4bit_quant_type|quant_type", "nf4|fp4"):
             yield from ("--bnb-4bit-quant-type", kind)
