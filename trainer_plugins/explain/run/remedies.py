@@ -22,7 +22,7 @@ _COPIES = re.compile(
 )
 _LIBRARIES = (
     "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
-    "copy.py",
+    "trainer_plugins/", "copy.py",
 )  # fmt: skip
 
 
