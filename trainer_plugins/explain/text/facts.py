@@ -74,7 +74,24 @@ class Facts:
 
     @property
     def free(self) -> int | None:
-        return self.oom.free_bytes
+        free = self.oom.free_bytes
+        return None if free is not None and free >= NOT_AVAILABLE_BYTES else free
+
+    @property
+    def hides_processes(self) -> bool:
+        """Return whether the driver does not say what each process holds: Windows, and WSL."""
+        return any(size >= NOT_AVAILABLE_BYTES for _, size in self.oom.process_bytes)
+
+    @property
+    def has_tried_one_row(self) -> bool:
+        return "No executable batch size" in self.oom.text
+
+    @property
+    def framework(self) -> str:
+        """Return the name of another framework whose words these are; empty if it is torch."""
+        if not re.search(r"(?i)resource.exhausted|OOM when allocating", self.oom.text):
+            return ""
+        return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
 
     @property
     def live(self) -> int | None:
@@ -157,7 +174,8 @@ class Facts:
 
     @property
     def is_wsl(self) -> bool:
-        return bool(self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users"))
+        told = self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users")
+        return bool(told) or self.hides_processes
 
     @property
     def launched(self) -> str:
@@ -194,7 +212,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> Facts:
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
         cards=tuple((int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
-        progress=progress(lines[:at]),
+        progress=progress(lines[: at + 1]),
         num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 
