@@ -224,6 +224,7 @@ def test_unsloths_buffers_are_pinned() -> None:
     ("message", "first"),
     [
         ("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 20029400304 bytes.", "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
+        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.0G of 15.48G hbm.", "pass fewer rows at once"),
         ("RuntimeError: Resource exhausted: Out of memory while trying to allocate 5520758552 bytes.", "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
         ("tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with shape[16,1024] and type float", "pass fewer rows at once"),
     ],

@@ -59,6 +59,18 @@ BANNERS = [
     "- gradient accumulation: 8\n- optimizer steps: 300",
     "Gradient accumulation step: 8",
     "steps per epoch = 1200, accumulation step = 8",
+    "Number of training epochs = 3 | Total train steps: 500",
+    "steps_per_epoch: 500",
+    "max_train_steps = 500",
+    "Step size: 10, lr scheduler step size = 30",
+    "Resuming from step 500, loss 0.5",
+    "Namespace(step=100, loss='ce', lr=0.1, epoch=3)",
+    "{'epoch': 3, 'batch': 8, 'loss': 'ce'}",
+    "batch: 8, lr: 1e-4",
+    "Loading weights:  41%|████ | 120/290 [00:01<00:02, 70.1it/s, Materializing param=x]",
+    "Batches:  41%|████ | 41/100 [00:10<00:12,  4.6it/s]",
+    "Calibrating:  41%|████ | 41/100 [00:10<00:12,  4.6it/s]",
+    "Train Epoch: 1 [0/60000 (0%)]\tLoss: 2.302",
 ]
 # How far a run is, as the Trainer, Unsloth, axolotl, LLaMA-Factory, ms-swift, Lightning, torchtitan,
 # torchtune, DeepSpeed, Megatron, fairseq, mmengine, nanoGPT, Keras and scripts print it.
@@ -113,6 +125,19 @@ REAL = [
     "Epoch: 1, Step: 120, Loss: 2.2",
     "step 120, reward 0.5",
     "training step 120: loss=0.3",
+    "Step\tTraining Loss\n10\t1.234500\n20\t1.123400",
+    "| Step | Training Loss | Validation Loss |\n| 100 | 1.234500 | 1.3 |",
+    "Train Epoch: 1 [6400/60000 (11%)]\tLoss: 0.512",
+    "eta: 1:00:00  iter: 119  total_loss: 1.2  loss_cls: 0.3",
+    "[batch=10/300]:",
+    "global step 120, epoch: 1, batch: 120, loss: 0.5",
+    "INFO:tensorflow:loss = 0.5, step = 120 (10.0 sec)",
+    "step:10 - global_seqlen/min:100 - actor/loss:0.1",
+    "Training Progress:  41%|████ | 41/100 [1:05:00<1:07:00,  64.4s/it]",
+    "        3/100      10.1G     0.9      0.5        12        640:  41%|████ | 41/100 [00:10<00:12,  4.6it/s]",
+    "Epoch [1][50/1000]\tlr: 0.02, eta: 1 day, loss: 1.2",
+    "Training epoch 0, iteration 10/99 | lr: 0.001 | loss: 2.1",
+    "train          Epoch   0:   41%|████| 41/100 [00:10<00:12, 1.2ba/s, loss/train=1.2]",
 ]
 
 

@@ -124,7 +124,7 @@ RULES = (
     ),
     Rule(
         "allocator",
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Failed to allocate)"
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Failed to alloc|XLA:TPU)"
         r"|OOM when allocating tensor",
         "patrickbryant1/AFProfile#8, ai-models-graphcast#18, keras-team/keras#9643",
     ),

@@ -82,7 +82,7 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         remedies = remedies_of(causes, facts)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line in excerpt.lines:
-        for pattern, meaning, remedies in _LOOKALIKES:
+        for pattern, meaning, remedies_for in _LOOKALIKES:
             if re.search(pattern, line.text):
                 cause = Cause(
                     code="not-an-oom",
@@ -93,7 +93,7 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
                 return Explanation(
                     subject=subject,
                     causes=(cause,),
-                    remedies=tuple(replace(one, cause=cause.code) for one in remedies(facts)),
+                    remedies=tuple(replace(one, cause=cause.code) for one in remedies_for(facts)),
                 )
     return Explanation(subject=subject, causes=(), remedies=())
 

@@ -23,31 +23,35 @@ _BARS = (
 )
 _BAR = re.compile("|".join(_BARS))
 # examples/s, toks/s, MB/s; steps are it/s.
-_OTHER_UNITS = re.compile(r"(?<![a-zA-Z])(?!it/|iter|step|batch)[a-zA-Z]{2,20}/s")
+_OTHER_UNITS = re.compile(r"(?<![a-zA-Z])(?!it/|iter|step|batch|ba/)[a-zA-Z]{2,20}/s")
+_TITLES = re.compile(r"train|epoch|step|iter|tun(?:e|ing)|\bfit|loss|\brun|progress", re.IGNORECASE)
 _OTHER_TITLES = re.compile(
     r"shard|download|fetch|map\b|filter|tokeni[sz]|dataset|generat|sav|load|captur|quanti"
-    r"|sanity|valid|eval|test|predict|process|convert|pack|cache|extract|merg|profil|warm",
+    r"|sanity|valid|eval|test|predict|process|convert|pack|cache|extract|merg|profil|warm|calibrat",
     re.IGNORECASE,
 )
 _EPOCH_TITLE = re.compile(r"\bepoch\D{0,8}(\d{1,6})", re.IGNORECASE)
 
 # A logger's dict, as the Trainer, TRL, LLaMA-Factory, ms-swift and axolotl print it.
-_LOSS = re.compile(r"\{.{0,500}?[\"'](?:eval_|train_)?loss[\"']: ")
+_LOSS = re.compile(r"[\"'](?:\w{1,20}_)?loss[\"']: [\"']?[\d.-]")
 _SUMMARY = re.compile(r"[\"']train_runtime[\"']: |\btrain_runtime +=|Training completed")
-_EPOCH = re.compile(r"[\"']epoch[\"']: [\"']?(\d{1,6}(?:\.\d{1,9})?)")
+_EPOCH = re.compile(r"[\"']epoch[\"']: [\"']?(\d{1,6}\.\d{1,9})")
+# The Trainer's table in a notebook.
+_TABLE = re.compile(r"\bStep\b.{0,40}\bLoss\b")
+_ROW = re.compile(r"^\W{0,8}(\d{1,9})[\s|]+\d{1,9}\.\d{2,9}\b")
 
 # "step 12/300", "iter 120: loss 2.5", "Step [100/600], Loss: 0.1". What stands before the word
 # decides: "warmup steps" and "save_steps" are settings.
 _STEP = re.compile(
-    r"(?:^|[^\w\s-]\s*|\s-\s+|\b\d+\s+"
+    r"(?:^|[^\w\s-]\s{0,9}|\s-\s{1,9}|\b\d{1,9}\s{1,9}"
     r"|\b(?:at|current|epoch|finished|global|optimizer|train|training)[ _-])"
-    r"(?:step|iter|iteration)(?P<many>s?)(?:\(train\))?(?:/max_steps)?"
+    r"(?:step|iter|iteration|(?P<batch>batch))(?P<many>s?)(?:\(train\))?(?:/max_steps)?"
     r"[\"']?[\s=:#\[(]{1,8}[\"']?(?P<done>\d{1,9})(?P<of> {0,8}(?:/|of) {0,8}\d)?(?P<alone>\W*$)?",
     re.IGNORECASE,
 )
 # "Epoch: [0][ 120/5000]", "epoch 001:    10 / 500 loss=3.1", "Epoch(train) [1][ 50/1000]".
 _STEP_OF_EPOCH = re.compile(
-    r"\bepoch(?:\(train\))?:? {0,4}\[?\d{1,6}[\]:]{1,2}\[? {0,8}(?P<done>\d{1,9}) ?/ {0,8}\d",
+    r"\bepoch(?:\(train\))?:? {0,4}\[?\d{1,6}[\]: ]{1,3}\[? {0,8}(?P<done>\d{1,9}) ?/ {0,8}\d",
     re.IGNORECASE,
 )
 # "Epoch 2/10, loss: 0.5", as it is printed at the end of one.
@@ -57,16 +61,22 @@ _MEASURED = re.compile(
     r"|\bacc|samples|tokens|\btps\b|mfu|it/s|s/it|\bms\b|reward",
     re.IGNORECASE,
 )
-# `RUN` of a Dockerfile, and a run that is resumed.
-_NOT_PROGRESS = re.compile(r"Step \d+/\d+ : [A-Z]|(?i:continu|resum|will |start(?:ing)? )")
+# `RUN` of a Dockerfile, a run that is resumed, and arguments that are printed.
+_NOT_PROGRESS = re.compile(
+    r"Step \d+/\d+ : [A-Z]|(?i:continu|resum|will |start(?:ing)? )|(?:Namespace|Arguments|Config)\("
+)
 
 
 def progress(before: Sequence[Line]) -> str:
     """Say how far the run had come; empty if at its start, or if the text does not tell."""
     num_losses = sum(bool(_LOSS.search(line.text)) for line in before)
+    has_table = any(_TABLE.search(line.text) for line in before)
     for line in reversed(before):
         if _SUMMARY.search(line.text):
             return ""  # it had ended: what follows is no step of it
+        row = _ROW.match(line.text) if has_table else None
+        if row and int(row[1]) >= _FAR:
+            return f"the table of losses is at step {row[1]}"
         for sign in (_of_bar, _of_step, _of_dict(num_losses)):
             told = sign(line.text)
             if told is not None:
@@ -81,7 +91,8 @@ def _of_bar(text: str) -> str | None:
         return None
     done, total, rest = (one or "" for one in _groups_of(bar))
     title = text[: bar.start() + 1]
-    if _OTHER_TITLES.search(title) or _OTHER_UNITS.search(rest):
+    is_other = re.search("[a-zA-Z]{2}", title) and not _TITLES.search(title)
+    if is_other or _OTHER_TITLES.search(title) or _OTHER_UNITS.search(rest):
         return None
     epoch = _EPOCH_TITLE.search(title)
     far = int(done or total) >= _FAR
@@ -129,6 +140,8 @@ def _of_step(text: str) -> str | None:
 
 def _tells(step: re.Match[str]) -> bool:
     """Return whether a number beside the word is a step of the run, and no setting."""
+    if step["batch"]:
+        return bool(step["of"])
     if step["many"]:
         return "loss" in step.string.lower()
     is_alone = step["alone"] is not None and not re.search("[a-zA-Z]", step.string[: step.start()])

@@ -97,8 +97,8 @@ _VENDORS = (
     Vendor(
         name="MPS",
         seen=r"MPS backend out of memory",
-        processes="",
-        memory="",
+        processes="Activity Monitor, Memory",
+        memory="Activity Monitor",
         visible="",
         expandable="",
         module="torch.mps",
@@ -113,6 +113,12 @@ CUDA = Vendor(
     expandable="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     module="torch.cuda",
 )
+# Windows does not tell nvidia-smi what each process holds, nor does WSL.
+_WINDOWS = replace(
+    CUDA,
+    processes="Task Manager, Details, with the column 'Dedicated GPU memory'",
+    memory="nvidia-smi --query-gpu=memory.used,memory.total --format=csv",
+)
 
 
 def vendor_of(facts: Facts) -> Vendor:
@@ -121,7 +127,7 @@ def vendor_of(facts: Facts) -> Vendor:
         for one in _VENDORS:
             if read(one.seen):
                 return one
-    return CUDA
+    return _WINDOWS if facts.is_windows or facts.is_wsl else CUDA
 
 
 def translated(

@@ -24,7 +24,8 @@ LOADING = (
 SHARDING = (
     r"init_param_handle|_init_flat_param|flatten_params|_get_shard\b|chunk\.clone\(\)"
     r"|shards\[.{1,40}\]\.clone\(\)|_shard_tensor|distribute_tensor|_init_sharded_param"
-    r"|_sync_module_params|sync_params_and_buffers|load_full_state_dict"
+    r"|_sync_module_params|sync_params_and_buffers|load_full_state_dict|_move_states_to_device"
+    r"|_materialize_meta_module"
 )
 _MOVING = (
     r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
@@ -145,7 +146,7 @@ shard_too_large = ByFrame(
 )
 adapter_delta = ByFrame(
     code="adapter-delta",
-    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|\bdora\.py|get_weight_norm",
+    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py|get_weight_norm",
     summary="LoRA makes a delta as large as the weights that it adapts",
     doubt="How large the delta is, is not in the text: all experts of a layer at once if"
     " target_parameters names them, however few rows there are",

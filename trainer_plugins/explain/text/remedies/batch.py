@@ -1,5 +1,6 @@
 """Remedies where this run is too large for its card: fewer rows at once, less kept of them."""
 
+import re
 from dataclasses import replace
 from math import ceil
 
@@ -17,6 +18,30 @@ _SHORTER_ROWS = Remedy(
 _PRINT_THE_OOM = Remedy(
     do="--auto_find_batch_size False --per_device_train_batch_size 1",
     effect="prints the OOM itself, which says where it fails and what it asked for",
+    grade="known",
+)
+# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+_JAX_SHARE = Remedy(
+    do="export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+    effect="JAX takes 95 % of the card at its start, and not 75 %",
+    grade="known",
+    price="no room for another program",
+)
+_JAX_GROWS = Remedy(
+    do="export XLA_PYTHON_CLIENT_PREALLOCATE=false",
+    effect="JAX takes only what it uses, where others are on the card",
+    grade="known",
+    price="slower, and more in pieces",
+)
+_REMAT = Remedy(
+    do="jax.checkpoint(layer)   # around each layer",
+    effect="activations are computed again in the backward pass",
+    grade="known",
+    price="about a third more time",
+)
+_TENSORFLOW_GROWS = Remedy(
+    do="export TF_FORCE_GPU_ALLOW_GROWTH=true",
+    effect="TensorFlow takes only what it uses, where others are on the card",
     grade="known",
 )
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -70,35 +95,10 @@ def not_torch(facts: Facts) -> list[Remedy]:
         price="more passes",
     )
     if facts.framework != "JAX":
-        return [
-            fewer,
-            Remedy(
-                do="export TF_FORCE_GPU_ALLOW_GROWTH=true",
-                effect="TensorFlow takes only what it uses, where others are on the card",
-                grade="known",
-            ),
-        ]
-    return [
-        Remedy(
-            do="export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
-            effect="JAX takes 95 % of the card at its start, and not 75 % (docs.jax.dev)",
-            grade="known",
-            price="no room for another program",
-        ),
-        Remedy(
-            do="jax.checkpoint(layer)   # around each layer",
-            effect="activations are computed again in the backward pass",
-            grade="known",
-            price="about a third more time",
-        ),
-        fewer,
-        Remedy(
-            do="export XLA_PYTHON_CLIENT_PREALLOCATE=false",
-            effect="JAX takes only what it uses, where others are on the card",
-            grade="known",
-            price="slower, and more in pieces",
-        ),
-    ]
+        return [fewer, _TENSORFLOW_GROWS]
+    if re.search(r"TPU|\bhbm\b", facts.oom.text):
+        return [fewer, _REMAT]
+    return [_JAX_SHARE, _REMAT, fewer, _JAX_GROWS]
 
 
 def fewer_rows(facts: Facts) -> list[Remedy]:

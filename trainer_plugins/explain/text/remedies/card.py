@@ -15,15 +15,13 @@ _CONVERT_IN_MAIN_MEMORY = Remedy(
     price="main memory for the whole model; a slower load",
 )
 _EXPANDABLE = r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)"
-_TASK_MANAGER = "Task Manager, Details, with the column 'Dedicated GPU memory'"
 _SEE = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 
 
 def foreign(facts: Facts) -> list[Remedy]:
     """See who it is, then take another card or wait: no setting of the run helps."""
     who = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names nobody"
-    see = _TASK_MANAGER if facts.is_windows or facts.is_wsl else _SEE
-    found = [Remedy(do=see, effect=f"shows who holds the card ({who})", grade="known")]
+    found = [Remedy(do=_SEE, effect=f"shows who holds the card ({who})", grade="known")]
     if len(facts.cards) != 1:
         rooms = [total - used for used, total in facts.cards]
         best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
@@ -198,20 +196,20 @@ def adapter_delta(facts: Facts) -> list[Remedy]:
                 price="another adapter",
             )
         ]
-    return [
-        Remedy(
-            do="pip install -U peft",
-            effect="since peft#3577 (2026-08) one adapter's delta of experts is never made",
-            grade="known",
-        ),
-        Remedy(
-            do="LoraConfig(..., target_modules=[...], target_parameters=None)",
-            effect="attention and dense layers are adapted, and no expert: linear layers need no"
-            " delta",
-            grade="known",
-            price="another adapter",
-        ),
-    ]
+    no_experts = Remedy(
+        do="LoraConfig(..., target_modules=[...], target_parameters=None)",
+        effect="attention and dense layers are adapted, and no expert: linear layers need no delta",
+        grade="known",
+        price="another adapter",
+    )
+    if facts.called(r"baddbmm\(W"):
+        return [no_experts]
+    newer = Remedy(
+        do="pip install -U peft",
+        effect="since peft#3577 (2026-08) one adapter's delta of experts is never made",
+        grade="known",
+    )
+    return [newer, no_experts]
 
 
 def load_too_large(facts: Facts) -> list[Remedy]:
