@@ -47,6 +47,8 @@ SHORT = said("2.00 GiB", "40.00 GiB", "0.50 GiB", "30.00 GiB", "0.50 GiB")
         (f"verl actor_rollout_ref.rollout.gpu_memory_utilization=0.25\n{ENGINE}{SHORT}", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"),
         (f"--mem-fraction-static 0.8\nException: Capture cuda graph failed: {SHORT.removeprefix(TORCHS)}", "--mem-fraction-static 0.75"),
         (f'llm = LLM("x", gpu_memory_utilization=0.25)\n{WARM_UP}', "gpu_memory_utilization=0.2"),
+        # More is missing than a share has: it is halved, and the training has to take less too.
+        (f"colocate, vllm_gpu_memory_utilization=0.3\n{ENGINE}" + said("30.00 GiB", "80.00 GiB", "1.00 GiB", "40.00 GiB", "0.50 GiB"), "vllm_gpu_memory_utilization=0.15"),
         # Raised above the text's own, by what is missing.
         (f"--gpu-memory-utilization 0.5\n{NO_BLOCKS}", "--gpu-memory-utilization 0.55"),
         (f"--gpu-memory-utilization 0.5 total_gpu_memory=40.00GiB\nAvailable KV cache memory: -6.00 GiB\n{NO_BLOCKS}", "--gpu-memory-utilization 0.65"),

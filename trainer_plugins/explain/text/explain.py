@@ -11,25 +11,25 @@ from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
 from trainer_plugins.explain.text.facts import Facts, gather
-from trainer_plugins.explain.text.remedies import batch, nothing, remedies_of
+from trainer_plugins.explain.text.remedies import batch, remedies_of
 from trainer_plugins.explain.text.vendor import translated, vendor_of
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import size
 
 # Words that people take for an OOM of the card, what they are, and what to do about them.
-_LOOKALIKES: tuple[tuple[str, str, Callable[[Facts], list[Remedy]]], ...] = (
-    (r"No space left on device", "a disk is full, not the card", nothing),
+_LOOKALIKES: tuple[tuple[str, str, Callable[[Facts], list[Remedy]] | None], ...] = (
+    (r"No space left on device", "a disk is full, not the card", None),
     (
         r"out of resource: shared memory",
         "a Triton kernel asks for more shared memory than a multiprocessor has",
-        nothing,
+        None,
     ),
     (
         r"an illegal memory access was encountered",
         "a kernel read or wrote outside its tensors",
-        nothing,
+        None,
     ),
-    (r"device-side assert triggered", "an index is out of range in a kernel", nothing),
+    (r"device-side assert triggered", "an index is out of range in a kernel", None),
     (
         r"allocator cache flushes since last step",
         "the card was full, and torch gave its cache back to go on, which is slow (DeepSpeed)",
@@ -93,7 +93,10 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
                 return Explanation(
                     subject=subject,
                     causes=(cause,),
-                    remedies=tuple(replace(one, cause=cause.code) for one in remedies_for(facts)),
+                    remedies=tuple(
+                        replace(one, cause=cause.code)
+                        for one in (remedies_for(facts) if remedies_for else ())
+                    ),
                 )
     return Explanation(subject=subject, causes=(), remedies=())
 

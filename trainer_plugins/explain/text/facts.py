@@ -91,6 +91,8 @@ class Facts:
         """Return the name of another framework whose words these are; empty if it is torch."""
         if not re.search(r"(?i)resource.exhausted|OOM when allocating", self.oom.text):
             return ""
+        if self.called("torch_xla") or self.says("torch_xla"):
+            return ""
         return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
 
     @property

@@ -45,6 +45,7 @@ class Vendor:
             r"CUDA_VISIBLE_DEVICES": self.visible,
             r"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": self.expandable,
             r"torch\.cuda\b": self.module,
+            r'"cuda"': f'"{self.module.removeprefix("torch.")}"',
             r"CUDA call": f"{self.name} call",
         }
         for pattern, name in own.items():

@@ -1,4 +1,4 @@
-"""Causes outside this process: neighbours on the card, engines, ranks, earlier runs."""
+"""Causes outside this run: neighbours on the card, other ranks, frameworks, earlier runs."""
 
 from collections import defaultdict
 

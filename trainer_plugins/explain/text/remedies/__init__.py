@@ -43,12 +43,6 @@ REMEDIES: dict[str, Callable[[Facts], list[Remedy]]] = {
 }
 
 
-def nothing(facts: Facts) -> list[Remedy]:
-    """Offer nothing, where memory is not what is missing."""
-    del facts
-    return []
-
-
 def remedies_of(causes: tuple[Cause, ...], facts: Facts) -> tuple[Remedy, ...]:
     """Collect the remedies of the answer, then the first one of what is possible too."""
     found: list[Remedy] = []

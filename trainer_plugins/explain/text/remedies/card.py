@@ -47,8 +47,9 @@ def foreign(facts: Facts) -> list[Remedy]:
 
 def ddp_gpu0(facts: Facts) -> list[Remedy]:
     """Keep ranks off card 0."""
-    stray = sum(one.num_bytes for one in facts.processes if one.card == 0)
-    told = f"; nvidia-smi shows {size(stray)} on card 0" if stray else ""
+    first = min((one.card for one in facts.processes), default=0)
+    stray = sum(one.num_bytes for one in facts.processes if one.card == first)
+    told = f"; nvidia-smi shows {size(stray)} on card {first}" if stray else ""
     return [
         Remedy(
             do='torch.load(path, map_location="cpu")',

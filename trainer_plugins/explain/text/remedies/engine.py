@@ -45,14 +45,16 @@ def _lower(facts: Facts) -> list[Remedy]:
         new = _down(free / total)
         effect = f"{size(new * total)} of the {size(free)} that are free"
     elif total and free is not None and asked and asked > free:
-        new = _down(min(share - (asked - free) / total, share - _STEP))
-        effect = (
-            f"gives {size((share - new) * total)} back; at least {size(asked - free)} are missing"
+        missing = asked - free
+        new = _down(max(min(share - missing / total, share - _STEP), share / 2))
+        given = int((share - new) * total)
+        effect = f"gives {size(given)} back; at least {size(missing)} are missing" + (
+            ", so the training has to take less too" * (given < missing)
         )
     else:
         new = _down(share - max(_STEP, share / 8))
         effect = "the engine reserves this share of the card, weights and KV cache together"
-    if new < _SMALLEST_SHARE:
+    if new < (_SMALLEST_SHARE if facts.oom.source == "engine" else _STEP):
         return []
     return [
         Remedy(
