@@ -113,6 +113,8 @@ def test_torchs_own_advice_is_given_only_where_it_fits() -> None:
     [
         ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", "size 4 --gradient_accumulation_steps 8"),
         ("per_device_train_batch_size=3,\n    gradient_accumulation_steps=4,", "size 1 --gradient_accumulation_steps 12"),
+        ("  Instantaneous batch size per device = 8\n  Gradient Accumulation steps = 4", "size 4 --gradient_accumulation_steps 8"),
+        ("O^O/ \\_/ \\    Batch size per device = 2 | Gradient accumulation steps = 8", "size 1 --gradient_accumulation_steps 16"),
         ("per_device_train_batch_size: 2", "size 1 --gradient_accumulation_steps 2"),
     ],
 )  # fmt: skip

@@ -24,7 +24,12 @@ _COMMAND = (
     r"(?m)(?:^|[$#%>] )((?:CUDA_VISIBLE_DEVICES=[\d,]{1,40} )?(?:python3?|torchrun|deepspeed"
     r"|accelerate launch) [\w./=,:@+ -]{0,300}?\.py(?: [\w./=,:@+ -]{0,500})?)$"
 )
-_SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
+# How the Trainer and Unsloth print them before the first step.
+_IN_BANNERS = {
+    "per_device_train_batch_size": r"|[Bb]atch size per device",
+    "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
+}
+_SIZE_OF_ROWS = r"(?:{name})[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ class Facts:
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
-        found = self.says(_SIZE_OF_ROWS.format(name=name))
+        found = self.says(_SIZE_OF_ROWS.format(name=name + _IN_BANNERS.get(name, "")))
         return int(found[1]) if found else None
 
 
