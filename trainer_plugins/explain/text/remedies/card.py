@@ -1,5 +1,7 @@
 """Remedies that leave the training as it is: who holds the card, what is loaded onto it."""
 
+import re
+
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.causes.frames import SHARDING
@@ -162,10 +164,10 @@ def kept_after_catch(facts: Facts) -> list[Remedy]:
 def data_parallel(facts: Facts) -> list[Remedy]:
     """Start one process a card, so that nothing is gathered on the first."""
     num_cards = len({one.card for one in facts.processes}) or len(facts.cards) or "NUM_CARDS"
-    script = facts.launched.split("python ", 1)[-1].split("python3 ", 1)[-1]
+    script = re.search(r"\S+\.py\b.*", facts.launched)
     return [
         Remedy(
-            do=f"torchrun --nproc_per_node {num_cards} {script}",
+            do=f"torchrun --nproc_per_node {num_cards} {script[0] if script else 'train.py'}",
             effect="one process a card (DDP): outputs and losses stay where they are made",
             grade="known",
         ),
