@@ -161,7 +161,6 @@ FSDP = "/v/lib/python3.12/site-packages/torch/distributed/fsdp/_flat_param.py"
         (frame("/v/torch/nn/parallel/distributed.py", "_ddp_init_helper", "self.reducer = dist.Reducer("), "load-too-large", "from_pretrained(..., dtype="),
         (frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", "from_pretrained(..., dtype="),
         (frame("/v/transformers/core_model_loading.py", "_materialize_copy", "tensor = tensor.to(device=device, dtype=dtype)"), "load-too-large", "from_pretrained(..., dtype="),
-        (frame("/v/peft/utils/other.py", "prepare_model_for_kbit_training", "param.data = param.data.to(torch.float32)"), "load-too-large", "from_pretrained(..., dtype="),
         (frame("/v/peft/tuners/lora/layer.py", "get_delta_weight", 'delta_weight = torch.einsum("o r e, e r i -> e i o", weight_B, weight_A)'), "adapter-delta", "pip install -U peft"),
         (frame("/v/peft/tuners/lora/model.py", "merge_and_unload", "x") + frame("/v/peft/tuners/lora/layer.py", "get_delta_weight", "x"), "adapter-delta", 'model.to("cpu").merge'),
     ],

@@ -13,6 +13,11 @@ from trainer_plugins.units import MIB
 NOT_AVAILABLE_BYTES = 1 << 60
 """More than any process holds: what NVML writes where it does not know."""
 
+# How the Trainer and Unsloth print them before the first step.
+_IN_BANNERS = {
+    "per_device_train_batch_size": r"|[Bb]atch size per device",
+    "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
+}
 _NUM_LAST_WORDS, _NUM_NEAR = 4, 600
 _SMI_PROCESS = re.compile(
     r"^\|\s+(\d{1,3})\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d{2,9})\s+(?:C|G|C\+G|M\+C)\s+(\S.*?)\s+"
@@ -24,12 +29,7 @@ _COMMAND = (
     r"(?m)(?:^|[$#%>] )((?:CUDA_VISIBLE_DEVICES=[\d,]{1,40} )?(?:python3?|torchrun|deepspeed"
     r"|accelerate launch) [\w./=,:@+ -]{0,300}?\.py(?: [\w./=,:@+ -]{0,500})?)$"
 )
-# How the Trainer and Unsloth print them before the first step.
-_IN_BANNERS = {
-    "per_device_train_batch_size": r"|[Bb]atch size per device",
-    "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
-}
-_SIZE_OF_ROWS = r"(?:{name})[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
+_SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Facts:
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
-        found = self.says(_SIZE_OF_ROWS.format(name=name + _IN_BANNERS.get(name, "")))
+        found = self.says(_SIZE_OF_ROWS.format(name=f"(?:{name}{_IN_BANNERS.get(name, '')})"))
         return int(found[1]) if found else None
 
 

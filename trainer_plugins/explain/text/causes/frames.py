@@ -163,7 +163,7 @@ move_too_large = ByFrame(
 before_training = ByFrame(
     code="load-too-large",
     pattern=r"prepare_model\b|_ddp_init_helper|dist\.Reducer\(|_wrap_model|DistributedDataParallel\("
-    r"|prepare_model_for_kbit|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
+    r"|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
     innermost=8,
     unless=r"training_step|\bforward\b|backward|optim",
     summary="the weights, or a copy of them, do not fit before the first step",
