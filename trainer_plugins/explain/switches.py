@@ -27,6 +27,13 @@ SAVE_WITHOUT_GATHER = Remedy(
     grade="known",
     price="`zero_to_fp32.py` joins the parts on the CPU",
 )
+LOAD_ON_ONE_RANK = Remedy(
+    do="fsdp_cpu_ram_efficient_loading: true   # with fsdp_sync_module_states: true",
+    effect="one rank loads the model into main memory, and the others get their shards (in"
+    " accelerate's file); do not move the model to a card before",
+    grade="known",
+    price="a slower start",
+)
 FEWER_LIVE_PARAMETERS = Remedy(
     do='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
     effect="fewer parameters are gathered at once than DeepSpeed's default of 1e9, which are 2 GB"
@@ -34,7 +41,6 @@ FEWER_LIVE_PARAMETERS = Remedy(
     grade="known",
     price="they are gathered more often, with less overlap of sending and computing",
 )
-
 RELEASED = "from trainer_plugins import released; released(trainer)"
 """Empties the card of a Trainer of this process, and names who holds the rest."""
 

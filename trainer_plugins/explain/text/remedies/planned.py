@@ -52,7 +52,8 @@ def _words(facts: Facts, read: "_Settings") -> Iterator[str]:
     if dtype := read.value("torch_dtype", _DTYPES) or read.given.get("dtype", ""):
         yield from ("--dtype", dtype)
     yield from _adapter(facts, read)
-    yield from ("--per_device_train_batch_size", read.value(_ROWS, r"\d{1,6}") or "ROWS")
+    rows = read.value(_ROWS, r"\d{1,6}") or str(facts.rows("per_device_train_batch_size") or "ROWS")
+    yield from ("--per_device_train_batch_size", rows)
     for name in DECIDING:
         value = read.value(name, r"[\w.]+") if name in _PLAIN else read.given.get(name)
         if value and name not in _ROWS:
