@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -48,7 +49,7 @@ def online_dpo(path, **options):
     return test_trl.made(OnlineDPOTrainer, OnlineDPOConfig, path, model, prompts, more, **options)
 
 
-TRAINERS = {
+TRAINERS: dict[str, Callable[..., Trainer]] = {
     "Trainer": small_trainer,
     "Seq2SeqTrainer": seq2seq,
     "SFTTrainer": test_trl.sft,
@@ -129,14 +130,13 @@ def cell(make) -> dict[str, Any]:
     except ValueError as error:
         return {"refused": str(error)}
     trainer.add_callback(KnownLimit(trainer))
-    divided = trained(trainer)
-    moved = [*zip(divided, trained(make()), strict=True)]
+    divided, whole = trained(trainer), trained(make())
     return {
         "wrapped": type(trainer.model_wrapped).__name__,
         "world_size": trainer.args.world_size,
         "zero": getattr(trainer.model_wrapped, "zero_optimization_stage", int)(),
         "divided": sum(e.get("memory/divided_micro_batches", 0) for e in trainer.state.log_history),
-        "off_by": off_by(*zip(*moved, strict=True)) if moved else None,
+        "off_by": off_by(divided, whole) if whole else None,
     }
 
 
