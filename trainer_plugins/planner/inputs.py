@@ -187,7 +187,9 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     length, file = details.seq_length, details.accelerate_config
     arguments = arguments_to_send(details.training_args)
-    if isinstance(arguments, tuple):
+    if isinstance(fields := details.training_args, Mapping):
+        _check_flags([f"--{name}={value}" for name, value in fields.items()])
+    elif isinstance(arguments, tuple):
         _check_flags(arguments)
     if details.streams_embeddings and details.resident_layers is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
