@@ -9,7 +9,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from trainer_plugins.planner.plan import PlanError
 
@@ -107,7 +108,8 @@ def _expected(value: object, hint: object) -> str | None:
 
     Where a mapping is asked for, a text may be the path of one, or one in JSON.
     """
-    hints = {get_origin(each) or each for each in get_args(hint) or (hint,)}
+    is_union = get_origin(hint) in (Union, UnionType)
+    hints = {get_origin(each) or each for each in (get_args(hint) if is_union else (hint,))}
     wanted = hints - {type(None)} if hints <= {str, type(None)} else hints - {type(None), str}
     if len(wanted) != 1 or (value is None and type(None) in hints):
         return None
