@@ -204,7 +204,7 @@ def adapter_of(fields: Mapping[str, object]) -> Any:
     given = {
         name: value for name, value in fields.items() if name in known and name != "inference_mode"
     }
-    check_kinds(mapping[kind], given)
+    check_kinds(mapping[kind], {name: value for name, value in given.items() if value is not None})
     try:
         return mapping[kind](**given)
     except (ValueError, TypeError, KeyError) as error:
