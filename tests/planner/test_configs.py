@@ -83,7 +83,6 @@ WRONG = [
     ({"architectures": "LlamaForCausalLM"}, "a list of texts is expected"),
     ({"model_type": ["llama"]}, 'model_type is ["llama"]: a text is expected'),
     ({"attn_implementation": ["a"]}, f'{BUILT}attn_implementation is ["a"]: a text is expected'),
-    ({"attn_implementation": {"": "flex_attention"}}, "flex_attention, which is compiled"),
     ({"num_hidden_layers": "two"}, f'{BUILT}num_hidden_layers is "two": a whole number is'),
     ({"hidden_size": None}, f"{BUILT}hidden_size is null: a whole number"),
     (

@@ -137,9 +137,10 @@ def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
     for name, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, f"{inside}{name}.")
-        is_count = name in LAYER_COUNTS and isinstance(value, (int, float))
+        if name not in LAYER_COUNTS or not isinstance(value, (int, float)):
+            continue
         least = int(name in LAYER_COUNTS[:2])  # an encoder or a decoder may have none
-        if is_count and not least <= value <= MOST_LAYERS:
+        if not least <= value <= MOST_LAYERS:
             raise PlanError(
                 f"the config's {inside}{name} is {value:,}: a number from {least} to "
                 f"{MOST_LAYERS:,} is expected"

@@ -121,9 +121,6 @@ def refuse_attention(name: object) -> None:
     """
     import transformers
 
-    if isinstance(name, Mapping):  # by part of the model, as in {"text_config": "sdpa"}
-        for each in name.values():
-            refuse_attention(each)
     if name == "flash_attention_2" and transformers.__version__.startswith("4."):
         raise NotPredicted(
             f"{_FLASH_ATTN} with transformers {transformers.__version__}: plan with transformers 5"

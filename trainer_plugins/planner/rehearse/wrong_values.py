@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from trainer_plugins.planner.plan import PlanError
 
@@ -152,7 +152,7 @@ def _kind(value: object) -> str:
     return next((words for kinds, words in _KINDS if isinstance(value, kinds)), "")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
