@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -74,9 +76,9 @@ def trains(path, name):
     return run(path, auto.from_config(config), data=data, per_device_train_batch_size=4)
 
 
-LOOP = Loop({name: lambda path, name=name: trains(path, name) for name in TRAINED})
+LOOP = Loop({name: partial(trains, name=name) for name in TRAINED})
 BUILT = "no model can be built from the config: its "
-WRONG = [
+WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["os.system"]}, 'architectures is ["os.system"]: transformers'),
     ({"architectures": ["AutoConfig"]}, "has no model of that name"),
     ({"architectures": ["BertForMaskedLM"]}, "a class of the model_type 'bert'"),
@@ -120,7 +122,7 @@ def with_arguments(given):
 
 REQUESTS = {
     **{name: planned(config) for name, config in TRAINED.items()},
-    **{str(given): planned(tiny(**given), dtype=None) for given, _ in WRONG},
+    **{str(given): planned(tiny() | given, dtype=None) for given, _ in WRONG},
     **{str(given): with_arguments(given) for given, _ in WRONG_ARGUMENTS},
     "adapter": planned(tiny(), peft=ADAPTER),
     "hearing": planned(
@@ -159,6 +161,20 @@ def test_a_wrong_value_is_said_with_its_key_and_what_is_expected(outcomes, name,
 def test_a_row_of_text_is_not_measured_against_the_positions_of_sounds(outcomes):
     assert isinstance(outcomes["hearing"], NotPredicted), outcomes["hearing"]
     assert "from a config alone: give plan_run a Trainer" in str(outcomes["hearing"])
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"seq_length": "64"}, 'seq_length is "64": a whole number is expected'),
+        ({"gpu": 24}, "gpu is 24: a text is expected"),
+        ({"num_gpus": [2]}, r"num_gpus is \[2\]: a whole number is expected"),
+        ({"has_padding": "no"}, 'has_padding is "no": true or false is expected'),
+    ],
+)
+def test_what_plan_run_is_given_has_its_kind(given, line):
+    with pytest.raises(PlanError, match=line):
+        plan_run(tiny(), **given)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.hub import config_file, may_be_a_name
 from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
     DEFAULT_SEQUENCE_LENGTH,
@@ -162,6 +163,8 @@ def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs)
         PlanError: an input is wrong, or a Trainer comes with what belongs to a config.
         NotPredicted: the planner cannot predict this Trainer.
     """
+    for given in (details, run):
+        check_kinds(type(given), fields_of(given))
     if run.num_gpus is not None and run.num_gpus < 1:
         raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):

@@ -116,7 +116,7 @@ def class_of(config: Any, kind: object, num_labels: int | None) -> Any:
         return classifiers[type(config)]
     if named is not None and "For" in named.__name__:
         return named
-    autos = (
+    autos: tuple[Any, ...] = (
         (AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
         if config.is_encoder_decoder
         else (AutoModelForCausalLM, AutoModelForMaskedLM)
@@ -143,8 +143,9 @@ def _named(config: Any, kind: object) -> Any:
     spelt = f"the config's architectures is {json.dumps(names)}"
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise PlanError(f'{spelt}: a list of texts is expected, as in ["LlamaForCausalLM"]')
-    found = getattr(transformers, names[0], None)
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    found: Any = getattr(transformers, names[0], None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model:
         raise PlanError(
             f"{spelt}: transformers {transformers.__version__} has no model of that name. Without "
             f"architectures, the usual class of the model_type {kind!r} is planned"

@@ -141,7 +141,7 @@ def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
 
     def step(*args: object, **kwargs: object) -> object:
         tracker.moment = "forward"
-        number: int = trainer.state.global_step + 1
+        number = trainer.state.global_step + 1
         progress.step(f"rehearsing the training, step {number} of {trainer.args.max_steps}")
         return training_step(*args, **kwargs)
 
