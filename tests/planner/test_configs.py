@@ -96,6 +96,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"load_in_4bit": "yes"}}, 'load_in_4bit is "yes": true or false is'),
     ({"num_labels": "x"}, f'{BUILT}num_labels is "x": a whole number is expected'),
     ({"dtype": ["bfloat16"]}, 'dtype is ["bfloat16"]: a text'),
+    ({"vocab_size": 4, "eos_token_id": [1, 2], "pad_token_id": 9}, "Padding_idx must be within"),
 ]
 WRONG_ARGUMENTS = [
     ({"per_device_train_batch_size": "2"}, 'per_device_train_batch_size is "2": a whole number is'),

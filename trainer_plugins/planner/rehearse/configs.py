@@ -7,6 +7,8 @@ import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,12 @@ def said_of_config(fields: Mapping[str, object], error: BaseException) -> str:
     """Say which value of a config has led to an error, or what the error says."""
     import transformers
 
-    sound = dict(_SOUND)
+    kind, sound = transformers.CONFIG_MAPPING[fields["model_type"]], dict(_SOUND)
     with suppress(Exception):  # some classes have no config of their own accord
-        of_class = transformers.CONFIG_MAPPING[fields["model_type"]]().to_dict()
-        sound |= {name: value for name, value in of_class.items() if value is not None}
-    found = wrong_value(fields, sound, error)
+        sound |= {name: value for name, value in kind().to_dict().items() if value is not None}
+    # transformers 5 checks the kinds of a config's fields, which may take more than the default
+    checked = {each.name for each in fields_of(kind)} if is_dataclass(kind) else set()
+    found = wrong_value(fields, sound, error, checked - _SOUND.keys())
     why = f"its {found}" if found else f"{type(error).__name__}: {first_line(error)}"
     return f"no model can be built from the config: {why}"
 

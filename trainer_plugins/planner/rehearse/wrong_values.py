@@ -4,13 +4,14 @@
 default.
 """
 
+import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from types import UnionType
-from typing import NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from trainer_plugins.planner.plan import PlanError
 
@@ -57,7 +58,10 @@ class _Pair(NamedTuple):
 
 
 def wrong_value(
-    given: Mapping[str, object], sound: Mapping[str, object], error: BaseException
+    given: Mapping[str, object],
+    sound: Mapping[str, object],
+    error: BaseException,
+    checked: Collection[str] = (),
 ) -> str | None:
     """Say which value cannot be, how it is spelt, and what is expected; None if none is found.
 
@@ -65,6 +69,7 @@ def wrong_value(
         given: the settings, as JSON has them.
         sound: settings that are right; a key that they lack, or that is null, is not judged.
         error: what was raised because of the settings.
+        checked: keys whose values are of the right kind, unless the error names them.
     """
     said, pairs = str(error), [*_pairs(given, sound)]
     for field in _OF_A_FIELD.findall(said)[:1]:
@@ -73,28 +78,34 @@ def wrong_value(
             return f"{field} is {_json(given[field])}: {' or '.join(kinds)} is expected"
     for key, value, default in pairs:
         expected, found = _kind(default), _kind(value)
-        is_right = found == expected or (found, expected) == ("a whole number", "a number")
+        is_right = key in checked or found in (expected, _ALSO.get(expected))
         if not is_right and (value is not None or "NoneType" in said):
             return f"{key} is {_json(value)}: {expected} is expected, as in {_json(default)}"
     for key, value, default in pairs:
-        if _is_number(value) and _is_number(default) and value < 1 <= default:
+        if "token" in key or not _is_number(value) or not _is_number(default):
+            continue  # the id of a token may be 0
+        if value < 1 <= default:
             return (
                 f"{key} is {_json(value)}: a number from 1 on is expected, as in {_json(default)}"
             )
     for key, value, default in pairs:
-        if isinstance(error, (KeyError, AttributeError)) and value and repr(value) in said:
+        is_name = isinstance(error, (KeyError, AttributeError)) and isinstance(value, str)
+        if is_name and repr(value) in said:
             return f"{key} is {_json(value)}, and nothing has that name; one is {_json(default)}"
     return None
 
 
-def check_kinds(kind: type, fields: Mapping[str, object]) -> None:
+def check_kinds(kind: Any, fields: Mapping[str, object]) -> None:
     """Check the fields of a dataclass by its hints, before it takes "2" for a number.
 
     Raises:
         PlanError: there is no such field, or it is of another kind than its hint says.
     """
     hints = get_type_hints(kind)
+    defaults = {each.name: each.default for each in dataclasses.fields(kind)}
     for name, value in fields.items():
+        if name in defaults and type(value) is type(defaults[name]):
+            continue  # hints are not always right, as in `x: int = None`
         if name not in hints:
             near = get_close_matches(name, hints, n=1)
             raise PlanError(f"{kind.__name__} has no {name}{f': is it {near[0]}?' if near else ''}")
@@ -126,7 +137,8 @@ def _expected(value: object, hint: object) -> str | None:
 def with_its_key(given: Mapping[str, object], line: str) -> str:
     """Add to the line of an error the key of the value that it quotes, if it quotes one."""
     for name, value in given.items():
-        if line.startswith(f"{value} is not") or repr(value) in line:
+        is_quoted = isinstance(value, str) and repr(value) in line
+        if is_quoted or line.startswith(f"{value} is not"):
             return f"{name} is {_json(value)}: {line}"
     return line
 
