@@ -456,6 +456,10 @@ def test_a_run_that_hydra_made_is_told_overrides(died, tmp_path) -> None:
         ({"device": "xpu:0"}, "it ran on xpu:0"),
         ({"call": "evaluate"}, "it failed in evaluate(), and a plan is of train()"),
         ({"batch": {}}, "the batch is not known, or has no input_ids"),
+        (
+            {"model_config": {"num_hidden_layers": 1_000_000}},
+            "the config's num_hidden_layers is 1,000,000: a number from 1 to 4,096 is expected",
+        ),
     ],
 )
 def test_what_no_plan_can_be_made_of_is_not_checked(

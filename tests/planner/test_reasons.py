@@ -64,6 +64,8 @@ REQUESTS = {
         dtype="float32",
     ),
     "wav2vec2": request({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **SMALL}),
+    "tf32": request(tiny(), "--tf32", "True", sequence_length=32),
+    "tf32, t4": request(tiny(), "--tf32", "True", gpu="t4", sequence_length=32),
     "labels": request(tiny(), num_labels=7, sequence_length=32),
     "fsdp": request(
         tiny(), "--fsdp", "full_shard", "--save_strategy", "no", num_gpus=2, sequence_length=32
@@ -110,6 +112,11 @@ def test_what_takes_sound_of_any_length_needs_a_trainer(outcomes):
     assert isinstance(outcomes["wav2vec2"], NotPredicted), outcomes["wav2vec2"]
     assert line in str(outcomes["wav2vec2"])
     assert "give plan_run a Trainer" in str(outcomes["wav2vec2"])
+
+
+def test_tf32_is_there_as_on_the_card(outcomes):
+    assert isinstance(outcomes["tf32"], MemoryPlan), outcomes["tf32"]
+    assert "--tf32 requires Ampere" in str(outcomes["tf32, t4"])
 
 
 def test_the_number_of_labels_makes_a_classifier(outcomes):

@@ -20,6 +20,7 @@ from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.contexts import with_measured_context
 from trainer_plugins.planner.hub import config_file, may_be_a_name
 from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
     DEFAULT_SEQUENCE_LENGTH,
@@ -162,6 +163,8 @@ def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs)
         PlanError: an input is wrong, or a Trainer comes with what belongs to a config.
         NotPredicted: the planner cannot predict this Trainer.
     """
+    for given in (details, run):
+        check_kinds(type(given), fields_of(given))
     if run.num_gpus is not None and run.num_gpus < 1:
         raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
@@ -187,7 +190,9 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     length, file = details.seq_length, details.accelerate_config
     arguments = arguments_to_send(details.training_args)
-    if isinstance(arguments, tuple):
+    if isinstance(fields := details.training_args, Mapping):
+        _check_flags([f"--{name}={value}" for name, value in fields.items()])
+    elif isinstance(arguments, tuple):
         _check_flags(arguments)
     if details.streams_embeddings and details.resident_layers is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")

@@ -10,7 +10,7 @@ from typing import Any
 _STARTING = "starting Python and importing torch and transformers"
 _OVER = "\r\x1b[K"  # to the beginning of the line, and erase it
 _file: Path | None = None
-_part = ""
+_part = _step = ""
 
 
 def write_to(file: Path) -> None:
@@ -31,8 +31,16 @@ def part(name: str) -> None:
 
 def step(name: str) -> None:
     """Write down the current step, as in "building the model"; do nothing if no process waits."""
+    global _step
+    _step = f"{_part}: {name}" if _part else name
     if _file is not None:
-        _file.write_text(f"{_part}: {name}" if _part else name)
+        _file.write_text(_step)
+
+
+def inside(place: str) -> None:
+    """Write down where in the current step the work is, as in "the forward of lm_head"."""
+    if _file is not None:
+        _file.write_text(f"{_step}, in {place}")
 
 
 class Progress:

@@ -15,6 +15,13 @@ LONGEST_SEQUENCE = 1 << 24
 LONGEST_SOUND_SECONDS = 1 << 16
 MOST_PIXELS = 1 << 16
 """The most pixels of a side of a picture."""
+MOST_LAYERS = 1 << 12
+"""The most layers of a model; the deepest that are trained have some hundreds."""
+LAYER_COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
+"""The keys of a config that count its layers."""
 MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
 
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
@@ -85,6 +92,7 @@ class ConfigSource:
     """How long the sound of each row is, for a model that takes samples."""
 
     def __post_init__(self) -> None:
+        _check_layers(self.config)
         if self.trainer not in (None, *TRL_TRAINERS):
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
@@ -117,6 +125,25 @@ class ConfigSource:
             raise PlanError(
                 f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, "
                 f"got {self.num_evaluation_batches:,}"
+            )
+
+
+def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
+    """Refuse a number of layers, of a model or of a part of it, that nobody can mean.
+
+    Raises:
+        PlanError: there are too many, or none.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, f"{inside}{name}.")
+        if name not in LAYER_COUNTS or not isinstance(value, (int, float)):
+            continue
+        least = int(name in LAYER_COUNTS[:2])  # an encoder or a decoder may have none
+        if not least <= value <= MOST_LAYERS:
+            raise PlanError(
+                f"the config's {inside}{name} is {value:,}: a number from {least} to "
+                f"{MOST_LAYERS:,} is expected"
             )
 
 

@@ -15,15 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from trainer_plugins.planner.before import remember
 from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
 from trainer_plugins.planner.request import MOST_CARDS, ConfigSource, PlanRequest
+from trainer_plugins.units import GIB, size
 
 DEFAULT_TIMEOUT_SECONDS = 600
 _LONGEST_SECONDS = 7 * 24 * 3600
+
+_MOST_BYTES = 16 * GIB
+"""A plan of 405 billion parameters in 126 layers needs 1 GiB. More than this, or than half of the
+machine, is taken for a model without an end: the kernel would kill somebody else's program."""
 
 _LOOK_EVERY_SECONDS = 0.2
 _GRACE_SECONDS = 10
@@ -171,7 +178,7 @@ def _results(
         progress = Progress(at, Path(folder) / LINES, lambda line: show(SearchLine(**line)))
         try:
             code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, _TooLargeError):
             if not _all_answered(answered, len(requests)):
                 raise
             code = 0  # what was still sought would only have added to it
@@ -180,7 +187,8 @@ def _results(
         if is_late and not _all_answered(answered, len(requests)):
             raise PlanError(
                 f"the prediction was given up after {timeout_seconds:.0f} s, when it was "
-                f"{progress.step}{_it_was_at(said)}; give it more time, or fewer layers"
+                f"{progress.step}{_it_was_at(said)}; give it more time, fewer layers or shorter "
+                "rows"
             )
         if code and not is_late:
             raise PlanError(_how_it_ended(code, said))
@@ -204,6 +212,9 @@ def _run(
 
     Returns its exit code, the negative number of the signal that ended it, or None after the
     time limit.
+
+    Raises:
+        PlanError: it took more of main memory than a prediction needs.
     """
     # Nothing is written to this pipe. The end held here closes when this process ends, however it
     # ends, and the subprocess notices that.
@@ -223,12 +234,18 @@ def _run(
             )
     finally:
         os.close(ends_with_us)
-    begun = time.monotonic()
+    begun, most = time.monotonic(), min(_MOST_BYTES, psutil.virtual_memory().total // 2)
     try:
         while (seconds := time.monotonic() - begun) < timeout_seconds:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_LOOK_EVERY_SECONDS)
             progress.show(seconds)
+            if (held := _held_bytes(process.pid)) > most:
+                raise _TooLargeError(
+                    f"the prediction was stopped at {size(held)} of main memory, of which it needs "
+                    f"1 to 2 GiB, when it was {progress.step}: what it makes has no end, or too "
+                    "many layers"
+                )
         return None
     finally:
         progress.clear()
@@ -236,6 +253,19 @@ def _run(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         os.close(ours)
+
+
+class _TooLargeError(PlanError):
+    """Says that a prediction takes more of main memory than any should."""
+
+
+def _held_bytes(pid: int) -> int:
+    """Return what a process has in main memory; 0 if it has ended."""
+    try:
+        held: int = psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+    return held
 
 
 def _python(request: PlanRequest | SearchRequest) -> list[str]:

@@ -61,6 +61,12 @@ class AcceleratorLike(Protocol):
         """Return the model inside of what divides it."""
 
 
+class StateLike(Protocol):
+    """Lists the fields of a TrainerState that the planner reads."""
+
+    global_step: int
+
+
 class TrainerLike(Protocol):
     """Lists the public names of a Trainer that the planner uses."""
 
@@ -75,6 +81,7 @@ class TrainerLike(Protocol):
     model_wrapped: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, object]] | None
+    state: StateLike
     prediction_step: Callable[..., object]
     training_step: Callable[..., object]
 

@@ -8,15 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.model import model_of
-from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.planner.request import LAYER_COUNTS, ConfigSource
 
 _Look: TypeAlias = list[object]
 """What makes two layers alike: modules, sizes and plain attributes."""
 
-_COUNTS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
-)
 _FIRST = 3
 """The first layer that may repeat: the first has none before it, and the second follows it."""
 
@@ -92,7 +88,7 @@ def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
 
 def _counts(source: ConfigSource) -> dict[str, int]:
     """Return the keys of a config that count layers, with their values."""
-    found = {name: source.config.get(name) for name in _COUNTS}
+    found = {name: source.config.get(name) for name in LAYER_COUNTS}
     return {name: value for name, value in found.items() if isinstance(value, int)}
 
 

@@ -137,13 +137,16 @@ def _modules_can_be_moved(patches: Patches) -> None:
 
 
 def _data_can_be_set(patches: Patches) -> None:
-    """Let `tensor.data = other` change the device too, which a fake tensor keeps for itself."""
+    """Let `tensor.data = other` change what a fake tensor keeps for itself: its device, its value.
+
+    It has a value as in `torch.tensor(0.8)`, from which torch computes on the host.
+    """
     data: Any = torch.Tensor.data
 
     def set_data(tensor: FakeTensor, other: torch.Tensor) -> None:
         data.__set__(tensor, other)
         if isinstance(other, FakeTensor):
-            tensor.fake_device = other.fake_device
+            tensor.fake_device, tensor.constant = other.fake_device, other.constant
 
     patches.set(FakeTensor, "data", property(data.__get__, set_data))
 
@@ -340,6 +343,7 @@ def _one_kernel_each(patches: Patches) -> None:
 
 def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
     """Answer what programs ask torch.cuda before and between steps."""
+    import transformers
 
     class Properties:
         name = "a card that is not there"
@@ -389,5 +393,8 @@ def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
     for name, answer in answers.items():
         patches.set(torch.cuda, name, answer)
     patches.set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    # transformers asks the build of torch too, which may have no CUDA
+    has_tf32 = world.capability >= (8, 0)
+    patches.set(transformers.training_args, "is_torch_tf32_available", lambda: has_tf32)
     # FakeTensorMode would initialise CUDA to learn the number of the current device.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))

@@ -5,6 +5,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from trainer_plugins.launch.argument_names import CALLED_ELSEWHERE
@@ -12,6 +13,7 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.loops import loop_of
+from trainer_plugins.planner.rehearse.wrong_values import check_kinds, with_its_key
 from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource
 from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
 from trainer_plugins.planner.trainer import Arguments, fields_of
@@ -34,7 +36,6 @@ _REHEARSED = {
     "dataloader_pin_memory": False,
     "resume_from_checkpoint": None,
     "skip_memory_metrics": True,
-    "tf32": None,  # asks the card, and changes no size
     "full_determinism": False,
     "lr_scheduler_type": "constant",  # some others need an evaluation
     "do_train": True,
@@ -50,19 +51,30 @@ def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
     if isinstance(source, TrainerSource):
         of_trainer: Arguments = ship.loads(source.trainer)["args"]
         return of_trainer
+    fields: dict[str, object] = {}
     try:
         if isinstance(source.arguments, bytes):
             kind, fields = pickle.loads(source.arguments)
+            check_kinds(kind, fields)
             _check_deepspeed(fields.get("deepspeed"))
-            of_fields: Arguments = kind(**fields)
-            return of_fields
+            made: Arguments = kind(**fields)
+            return made
+        fields = {
+            flag.removeprefix("--").replace("-", "_"): text
+            for flag, text in pairwise(source.arguments)
+            if flag.startswith("--")
+        }
         _check_deepspeed(_value_of("--deepspeed", source.arguments))
         loop = loop_of(source)
-        return _parsed(source.arguments, loop.config if loop is not None else None)
+        made = _parsed(source.arguments, loop.config if loop is not None else None)
+        check_kinds(
+            type(made), {name: value for name, value in fields_of(made).items() if name in fields}
+        )
     except PlanError:
         raise
-    except (ValueError, TypeError, ImportError) as error:
-        raise PlanError(first_line(error)) from error
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise PlanError(with_its_key(fields, first_line(error))) from error
+    return made
 
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:

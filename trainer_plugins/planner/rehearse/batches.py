@@ -40,8 +40,8 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
 
     Raises:
         NotPredicted: the sizes of its inputs are not in its config.
-        PlanError: the model has no positions for so many tokens, cannot make decoder inputs, or
-            takes no pictures or sounds of which a size is given.
+        PlanError: the model has no positions for so many tokens, or takes no pictures or sounds of
+            which a size is given.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     pictures = pictures_of(inner, source)
@@ -49,13 +49,8 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
     floats, tokens, said = _inputs(inner, source.sequence_length, pictures is not None, sounds)
     if "input_ids" in tokens:
         _check_positions(inner, source.sequence_length)
-    if inner.config.is_encoder_decoder and (
-        getattr(inner.config, "decoder_start_token_id", None) is None
-    ):
-        raise PlanError(
-            "the config has no decoder_start_token_id, with which an encoder-decoder makes the "
-            "decoder's inputs of labels: add the one of the model (T5: 0)"
-        )
+    if inner.config.is_encoder_decoder:
+        said += _set_what_labels_need(inner.config)
     tokens |= {"labels": (source.sequence_length,)} if pictures else _labels(inner, source, sounds)
 
     def make() -> Batch:
@@ -131,11 +126,34 @@ def _labels(model: Any, source: ConfigSource, sounds: Sounds | None) -> _Sizes:
     raise NotPredicted(f"{name} from a config alone: {GIVE_A_TRAINER}")
 
 
+def _set_what_labels_need(config: Any) -> list[str]:
+    """Set the ids by which labels become the decoder's inputs, where a config has none; say so."""
+    missing = [
+        name
+        for name in ("decoder_start_token_id", "pad_token_id")
+        if getattr(config, name, None) is None
+    ]
+    for name in missing:
+        setattr(config, name, 0)
+    return [
+        f"the config has no {name}, which most encoder-decoders need to train: 0 stands in its "
+        "place, which changes no size; set it before the run"
+        for name in missing
+    ]
+
+
 def _check_positions(model: torch.nn.Module, length: int) -> None:
-    """Refuse rows that are longer than a table of learned positions."""
+    """Refuse rows that are longer than a table of learned positions, of what takes tokens."""
     names = ("position_embeddings", "embed_positions", "wpe")
+    others = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if getattr(module, "main_input_name", "input_ids") != "input_ids"  # of pictures, of sounds
+    )
     for name, module in model.named_modules():
         if not name.endswith(names) or not isinstance(module, torch.nn.Embedding):
+            continue
+        if name.startswith(others):
             continue
         if "Sinus" not in type(module).__name__ and length > module.num_embeddings:
             raise PlanError(

@@ -7,25 +7,16 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
+from trainer_plugins.planner.rehearse.configs import class_of, config_of, part_of, said_of_config
 from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.sharded import tensors
 
 _QUANTISED = "quantization_config"
-_ENCODERS = (
-    "bert",
-    "roberta",
-    "distilbert",
-    "electra",
-    "albert",
-    "deberta",
-    "deberta-v2",
-    "xlm-roberta",
-    "modernbert",
-)
 
 
 def model_of(
@@ -47,20 +38,9 @@ def model_of(
         PlanError: the config is wrong, or PEFT refuses its own.
         NotPredicted: the planner cannot predict such a model.
     """
-    import transformers
-
     assumptions: list[str] = []
-    kind = source.config.get("model_type")
-    if not isinstance(kind, str):
-        raise PlanError("the config has no model_type: it is not the config.json of a model")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
-    refusals.refuse_attention(
-        source.config.get("attn_implementation") or source.config.get("_attn_implementation")
-    )
     try:
-        fields = {key: value for key, value in source.config.items() if key != _QUANTISED}
-        config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
+        config = config_of(source.config)
         dtype = _dtype(source, config, assumptions)
         if card is not None and num_parts > 1:
             with tensors.built_as_loaded():
@@ -72,7 +52,7 @@ def model_of(
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
-        raise PlanError(f"no model can be built from the config: {first_line(error)}") from error
+        raise PlanError(said_of_config(source.config, error)) from error
     if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
         tensors.check_adapters(model)
@@ -112,7 +92,8 @@ def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
         config.num_labels = source.num_labels
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0  # a classifier of several rows asks for one
-    return _class_of(config, source.num_labels)._from_config(config, dtype=dtype)
+    kind = class_of(config, source.config["model_type"], source.num_labels)
+    return kind._from_config(part_of(config, kind), dtype=dtype)
 
 
 def _quantised(
@@ -181,37 +162,9 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
     name = given.removeprefix("torch.")
     dtype = getattr(torch, short.get(name, name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise PlanError(f"--dtype needs float32, bfloat16 or float16, got {given!r}")
+        where = "the config's dtype" if source.dtype is None else "--dtype"
+        raise PlanError(f"{where} needs float32, bfloat16 or float16, got {given!r}")
     return dtype
-
-
-def _class_of(config: Any, num_labels: int | None) -> Any:
-    """Return the class that `architectures` names if it can be trained, else the usual one."""
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
-
-    classifiers = transformers.AutoModelForSequenceClassification._model_mapping
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    is_classifier = named is not None and named.__name__.endswith("Classification")
-    if num_labels is not None and not is_classifier and type(config) in classifiers:
-        return classifiers[type(config)]
-    if named is not None and "For" in named.__name__:
-        return named
-    autos = (
-        (AutoModelForSeq2SeqLM,)
-        if config.is_encoder_decoder
-        else (AutoModelForCausalLM, AutoModelForMaskedLM)
-    )
-    if (
-        not config.is_encoder_decoder
-        and not getattr(config, "is_decoder", False)
-        and config.model_type in _ENCODERS
-    ):
-        autos = (AutoModelForMaskedLM,)
-    for auto in (*autos, transformers.AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    raise NotPredicted(f"{config.model_type} without `architectures` in its config")
 
 
 def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn.Module:
@@ -251,6 +204,7 @@ def adapter_of(fields: Mapping[str, object]) -> Any:
     given = {
         name: value for name, value in fields.items() if name in known and name != "inference_mode"
     }
+    check_kinds(mapping[kind], {name: value for name, value in given.items() if value is not None})
     try:
         return mapping[kind](**given)
     except (ValueError, TypeError, KeyError) as error:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.planner import progress
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.evaluation import evaluate
@@ -140,6 +141,8 @@ def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
 
     def step(*args: object, **kwargs: object) -> object:
         tracker.moment = "forward"
+        number = trainer.state.global_step + 1
+        progress.step(f"rehearsing the training, step {number} of {trainer.args.max_steps}")
         return training_step(*args, **kwargs)
 
     def run_backward(*args: object, **kwargs: object) -> None:

@@ -32,6 +32,7 @@ from trainer_plugins.planner.tracing.host import HostMemory, key_of, local_of, m
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.lag import Lag
+from trainer_plugins.planner.tracing.pace import Pace
 from trainer_plugins.planner.tracing.values import Values
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
@@ -97,7 +98,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocated_bytes: Counter[int] = Counter()
         """What each card holds now, by its index."""
 
-        self._card = card
+        self._card, self._pace = card, Pace()
         # a backward on several cards has a thread for each, and FakeTensorMode a state for all
         self._one_at_a_time = threading.RLock()
         self._storages: list[Storage] = []
@@ -227,7 +228,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: OperatorKwargs | None = None,
     ) -> object:
         with self._one_at_a_time:
+            self._pace.count(self._where)
             return self._dispatched(func, types, args, kwargs or {})
+
+    def _where(self) -> str:
+        module = self.module or self.graph.module_running()
+        return f"the {self.moment}{f' of {module}' if module else ''}"
 
     def _dispatched(
         self, func: Any, types: Iterable[type], args: OperatorArgs, kwargs: OperatorKwargs

@@ -1,0 +1,210 @@
+"""A config.json as somebody has it: planned as `AutoConfig.from_pretrained` reads it, or refused by name."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
+from typer.testing import CliRunner
+
+from tests.planner.loop import Loop
+from tests.planner.test_closed_loop import VOCABULARY, rows, run
+from tests.planner.test_plans import request, tiny
+from tests.processes import ENDS_A_HANG
+from trainer_plugins import plan_run
+from trainer_plugins.cli import app
+from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.inputs import arguments_to_send
+from trainer_plugins.planner.run import predict_all
+from trainer_plugins.units import GIB, MIB
+
+IS_OLD = int(transformers.__version__.partition(".")[0]) < 5
+LENGTH = 64
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+INFINITE = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+TRAINED = {
+    "apertus": {"model_type": "apertus", **SMALL, **HEADS, **TOKENS},
+    "mamba2": {
+        "model_type": "mamba2",
+        **SMALL,
+        **INFINITE,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "falcon_h1": {"model_type": "falcon_h1", **SMALL, **HEADS, **MAMBA, **INFINITE},
+    "t5": {"model_type": "t5", **T5, "decoder_start_token_id": None},
+}
+
+
+def planned(config, *flags, **how):
+    how = {"sequence_length": LENGTH, "dtype": "float32", **how}
+    return replace(request(config, *flags, rows=4, **how), device="simgpu", card=None)
+
+
+def trains(path, name):
+    """Train the model of a config.json as a script would that loads it."""
+    (path / "config.json").write_text(json.dumps(TRAINED[name]))
+    config = AutoConfig.from_pretrained(path)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 0
+    data = [{**row, "attention_mask": row["labels"] * 0 + 1} for row in rows(length=LENGTH)]
+    return run(path, auto.from_config(config), data=data, per_device_train_batch_size=4)
+
+
+LOOP = Loop({name: partial(trains, name=name) for name in TRAINED})
+BUILT = "no model can be built from the config: its "
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["os.system"]}, 'architectures is ["os.system"]: transformers'),
+    ({"architectures": ["AutoConfig"]}, "has no model of that name"),
+    ({"architectures": ["BertForMaskedLM"]}, "a class of the model_type 'bert'"),
+    ({"architectures": "LlamaForCausalLM"}, "a list of texts is expected"),
+    ({"model_type": ["llama"]}, 'model_type is ["llama"]: a text is expected'),
+    ({"attn_implementation": ["a"]}, f'{BUILT}attn_implementation is ["a"]: a text is expected'),
+    ({"num_hidden_layers": "two"}, f'{BUILT}num_hidden_layers is "two": a whole number is'),
+    ({"hidden_size": None}, f"{BUILT}hidden_size is null: a whole number"),
+    (
+        {"num_attention_heads": 0},
+        f"{BUILT}num_attention_heads is 0: a number from 1 on is expected",
+    ),
+    ({"hidden_act": "nope"}, f'{BUILT}hidden_act is "nope", and nothing has that name'),
+    ({"rope_parameters": {"rope_type": 5}}, f"{BUILT}rope_parameters.rope_type is 5: a text is"),
+    ({"quantization_config": {"load_in_4bit": "yes"}}, 'load_in_4bit is "yes": true or false is'),
+    ({"num_labels": "x"}, f'{BUILT}num_labels is "x": a whole number is expected'),
+    ({"dtype": ["bfloat16"]}, 'dtype is ["bfloat16"]: a text'),
+    ({"vocab_size": 4, "eos_token_id": [1, 2], "pad_token_id": 9}, "Padding_idx must be within"),
+]
+WRONG_ARGUMENTS = [
+    ({"per_device_train_batch_size": "2"}, 'per_device_train_batch_size is "2": a whole number is'),
+    ({"learning_rate": [1]}, "learning_rate is [1]: a number is expected"),
+    ({"bf16": "yes"}, 'bf16 is "yes": true or false is expected'),
+    ({"optim": 5}, "optim is 5: 5 is not a valid OptimizerNames"),
+    ({"gradient_checkpointing_kwargs": "no"}, 'kwargs is "no": a mapping is expected'),
+    ({"batch_size": 5}, "Seq2SeqTrainingArguments has no batch_size"),
+    ("--lr_scheduler_kwargs", 'lr_scheduler_kwargs is "[1]": a mapping is expected'),
+    ("--accelerator_config", 'accelerator_config is "[1]": '),
+]
+ADAPTER = {"peft_type": "LORA", "r": "8", "target_modules": "all-linear"}
+AUDIO = {"encoder_layers": 1, "d_model": 64, "encoder_ffn_dim": 64, "encoder_attention_heads": 4}
+HEARING = {"model_type": "qwen2_audio", "text_config": {"model_type": "qwen2", **SMALL, **HEADS}}
+
+
+def with_arguments(given):
+    if isinstance(given, str):
+        return planned(tiny(), given, "[1]")
+    sent = arguments_to_send({"output_dir": "runs", **given})
+    asked = planned(tiny())
+    return replace(asked, source=replace(asked.source, arguments=sent))
+
+
+REQUESTS = {
+    **{name: planned(config) for name, config in TRAINED.items()},
+    **{str(given): planned(tiny() | given, dtype=None) for given, _ in WRONG},
+    **{str(given): with_arguments(given) for given, _ in WRONG_ARGUMENTS},
+    "adapter": planned(tiny(), peft=ADAPTER),
+    "hearing": planned(
+        {**HEARING, "architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": AUDIO},
+        sequence_length=2048,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, MemoryPlan | PlanError]:
+    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()], ENDS_A_HANG), strict=True))
+
+
+@pytest.mark.skipif(IS_OLD, reason="transformers 4 reads no infinite number, and has no xIELU")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_config_is_read_and_trained_as_the_run_does(simgpu, outcomes, tmp_path, name):
+    LOOP.outcomes.update(outcomes)
+    plan = LOOP.goes_round(name, tmp_path)
+    said = [line for line in plan.assumptions if "decoder_start_token_id" in line]
+    assert len(said) == (name == "t5")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        *((str(given), line) for given, line in (*WRONG, *WRONG_ARGUMENTS)),
+        ("adapter", 'r is "8": a whole number is expected'),
+    ],
+)
+def test_a_wrong_value_is_said_with_its_key_and_what_is_expected(outcomes, name, line):
+    assert isinstance(outcomes[name], PlanError), outcomes[name]
+    assert line in str(outcomes[name])
+
+
+def test_a_row_of_text_is_not_measured_against_the_positions_of_sounds(outcomes):
+    assert isinstance(outcomes["hearing"], NotPredicted), outcomes["hearing"]
+    assert "from a config alone: give plan_run a Trainer" in str(outcomes["hearing"])
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"seq_length": "64"}, 'seq_length is "64": a whole number is expected'),
+        ({"gpu": 24}, "gpu is 24: a text is expected"),
+        ({"num_gpus": [2]}, r"num_gpus is \[2\]: a whole number is expected"),
+        ({"has_padding": "no"}, 'has_padding is "no": true or false is expected'),
+    ],
+)
+def test_what_plan_run_is_given_has_its_kind(given, line):
+    with pytest.raises(PlanError, match=line):
+        plan_run(tiny(), **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1,000,000"),
+        ({"text_config": {"n_layer": 1e9}}, "text_config.n_layer is 1,000,000,000.0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+    ],
+)
+def test_so_many_layers_are_a_mistake(tmp_path, config, key):
+    (tmp_path / "config.json").write_text(json.dumps(tiny(**config)))
+    done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path)])
+    assert done.exit_code == 2
+    assert f"the config's {key}: a number from 1 to 4,096 is expected" in done.stderr
+
+
+class Hoards(Trainer):
+    """Somebody's Trainer that keeps ever more in main memory."""
+
+    def compute_loss(self, *args, **kwargs):
+        kept = []
+        while True:
+            kept.append(b"x" * (64 * MIB))
+
+
+def test_a_prediction_that_takes_ever_more_of_main_memory_is_stopped(make_trainer, monkeypatch):
+    machine = psutil.virtual_memory()._replace(total=4 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    line = r"stopped at 2\.\d+ GiB of main memory.*rehearsing the training, step 1 of 3"
+    with pytest.raises(PlanError, match=line):
+        plan_run(make_trainer(trainer_class=Hoards))
