@@ -235,11 +235,13 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
     secret = "hf_TheTokenOfSomebody0123"
     monkeypatch.setenv("HF_TOKEN", secret)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    monkeypatch.setattr(
-        "sys.argv", ["/home/me/train.py", "--hub_token", secret, f"--x.api_key={secret}x", "--lr=1"]
-    )
+    kwargs = json.dumps({"inner": [{"token": "swordfish"}]})
+    command = ["--hub_token", secret, f"--x.api_key={secret}x", "--lr=1", "--kwargs", kwargs]
+    command += ["++a={hub_token:swordfish,seed:1}", "--api_keys", "swordfish", "-swordfish"]
+    monkeypatch.setattr("sys.argv", ["/home/me/train.py", *command])
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY, hub_token=secret))
-    trainer.model.config.tracker = {"password": "swordfish", "url": "https://me:swordfish@host/"}
+    trainer.model.config.tracker = {"passwords": ["swordfish"], "url": "https://me:sword@fish@host/"}
+    trainer.model.config.pad_token = "<pad>"
     died(trainer)
 
     for name in ("run.json", "oom-rank0.json"):
@@ -247,8 +249,11 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
         assert secret not in text
         assert "0123456789" not in text
         assert "swordfish" not in text
-    command = json.loads((tmp_path / "run" / "run.json").read_text())["command"]
-    assert command[1:] == ["--hub_token", "(hidden)", "--x.api_key=(hidden)", "--lr=1"]
+        assert "fish@" not in text
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["command"][1:5] == ["--hub_token", "(hidden)", "--x.api_key=(hidden)", "--lr=1"]
+    assert facts["command"][7] == "++a={hub_token:(hidden),seed:1}"
+    assert facts["model_config"]["pad_token"] == "<pad>"
 
 
 def test_the_error_is_the_same_and_holds_nothing_back(make_trainer, small, tmp_path) -> None:
