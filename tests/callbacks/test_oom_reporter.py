@@ -195,7 +195,7 @@ def test_another_error_is_no_oom_and_is_noted_in_the_timeline_alone(
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(
-    make_trainer, small, tmp_path, capfd
+    make_trainer, small, tmp_path, capfd, caplog
 ) -> None:
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -208,10 +208,14 @@ def test_a_folder_that_cannot_be_written_hides_no_error(
         "trainer_plugins: the out-of-memory record cannot be written to"
         f" {tmp_path / 'run'}: File exists"
     ]
+    told = [record for record in caplog.records if "run.json" in record.getMessage()]
+    assert [record.exc_info for record in told] == [None]
+    assert "run.json cannot be written to" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_disk_that_is_full_hides_no_error_and_leaves_no_half(
-    make_trainer, small, tmp_path, capfd
+    make_trainer, small, tmp_path, capfd, caplog
 ) -> None:
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,6 +233,8 @@ def test_a_disk_that_is_full_hides_no_error_and_leaves_no_half(
     assert list((tmp_path / "run").glob("*.json")) == []
     assert list((tmp_path / "run").glob(".*")) == []
     assert capfd.readouterr().err.count("the out-of-memory record cannot be written to") == 1
+    assert caplog.text.count("run.json cannot be written to") == 1
+    assert "Traceback" not in caplog.text
 
 
 def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> None:
