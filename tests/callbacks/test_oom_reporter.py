@@ -246,7 +246,10 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
     command += ["++a={hub_token:swordfish,seed:1}", "--api_keys", "swordfish", "-swordfish"]
     monkeypatch.setattr("sys.argv", ["/home/me/train.py", *command])
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY, hub_token=secret))
-    trainer.model.config.tracker = {"passwords": ["swordfish"], "url": "https://me:sword@fish@host/"}
+    trainer.model.config.tracker = {
+        "passwords": ["swordfish"],
+        "url": "https://me:sword@fish@host/",
+    }
     trainer.model.config.pad_token = "<pad>"
     died(trainer)
 

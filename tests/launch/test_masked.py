@@ -145,6 +145,14 @@ def test_each_way_to_write_a_secret(said: str, shown: str) -> None:
     assert masked([said]) == [shown]
 
 
+def test_hostile_texts_are_cut_and_raise_nothing() -> None:
+    for part in ("a=", "{", "token=", '{"token":', "://", "key='", "\\", "hf_-", "[token={", "@:"):
+        text = part * 5000
+        assert max(map(len, masked_command([text, f"--token={text}", f"--x={text}"]))) < 9000
+        assert masked({"token": [text]}) == {"token": ["(hidden)"]}
+        assert len(masked_text(text)) < 9000
+
+
 def test_values_after_a_flag_that_has_several() -> None:
     command = [
         "x.py",

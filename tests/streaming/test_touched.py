@@ -134,7 +134,7 @@ def test_what_it_cannot_become_is_said(pair) -> None:
     _, model, stream = pair
     with pytest.raises(RuntimeError, match=r"while it is streamed.*: model.cpu\(\) ends that"):
         first_and_last(model)[0].data = torch.ones(3, device=CARD)
-    with pytest.raises(RuntimeError, match="float32 cannot become torch.float16"):
+    with pytest.raises(RuntimeError, match=r"float32 cannot become torch\.float16"):
         model.half()
     assert stream_of(model) is stream
 

@@ -142,9 +142,14 @@ def _masked(text: str, kind: Kind, is_code: bool = False) -> str:
     if len(home) > 1:
         text = text.replace(home + os.sep, "~" + os.sep)
     text = text[:_LONGEST_TEXT]
+    name = ""
     if not is_code and (whole := _ASSIGNED.fullmatch(text)):
-        name = _masked(whole[1], Kind.PLAIN)
-        return f"{name}={_masked(whole[2], kind_of(name))}"
+        name, text = f"{_without_values(whole[1], Kind.PLAIN)}=", whole[2]
+        kind = kind_of(whole[1])
+    return name + (HIDDEN if kind.hides(text) else _without_values(text, kind, is_code))
+
+
+def _without_values(text: str, kind: Kind, is_code: bool = False) -> str:
     text = _NO_SCHEME.sub(HIDDEN, _URL.sub(_without_user, text))
     text = _FORMS.sub(HIDDEN, _without_named(text, is_code))
     return text if kind is Kind.PUBLIC else _RUN.sub(_without_drawn, text)
