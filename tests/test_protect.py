@@ -1,5 +1,8 @@
 """protect(): the callbacks of a preset for one Trainer, once, where they belong, never instead of the user's own."""
 
+import gc
+
+import psutil
 import pytest
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback
 
@@ -246,3 +249,25 @@ def test_an_installed_package_offers_a_preset(make_trainer, teampack) -> None:
 def test_a_bad_offer(make_trainer, teampack, name, says) -> None:
     with pytest.raises(ValueError, match=says):
         protect(make_trainer(), preset=name)
+
+
+def test_many_steps_hold_no_more_than_few_but_for_the_timeline(make_trainer) -> None:
+    """Threads and open files stay as they are; of objects a step leaves its entries of the timeline, which are bounded."""
+
+    class Counts(TrainerCallback):
+        def __init__(self) -> None:
+            self.held: list[tuple[int, int, int]] = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (100, 300):
+                gc.collect()
+                me = psutil.Process()
+                self.held.append((me.num_threads(), me.num_fds(), len(gc.get_objects())))
+
+    counts = Counts()
+    trainer = make_trainer(counts, max_steps=300, per_device_train_batch_size=1, use_cpu=True)
+    protect(trainer, "survive")
+    trainer.train()
+    (*before, few), (*after, many) = counts.held
+    assert after == before
+    assert many - few <= 200 * 3

@@ -195,7 +195,7 @@ def test_another_error_is_no_oom_and_is_noted_in_the_timeline_alone(
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(
-    make_trainer, small, tmp_path, capfd
+    make_trainer, small, tmp_path, capfd, caplog
 ) -> None:
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -208,10 +208,14 @@ def test_a_folder_that_cannot_be_written_hides_no_error(
         "trainer_plugins: the out-of-memory record cannot be written to"
         f" {tmp_path / 'run'}: File exists"
     ]
+    told = [record for record in caplog.records if "run.json" in record.getMessage()]
+    assert [record.exc_info for record in told] == [None]
+    assert "run.json cannot be written to" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_disk_that_is_full_hides_no_error_and_leaves_no_half(
-    make_trainer, small, tmp_path, capfd
+    make_trainer, small, tmp_path, capfd, caplog
 ) -> None:
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,17 +233,24 @@ def test_a_disk_that_is_full_hides_no_error_and_leaves_no_half(
     assert list((tmp_path / "run").glob("*.json")) == []
     assert list((tmp_path / "run").glob(".*")) == []
     assert capfd.readouterr().err.count("the out-of-memory record cannot be written to") == 1
+    assert caplog.text.count("run.json cannot be written to") == 1
+    assert "Traceback" not in caplog.text
 
 
 def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> None:
     secret = "hf_TheTokenOfSomebody0123"
     monkeypatch.setenv("HF_TOKEN", secret)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    monkeypatch.setattr(
-        "sys.argv", ["/home/me/train.py", "--hub_token", secret, f"--x.api_key={secret}x", "--lr=1"]
-    )
+    kwargs = json.dumps({"inner": [{"token": "swordfish"}]})
+    command = ["--hub_token", secret, f"--x.api_key={secret}x", "--lr=1", "--kwargs", kwargs]
+    command += ["++a={hub_token:swordfish,seed:1}", "--api_keys", "swordfish", "-swordfish"]
+    monkeypatch.setattr("sys.argv", ["/home/me/train.py", *command])
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY, hub_token=secret))
-    trainer.model.config.tracker = {"password": "swordfish", "url": "https://me:swordfish@host/"}
+    trainer.model.config.tracker = {
+        "passwords": ["swordfish"],
+        "url": "https://me:sword@fish@host/",
+    }
+    trainer.model.config.pad_token = "<pad>"
     died(trainer)
 
     for name in ("run.json", "oom-rank0.json"):
@@ -247,8 +258,11 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
         assert secret not in text
         assert "0123456789" not in text
         assert "swordfish" not in text
-    command = json.loads((tmp_path / "run" / "run.json").read_text())["command"]
-    assert command[1:] == ["--hub_token", "(hidden)", "--x.api_key=(hidden)", "--lr=1"]
+        assert "fish@" not in text
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["command"][1:5] == ["--hub_token", "(hidden)", "--x.api_key=(hidden)", "--lr=1"]
+    assert facts["command"][7] == "++a={hub_token:(hidden),seed:1}"
+    assert facts["model_config"]["pad_token"] == "<pad>"
 
 
 def test_the_error_is_the_same_and_holds_nothing_back(make_trainer, small, tmp_path) -> None:

@@ -7,5 +7,4 @@ collect_ignore = [
     "own_accelerator.py",
     "fsdp_1.py",
     "refused.py",
-    "built.py",
 ]

@@ -120,6 +120,22 @@ def test_outputs_that_an_evaluation_keeps(train) -> None:
     assert train(30, **settings | said.flags) is None
 
 
+def test_metrics_of_ones_own_on_the_card(train) -> None:
+    def scores(where: str) -> Callable[[Trainer], None]:
+        def compute_metrics(predicted) -> dict[str, float]:
+            # All rows at once, against each other, as a metric of pairs has them.
+            rows = torch.as_tensor(predicted.predictions, device=where).flatten(1)
+            return {"pairs": float((rows[:, None] - rows[None]).abs().mean())}
+
+        return lambda trainer: setattr(trainer, "compute_metrics", compute_metrics)
+
+    settings: dict[str, Any] = {"method": "evaluate", "per_device_eval_batch_size": 4}
+    said = train(30, hook=scores("simgpu"), **settings)
+    assert said.code == "eval-metrics"
+    assert said.do == 'device="cpu" in compute_metrics'
+    assert train(30, hook=scores("cpu"), **settings) is None
+
+
 def test_a_batch_of_one_of_two_evaluations(train) -> None:
     def has_two(trainer: Trainer) -> None:
         trainer.eval_dataset = {"short": token_rows(8, 16), "long": token_rows(512, 128)}

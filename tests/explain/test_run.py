@@ -170,6 +170,16 @@ def test_a_run_that_was_killed_is_found_out(make_trainer, tmp_path) -> None:
     assert said.causes[0].evidence[0].startswith("the last entry is of step 3 (train), ")
     assert report(folder).startswith("[run-cut-off] the run ended without a word")
 
+    # The other rank, which waits for a rank that was killed, is told of by its backend.
+    shutil.copy(folder / "memory" / "rank-0.jsonl", folder / "memory" / "rank-1.jsonl")
+    lost = Failure(step=3, words="RuntimeError: Connection reset by peer")
+    Timeline(folder / "memory" / "rank-1.jsonl").add(lost)
+    said = explain_run(folder)
+    assert said.causes[0].summary.startswith("rank 0 of 2 ended without a word")
+    assert "rank 1 raised in step 3: RuntimeError: Connection reset by peer" in (
+        said.causes[0].evidence
+    )
+
 
 def test_kills_that_the_container_counted_are_told(make_trainer, tmp_path) -> None:
     folder = killed(make_trainer, tmp_path, num_oom_kills=place().num_oom_kills - 2)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from tests import processes
-from tests.distributed.launched import command, environment
 from trainer_plugins import StrategyInForce, protect
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
@@ -195,17 +195,39 @@ def test_configs_check_says_it_and_the_file_is_fine(left: Path) -> None:
     assert f"{left} is 2 h old" in done.stdout
 
 
-def test_a_launch_says_what_deepspeed_will_compile_and_only_then(extensions: Path) -> None:
-    """The script builds a Trainer and does not train, so nothing is really compiled."""
-    script = ROOT / "tests" / "distributed" / "built.py"
-    said = []
-    for name, is_there in (("offload_optimizer", False), ("offload_optimizer", True), ("", False)):
-        library = extensions / "cpu_adam" / "cpu_adam.so"
-        library.parent.mkdir(exist_ok=True)
-        library.touch() if is_there else library.unlink(missing_ok=True)
-        call = command("_".join(filter(None, ("zero3", name))), script=script)
-        environ = environment(TORCH_EXTENSIONS_DIR=str(extensions))
-        done = processes.run([*call, str(extensions)], environ=environ, cwd=extensions)
-        assert done.stdout.count("built") == 2, done.stderr[-3000:]  # by each of two ranks
-        said.append(done.stderr.count("trainer_plugins: DeepSpeed compiles its optimizer"))
-    assert said == [1, 0, 0]
+def test_each_first_build_says_what_is_built_and_how_long_it_takes(
+    extensions: Path, make_trainer, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    """As DeepSpeed calls it. The compiler fails at once: it is said before, and only where it takes."""
+    compiler, source = tmp_path / "compiler", tmp_path / "one.cpp"
+    compiler.write_text('#!/bin/sh\ncase " $* " in *" -c "*) exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    source.touch()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    before = cpp_extension.load
+    try:
+        for _ in range(2):
+            make_trainer(StrategyInForce())
+        for name, is_there in (
+            *(("cpu_adam", False), ("deepspeed_shm_comm", False), ("mine", False)),
+            ("cpu_adam", True),
+        ):
+            library = extensions / name / f"{name}.so"
+            library.parent.mkdir(exist_ok=True)
+            library.touch() if is_there else None
+            error = (ImportError, "too short") if is_there else (RuntimeError, "Error building")
+            with pytest.raises(error[0], match=error[1]):
+                cpp_extension.load(name, [str(source)])
+    finally:
+        cpp_extension.load = before
+
+    lines = [line for line in capfd.readouterr().err.splitlines() if "compiles" in line]
+    assert lines == [
+        "trainer_plugins: torch compiles cpu_adam first (DeepSpeed's optimizer in main memory):"
+        " usually one minute on two quiet cores, in silence, and once for this Python",
+        "trainer_plugins: torch compiles deepspeed_shm_comm first (DeepSpeed's collectives on the"
+        " CPU): usually one minute on two quiet cores, in silence, and once for this Python",
+        "trainer_plugins: torch compiles mine first: usually one minute to several, in silence, and"
+        " once for this Python",
+    ]

@@ -48,6 +48,10 @@ def test_what_does_not_fit_by_an_option(simgpu, tmp_path) -> None:
     assert stream(trained).num_layers == 12
     trained.train()
     assert trained.state.global_step == 5
+    assert trained.model.cpu().merge_and_unload().dtype == torch.float32
+    assert stream_of(trained.model) is None
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.model.to("simgpu")
 
 
 def test_what_fits_is_left_alone(simgpu, tmp_path) -> None:

@@ -132,14 +132,30 @@ def test_copies_are_models_of_their_own(pair) -> None:
 
 def test_what_it_cannot_become_is_said(pair) -> None:
     _, model, stream = pair
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"while it is streamed.*Call remove\(\)"):
+    with pytest.raises(RuntimeError, match=r"while it is streamed.*: model.cpu\(\) ends that"):
         first_and_last(model)[0].data = torch.ones(3, device=CARD)
-    with pytest.raises(RuntimeError, match="cannot become cpu"):
-        model.cpu()
-    stream.remove()
-    assert are_equal(model.state_dict(), state)
+    with pytest.raises(RuntimeError, match=r"float32 cannot become torch\.float16"):
+        model.half()
+    assert stream_of(model) is stream
+
+
+def test_moving_the_model_to_main_memory_ends_it(pair) -> None:
+    """Whoever was handed no `Stream`, as the callback's user, has the model."""
+    resident, model, stream = pair
+    weight = first_and_last(model)[0]
+    weight.data.mul_(2)
+    first_and_last(resident)[0].data.mul_(2)
+
     model.cpu()
+
+    assert stream_of(model) is None
+    assert {type(one) for one in model.parameters()} == {torch.nn.Parameter}
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert are_equal(model.state_dict(), resident.state_dict())
+    stream.remove()
+    del weight
+    assert are_equal(gradients(model.to(CARD)), gradients(resident))
+    assert are_equal(model.half().state_dict(), resident.half().state_dict())
 
 
 def test_the_wrong_class_never_stays(pair) -> None:

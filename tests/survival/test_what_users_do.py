@@ -1,6 +1,7 @@
 """Training steps, losses, models and callbacks of users' own: computed right, or refused before anything is changed."""
 
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.survival.failing import (
     ragged_rows,
     small_trainer,
     survive,
+    weights_by_rounding,
 )
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.run import memo_of
@@ -295,3 +297,33 @@ def test_python_and_numpy_draw_the_same_numbers_again(tmp_path) -> None:
     survive_oom(trainer, ladder=("checkpointing",))
     Run(trainer, {0: [int(0.6 * whole.num_allocations[0])]})
     assert drawn[1][0] == drawn[1][1] == drawn[0][0]
+
+
+def test_a_run_that_stopped_in_mid_accumulation_is_resumed_as_if_it_had_not(tmp_path) -> None:
+    """By the same Trainer, which has half of a step in its gradients, and by a new one."""
+
+    def make() -> Trainer:
+        made = small_trainer(tmp_path, steps=4, save_strategy="steps", save_steps=2)
+        survive_oom(made)
+        return made
+
+    def stops(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    whole = Run(small_trainer(tmp_path / "whole", steps=4))
+    failing = {n: [int(whole.num_allocations[n] * part)] for n, part in ((0, 0.8), (3, 0.3))}
+    stopped = make()
+    step, counted = stopped.training_step, iter(range(6))
+    stopped.training_step = lambda *args: (step if next(counted) < 5 else stops)(*args)
+    with pytest.raises(KeyboardInterrupt):
+        Run(stopped, failing)
+    assert all(parameter.grad is not None for parameter in stopped.model.parameters())
+
+    stopped.training_step = step
+    for trainer in (stopped, make()):
+        again = Run(trainer, {1: failing[3]}, resume_from_checkpoint=True)
+        assert trainer.state.global_step == 4
+        assert gradients_by_rounding(again.gradients, whole.gradients[2:]) <= 1
+        assert weights_by_rounding(again.weights, whole.weights, steps=4) <= 1
+        assert again.allocations.num_failed == 1
+        shutil.rmtree(tmp_path / "checkpoint-4")

@@ -17,6 +17,7 @@ from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tri
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.before import plan_before
+from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.run_facts import RunFacts
@@ -79,7 +80,7 @@ class OOMReporter(RunCallback):
         with self.harmless():
             self._facts = self._gather(trainer)
             if args.process_index == 0:
-                write_new(Path(args.output_dir), "run", asdict(self._facts))
+                _write(Path(args.output_dir), self._facts)
         with self.harmless():
             if self.snapshot and not record_history(Path(args.output_dir), args.process_index):
                 logger.warning("OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot")
@@ -145,6 +146,18 @@ class OOMReporter(RunCallback):
             trainer.state.global_step,
         )
         return facts_of_trainer(facts, trainer, tried(lambda: _strategy(trainer), None))
+
+
+def _write(folder: Path, facts: RunFacts) -> None:
+    try:
+        write_new(folder, "run", asdict(facts))
+    except OSError as error:
+        logger.warning(
+            "run.json cannot be written to %s (%s): training goes on, and `explain` will know less"
+            " of it. Free some space, or set output_dir to a writable folder",
+            printable(folder),
+            error.strerror or error,
+        )
 
 
 def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -12,7 +11,7 @@ from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import Asked, read_asked
-from trainer_plugins.launch.extensions import is_compiled, lock_findings, read_locks
+from trainer_plugins.launch.extensions import announce_builds, lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.record.timeline import Beginning, Remark
@@ -30,10 +29,11 @@ class StrategyInForce(RunCallback):
     findings go into the timeline of every rank.
 
     When the Trainer has been built, and so before DeepSpeed compiles anything, it also reports an
-    extension of torch on which this run would wait forever because an earlier build was cut off;
-    and if DeepSpeed will compile its optimizer first, it writes a line to stderr.
+    extension of torch on which this run would wait forever because an earlier build was cut off.
+    From then on each first build of an extension is a line on stderr, for which it wraps one
+    function of torch.
 
-    It changes nothing. Cost: some milliseconds, once.
+    It changes nothing else. Cost: some milliseconds, once.
     """
 
     _found_before: tuple[Finding, ...] = ()
@@ -51,7 +51,7 @@ class StrategyInForce(RunCallback):
                 for finding in self._found_before:
                     logger.log(finding.severity, "%s", finding)
             if args.local_process_index == 0:
-                _say_what_compiles(args)
+                announce_builds()
 
     def on_train_begin(
         self,
@@ -99,14 +99,3 @@ class StrategyInForce(RunCallback):
 
 def _asked(args: TrainingArguments) -> Asked:
     return read_asked(os.environ, getattr(args, "deepspeed", None), getattr(args, "fsdp", None))
-
-
-def _say_what_compiles(args: TrainingArguments) -> None:
-    """Say that DeepSpeed will be silent for a while, if its optimizer is not compiled yet."""
-    asked = _asked(args)
-    offloads = asked.family == "DeepSpeed" and "optimizer" in asked.offload
-    if offloads and not is_compiled("cpu_adam", os.environ):
-        sys.stderr.write(
-            "trainer_plugins: DeepSpeed compiles its optimizer for main memory (cpu_adam) before"
-            " step 1: silent for one minute or several, once for this Python\n"
-        )

@@ -26,7 +26,7 @@ class StreamBase(RunCallback):
     Given to a Trainer in `callbacks=[...]` it acts before the Trainer moves its model to the card,
     so that a base that does not fit there can be trained on. Load the model to main memory
     (`device_map="cpu"` for a quantised one). After training the base is still streamed, for
-    evaluating, saving and merging.
+    evaluating, saving and merging; `model.cpu()` ends that.
 
     Cost: as of `stream_base`. The first of these callbacks in a process wraps one method of
     `transformers.Trainer`.

@@ -1,85 +1,238 @@
-"""Masks secrets in what is written about a run: arguments, configs, command lines, source lines."""
+"""Masks secrets in what is written about a run: arguments, configs, command lines, source lines.
+
+Three things give one away: the name it stands below, at any depth and in any notation; a form that
+its issuer publishes; and letters and digits that no person has chosen (`secret_words`).
+"""
 
 import os
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
+from trainer_plugins.launch.secret_words import Kind, is_drawn, is_several, kind_of
 from trainer_plugins.record.webhook import VARIABLE
 
 HIDDEN = "(hidden)"
 
 _LONGEST_TEXT = 2000
 _DEEPEST = 12
+_LEAST_NUMBER = 1000  # a smaller one is an index: label2id={"B-PASSWORD": 29}
 
-# Names whose texts are secrets. Numbers and switches under such names are not: num_tokens.
-_NAME = re.compile(
-    r"(?:^|.*[_.-])(?:token|api_?key|access_?key|key|secret|passw(?:or)?d|credential|auth)s?$",
-    re.IGNORECASE,
+# Published forms: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, Slack, AWS, Google, Weights &
+# Biases (86 characters since 0.22.3: wandb/wandb#10687), NVIDIA; JSON Web Tokens (RFC 7519, also
+# Neptune's); keys in PEM (RFC 7468); what follows the scheme of an Authorization (RFC 7617, 6750).
+# What is in words behind such a beginning is a name: hf_checkpoints, sk-learn-baseline.
+_FORMS = re.compile(
+    r"-----BEGIN [A-Z ]+-----(?s:.*?)(?:-----END [A-Z ]+-----|\Z)"
+    r"|\beyJ[\w-]{10,}(?:\.[\w-]*)*"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bwandb_v1_\w{16,}"
+    r"|\b(?:hf_|api_org_|gh[oprsu]_|github_pat_|sk-|gl[a-z]{2,5}-|xox[abeprs]-|ya29\.|AIza|nvapi-)"
+    r"(?=[\w-]*?(?:[0-9][A-Za-z]|[a-z][0-9A-Z]|[A-Za-z0-9]{24}))[\w-]{10,}"
+    r"|(?<=\bBearer )[^\s\"',]+|(?<=\bBasic )(?=[a-z+/]*[A-Z0-9=])[\w+/]{6,}={0,2}"
 )
-# Texts that are secrets whatever their name: the published prefixes of Hugging Face, GitHub,
-# OpenAI, Slack, AWS and Google; 40 hexadecimal digits, which are Weights & Biases' keys (and
-# commits, which nobody misses here); the user and password of a URL.
-_TEXT = re.compile(
-    r"\b(?:hf_|api_org_|gh[opsu]_|github_pat_|sk-|xox[abprs]-|AKIA|ASIA|ya29\.|AIza)[\w-]{10,}"
-    r"|\b[0-9a-f]{40}\b|(?<=://)[^/\s@]+(?=@)|(?<=Bearer )\S+",
+_ASSIGNED = re.compile(r"(-*\+{0,2}[\w.@/-]+)=(.*)", re.DOTALL)
+_FLAG = re.compile(r"--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
+# A name, and what stands between it and its value: `"a": `, `a=`, `['a'] = `, `a: str = `, `--a `.
+_NAMED = re.compile(
+    r"(?<![\w.-])(?:(--[\w.-]+)\s{1,3}(?=[\w\"'{\[])|([\w.-]+)(?:\\*[\"']\]?)?\s{0,3}"
+    r"(?::\s?(?:str|Optional\[str\])(?:\s?\|\s?None)?\s?=(?!=)|=>|:=|[:=](?![:=]|//))\s{0,3})"
 )
-_ASSIGNED = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
+_QUOTE = re.compile(r"[fFrRbBuU]{0,2}(\\*(?:\"\"\"|'''|[\"']))")
+_BRACKET = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[\[{]|[\]}]")
+_BARE = re.compile(r"[^\s,;&|}\])\"']+")
+_LINE = re.compile(r"[^\"'\n]+")
+_CODE = re.compile(r"[A-Za-z_]\w*[.(\[].*|str|int|bytes|object")
+_URL = re.compile(r"(?<=://)[^\s\"'<>]+")
+# `me:password@proxy:8080`, and no `image:tag@sha256:...`.
+_NO_SCHEME = re.compile(
+    r"(?<![\w/@.:-])[\w.+-]+:[^\s/@\"':]+(?=@(?!sha\d)[\w-]+(?:\.[\w-]+)*(?:\.[a-z]{2,}|:\d))"
+)
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+/-]{15,}={0,2}")
+_ATOM = re.compile(r"[A-Za-z0-9]{16,}")
+_HASH = re.compile(r"[0-9a-f]{32,}")
+_BEFORE_HASH = re.compile(
+    r"(?:[/@]|(?:sha\d*|md5|commit|revision|rev|ref|hash|digest|id|tree|version)\W{1,4})$"
+)
 
 
 def masked_text(text: str) -> str:
-    """Hide what looks like a secret, the URL of the webhook, and the home folder.
+    """Hide the secrets in a line of code or of an error, the webhook's URL, and the home folder.
 
     >>> masked_text("login('hf_0123456789abcdef'), https://me:pass@host/x")
     "login('(hidden)'), https://(hidden)@host/x"
     """
-    if webhook := os.environ.get(VARIABLE, "").strip():
-        text = text.replace(webhook, HIDDEN)
-    home = os.path.expanduser("~")
-    if len(home) > 1:
-        text = text.replace(home + os.sep, "~" + os.sep)
-    return _TEXT.sub(HIDDEN, text[:_LONGEST_TEXT])
+    return _masked(text, Kind.PLAIN, is_code=True)
 
 
 def masked_command(command: Iterable[str]) -> tuple[str, ...]:
-    """Hide the values of arguments whose name says that they are secrets.
+    """Hide the secrets of a command line.
 
     >>> masked_command(["train.py", "--hub_token", "abc", "--lr=1", "++args.wandb_key=abc"])
     ('train.py', '--hub_token', '(hidden)', '--lr=1', '++args.wandb_key=(hidden)')
     """
     shown: list[str] = []
-    is_secret = False
+    flag, num_values = "", 0
     for argument in command:
-        assigned = _ASSIGNED.fullmatch(argument.lstrip("+-"))
-        if is_secret and not argument.startswith("-"):
-            shown.append(HIDDEN)
-        elif assigned and _NAME.match(assigned[1]):
-            shown.append(argument[: -len(assigned[2]) or None] + HIDDEN)
+        if _is_value(argument, flag):
+            kind = kind_of(flag) if not num_values or is_several(flag) else Kind.PLAIN
+            shown.append(_masked(argument, kind))
+            num_values += 1
         else:
-            shown.append(masked_text(argument))
-        is_secret = argument.startswith("-") and _NAME.match(argument.lstrip("-")) is not None
+            shown.append(_masked(argument, Kind.PLAIN))
+            flag, num_values = argument if "=" not in argument else "", 0
     return tuple(shown)
 
 
-def masked(value: object, depth: int = 0) -> object:
-    """Return a value as JSON has it, without what looks like a secret, at any depth.
+def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
+    """Return a value as JSON has it, without secrets, at any depth.
 
-    >>> masked({"hub_token": "abc", "seed": 1, "kwargs": {"api_key": "x", "path": "y"}})
-    {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'api_key': '(hidden)', 'path': 'y'}}
+    >>> masked({"hub_token": "abc", "seed": 1, "kwargs": {"api_keys": ["x"], "path": "y"}})
+    {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'api_keys': ['(hidden)'], 'path': 'y'}}
+
+    Args:
+        value: of any kind; what JSON does not know becomes text.
+        kind: what the name above makes of it.
+        depth: how many containers it is in.
     """
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int | float):
+        return HIDDEN if kind is Kind.SURE and abs(value) >= _LEAST_NUMBER else value
     if depth > _DEEPEST:
         return "..."
     if isinstance(value, Enum):
-        return masked(value.value, depth + 1)
+        return masked(value.value, kind, depth + 1)
     if isinstance(value, Mapping):
         return {
-            masked_text(str(name)): HIDDEN
-            if _NAME.match(str(name)) and isinstance(its, str) and its
-            else masked(its, depth + 1)
+            masked_text(str(name)): masked(
+                its, kind if kind.is_secret else kind_of(str(name)), depth + 1
+            )
             for name, its in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [masked(each, depth + 1) for each in value]
-    return masked_text(str(value))
+        if not kind.is_secret and all(isinstance(each, str) for each in value):
+            return list(masked_command(value))  # a list of words may be one
+        return [masked(each, kind, depth + 1) for each in value]
+    return _masked(str(value), kind)
+
+
+def _is_value(argument: str, flag: str) -> bool:
+    """Return whether an argument is a value of the flag before it: some values begin with `-`."""
+    if not flag.startswith("-"):
+        return False
+    if not argument.startswith("-"):
+        return True
+    if not kind_of(flag).is_secret:
+        return False
+    looks_like_flag = _FLAG.fullmatch(argument) and not is_drawn(argument.strip("-"))
+    is_short = not argument.startswith("--") and len(argument) <= 3
+    return not looks_like_flag or not (argument.startswith("--") or is_short)
+
+
+def _masked(text: str, kind: Kind, is_code: bool = False) -> str:
+    """Hide the secrets of a text, which is the value of a name of this kind.
+
+    In code, and in errors that speak of it, a bare word after a name is a name itself.
+    """
+    if kind.hides(text):
+        return HIDDEN
+    if webhook := os.environ.get(VARIABLE, "").strip():
+        text = text.replace(webhook, HIDDEN)
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = text.replace(home + os.sep, "~" + os.sep)
+    text = text[:_LONGEST_TEXT]
+    name = ""
+    if not is_code and (whole := _ASSIGNED.fullmatch(text)):
+        name, text = f"{_without_values(whole[1], Kind.PLAIN)}=", whole[2]
+        kind = kind_of(whole[1])
+    return name + (HIDDEN if kind.hides(text) else _without_values(text, kind, is_code))
+
+
+def _without_values(text: str, kind: Kind, is_code: bool = False) -> str:
+    text = _NO_SCHEME.sub(HIDDEN, _URL.sub(_without_user, text))
+    text = _FORMS.sub(HIDDEN, _without_named(text, is_code))
+    return text if kind is Kind.PUBLIC else _RUN.sub(_without_drawn, text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    """Hide user and password of a URL, which may have any characters in them."""
+    rest = found[0]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    user, at, host = authority.rpartition("@")
+    end = len(user) if at else -1
+    if not at:
+        _, _, port = authority.partition(":")
+        if port and not port.isdigit() and not authority.startswith("["):
+            end = rest.rfind("@")
+    elif ":" not in user:
+        is_web = found.string[: found.start()].endswith(("http://", "https://"))
+        end = end if is_web and user != "git" else -1
+    elif not re.search(r"\.|^localhost|:\d+$", host):
+        end = rest.rfind("@")
+    return rest if end < 0 else HIDDEN + rest[end:]
+
+
+def _without_named(text: str, is_code: bool) -> str:
+    """Hide the values that stand in a text behind a name: in JSON, Python, YAML, Hydra, headers."""
+    shown, done = [], 0
+    for found in _NAMED.finditer(text):
+        name = found[1] or found[2]
+        kind = kind_of(name)
+        if found.end() < done or not kind.is_secret:
+            continue
+        start, end = _value_at(text, found.end(), kind, name, is_code)
+        if end > start:
+            shown += [text[done:start], HIDDEN]
+            done = end
+    return "".join([*shown, text[done:]])
+
+
+def _value_at(text: str, start: int, kind: Kind, name: str, is_code: bool) -> tuple[int, int]:
+    """Return from where to where a value is hidden; if it is not, both are equal."""
+    if quoted := _QUOTE.match(text, start):
+        start, quote = quoted.end(), quoted[1]
+        end = text.find(quote, start)
+        while end > 0 and text[end - 1] == "\\":
+            end = text.find(quote, end + 1)
+        end = len(text) if end < 0 else end
+        # Behind a name the quote may also be the end of a text: `print("token: ", x)`.
+        is_end = is_code and text[start : start + 1] in (",", ")", "")
+        return (start, end) if not is_end and kind.hides(text[start:end]) else (start, start)
+    if text[start : start + 1] in ("[", "{"):
+        end = _closed(text, start)
+        is_shown = is_code and (kind is Kind.LIKELY or not re.search("[\"']", text[start:end]))
+        return (start, start) if is_shown or not kind.hides(text[start:end]) else (start, end)
+    is_header = name.lower().endswith(("authorization", "cookie"))
+    bare = (_LINE if is_header else _BARE).match(text, start)
+    if bare is None or not kind.hides(bare[0]):
+        return start, start
+    if is_code and (kind is Kind.LIKELY or _CODE.match(bare[0]) or kind_of(bare[0]).is_secret):
+        return start, start
+    return start, bare.end()
+
+
+def _closed(text: str, start: int) -> int:
+    """Return the end of the brackets that open here, whatever is quoted in them."""
+    depth = 0
+    for found in _BRACKET.finditer(text, start):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.end()
+    return len(text)
+
+
+def _without_drawn(found: re.Match[str]) -> str:
+    """Hide letters and digits that were drawn, but no hash that is said to be one, or in a path."""
+    run, before = found[0], found.string[: found.start()]
+    letters = re.sub(r"[^A-Za-z0-9]", "", run)
+    num_others = len(re.sub(r"[A-Za-z0-9+]", "", run))
+    is_one = len(run) >= 32 and num_others <= len(run) / 10
+    if is_one and not _HASH.search(run) and is_drawn(letters):
+        return HIDDEN
+
+    def hidden(atom: re.Match[str]) -> str:
+        is_hash = _HASH.fullmatch(atom[0]) and _BEFORE_HASH.search(before + run[: atom.start()])
+        return HIDDEN if is_drawn(atom[0]) and not is_hash else atom[0]
+
+    return _ATOM.sub(hidden, run)

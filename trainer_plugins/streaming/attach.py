@@ -40,7 +40,8 @@ def stream_base(
         allow_generation: stream also if the run generates, which copies the base for each token.
 
     Returns:
-        What ends the streaming by `remove()`, as a context manager too.
+        What ends the streaming by `remove()`, on the card, as a context manager too. `model.cpu()`
+        ends it in main memory.
 
     Raises:
         ValueError: a run that cannot be streamed, with every reason. Nothing is changed then.

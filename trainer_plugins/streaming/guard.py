@@ -40,6 +40,9 @@ class Keeper(Protocol):
     def bring(self, weights: Iterable[Weight]) -> None:
         """Have the layers of these weights on the card."""
 
+    def leave(self) -> None:
+        """End the streaming, with every weight in main memory."""
+
     def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
         """Keep the layers of these weights on the card as long as somebody else holds them."""
 
@@ -69,6 +72,10 @@ class Guarded:
         """Move or convert the weight. bitsandbytes has a `to` of its own, which makes a new one."""
         assert isinstance(self, torch.nn.Parameter)
         if _changes_nothing(self, *args, **kwargs):
+            return self
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if hasattr(self, "quant_state") and device is not None and device.type == "cpu":
+            self.keeper.leave()  # the scales move in place, and the weight has to go with them
             return self
         return super().to(*args, **kwargs)  # type: ignore[misc]
 
@@ -131,18 +138,25 @@ def _answer(
 def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
     """Write through what somebody assigns to `weight.data`, as merging adapters does.
 
+    A weight of main memory is given by `model.cpu()`, which ends the streaming.
+
     Raises:
-        RuntimeError: it has another shape, dtype or device.
+        RuntimeError: it has another shape or dtype, or is on another card.
     """
     weight = keeper.weight_of(shown)
     if value is shown:
+        return
+    is_like_it = value.shape == weight.host.shape and value.dtype == weight.host.dtype
+    if value.device.type == "cpu" and is_like_it:
+        keeper.leave()
+        shown.data = value
         return
     for name in ("shape", "dtype", "device"):
         old, new = getattr(weight.on_card, name), getattr(value, name)
         if old != new:
             raise RuntimeError(
                 f"a weight of {name} {old} cannot become {new} while it is streamed: most of its"
-                " layers are in main memory. Call remove() of what stream_base returned before"
+                " layers are in main memory. Move all of them there before: model.cpu() ends that"
             )
     keeper.bring([weight])
     weight.on_card.data.copy_(value.detach())

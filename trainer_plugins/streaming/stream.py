@@ -224,6 +224,21 @@ class Stream:
         except BaseException:
             self.release()
             raise
+        self._end()
+
+    def leave(self) -> None:
+        """End the streaming, with every weight in main memory."""
+        for layer in self._layers:
+            layer.wait()
+            layer.write_back()
+        self._end()
+        for weight in self._weights.values():
+            weight.stay()
+        for weight in self._weights.values():
+            if (state := getattr(weight.shown, "quant_state", None)) is not None:
+                state.to("cpu")
+
+    def _end(self) -> None:
         self._let_go()
         ours = {name for name, one in self._model.named_parameters() if id(one) in self._weights}
         left = [name for name in getattr(self._model, DDP_IGNORES) if name not in ours]

@@ -65,6 +65,11 @@ class Weight:
         self._show(self._away)
         self.on_card.untyped_storage().resize_(0)
 
+    def stay(self) -> None:
+        """Be in main memory for good. The storage on the card goes with the last who holds it."""
+        self._show(self.host)
+        self.on_card = self.host
+
     def _show(self, value: torch.Tensor) -> None:
         if self._is_swapped:
             with torch._C.DisableTorchFunctionSubclass():  # not by way of `guard.py`

@@ -165,6 +165,14 @@ def _evaluation(case: Case) -> Cause | None:
     record = case.record
     if record.moment not in ("eval", "predict"):
         return None
+    if any("self.compute_metrics(" in frame.code for frame in record.frames):
+        *_, last = record.frames
+        return cause(
+            "eval-metrics",
+            "certain",
+            "compute_metrics, which is yours, did not fit beside what training keeps",
+            f"{size(case.asked)} were asked for in {last.function} ({last.file}, line {last.line})",
+        )
     kept = kept_logits(case)
     if kept or case.functions & _KEPT_LOGITS:
         return cause(

@@ -27,8 +27,14 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
 
 def _has_no_end(run: Run) -> bool:
     """Return whether a rank of a run began training, and noted neither its end nor an error."""
-    return any(
-        any(
+    return bool(_silent_ranks(run))
+
+
+def _silent_ranks(run: Run) -> list[int]:
+    return sorted(
+        rank
+        for rank, entries in run.timelines.items()
+        if any(
             isinstance(entry, Beginning)
             or (isinstance(entry, Sample) and entry.moment in ("begin", "train"))
             for entry in entries
@@ -37,7 +43,6 @@ def _has_no_end(run: Run) -> bool:
             isinstance(entry, Failure) or (isinstance(entry, Sample) and entry.moment == "end")
             for entry in entries
         )
-        for entries in run.timelines.values()
     )
 
 
@@ -49,14 +54,21 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
         facts: what the run was, if it wrote that.
         here: where this is read; kills are counted only on the same machine, boot and container.
     """
+    silent = _silent_ranks(run)
     last = max(
-        (entry for entries in run.timelines.values() for entry in entries),
+        (entry for rank in silent for entry in run.timelines[rank]),
         key=lambda entry: entry.time_seconds,
     )
     when = datetime.fromtimestamp(last.time_seconds).isoformat(" ", "seconds")
     moment = f" ({last.moment})" if isinstance(last, Sample) else ""
     evidence = [
         f"the last entry is of step {last.step}{moment}, {when}, without an end or an error"
+    ]
+    evidence += [
+        f"rank {rank} raised in step {entry.step}: {entry.words}"
+        for rank, entries in sorted(run.timelines.items())
+        for entry in entries
+        if isinstance(entry, Failure)
     ]
     evidence += sorted(
         {
@@ -85,10 +97,13 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
                 amount=float(num_kills),
             )
         evidence.append("its process is gone, and this container has no new oom_kill")
+    who = "the run"
+    if len(silent) < len(run.timelines):
+        who = f"rank {', '.join(map(str, silent))} of {len(run.timelines)}"
     return Finding(
         code="run-cut-off",
         severity=Severity.WARNING,
-        summary="the run ended without a word: its process was killed, or runs on another machine",
+        summary=f"{who} ended without a word: its process was killed, or runs on another machine",
         evidence="; ".join(evidence),
         remedy="Look for its exit code (137 is SIGKILL) where it was launched, and for oom-kill in"
         " the kernel's log (dmesg) or the scheduler's (sacct, kubectl describe pod).",

@@ -150,6 +150,16 @@ def _eval_logits(case: Case) -> Remedies:
     return [step, reduced]
 
 
+def _eval_metrics(case: Case) -> Remedies:
+    return [
+        _remedy(
+            'device="cpu" in compute_metrics',
+            "what it computes needs nothing of the card",
+            price="slower; or in parts, as eval_pred has all rows of the evaluation",
+        )
+    ]
+
+
 def _eval_batch(case: Case) -> Remedies:
     rows = case.argument("per_device_eval_batch_size", 8)
     if rows <= 1:
@@ -383,6 +393,7 @@ _BY_CODE: dict[str, Callable[[Case], Remedies]] = {
     "load-too-large": _weights,
     "zero3-gather": _zero3,
     "eval-logits": _eval_logits,
+    "eval-metrics": _eval_metrics,
     "eval-batch": _eval_batch,
     "leak": _leak,
     "optimizer-state": _optimizer,
