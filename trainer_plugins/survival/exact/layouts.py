@@ -126,7 +126,7 @@ class Rows:
             # is not known
             return few
         masks = {
-            (_part(name), v.size(1)): _Shown(v, num, _part(name))
+            (_part(name), v.size(1)): _Shown(_tokens(texts, name), v, num, _part(name))
             for name, v in texts.items()
             if name.endswith("attention_mask")
         }
@@ -134,7 +134,9 @@ class Rows:
         for name, value in texts.items():
             width = value.size(1)
             shown = masks.get((_part(name), width)) or of_width.get(width)
-            shown = shown or _Shown(torch.ones_like(value), num)
+            if shown is None:
+                tokens = _tokens(texts, name)
+                shown = of_width[width] = _Shown(tokens, torch.ones_like(tokens), num)
             text = shown.columns(value)
             if name.endswith("attention_mask"):
                 text = shown.mask
@@ -332,10 +334,12 @@ class _Shown:
     TRL 0.24 cuts all columns behind one (trl/trainer/utils.py, flush_left).
     """
 
-    def __init__(self, mask: torch.Tensor, num: int, part: str = "") -> None:
-        end = max(0, mask.size(1) - PROBE_TOKENS)
-        is_left_padded = bool((mask[:, end:] != 0).sum() > (mask[:, :PROBE_TOKENS] != 0).sum())
-        self._begin = end if is_left_padded else 0
+    def __init__(
+        self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = ""
+    ) -> None:
+        width = min(PROBE_TOKENS, mask.size(1))
+        places = torch.arange(width, device=mask.device)
+        self._kept = _begins(tokens, mask != 0, width)[:, None] + places
         self.mask = self.columns(mask)
         self.mask[(self.mask != 0).sum(1) < _FEW] = 1
         self.is_labelled = self.mask != 0
@@ -348,8 +352,38 @@ class _Shown:
                 self.mask[row, at[-1]] = 0
 
     def columns(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy the columns that are kept."""
-        return value[:, self._begin : self._begin + PROBE_TOKENS].clone()
+        """Copy the columns that are kept, of each row its own."""
+        return value.gather(1, self._kept)
+
+
+def _begins(tokens: torch.Tensor, is_shown: torch.Tensor, width: int) -> torch.Tensor:
+    """Find for each row where to begin: at the first token by which it is like no other row.
+
+    What rows have in common would show nothing. Chosen and rejected begin with the same prompt, and
+    up to its end the gradient of their difference is 0.
+    """
+    num_columns = tokens.size(1)
+    seen = tokens.masked_fill(~is_shown, -1)
+    in_common = (seen[:, None] == seen).cumprod(2).sum(2).fill_diagonal_(0).amax(1)
+    first = is_shown.int().argmax(1)
+    last = num_columns - 1 - is_shown.flip(1).int().argmax(1)
+    begins = torch.where(in_common <= last, in_common, first).minimum(last - _FEW + 1)
+    return begins.maximum(first).clamp(max=num_columns - width)
+
+
+def _tokens(texts: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the tokens to which a text belongs, by its name and its width."""
+    alike = [other for other, value in texts.items() if value.size(1) == texts[name].size(1)]
+    return texts[
+        min(
+            alike,
+            key=lambda other: (
+                not other.endswith(("input_ids", "labels")),
+                _part(other) != _part(name),
+                other.endswith("labels"),
+            ),
+        )
+    ]
 
 
 def _part(name: str) -> str:
