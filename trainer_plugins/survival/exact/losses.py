@@ -15,10 +15,18 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.exact.layouts import Completions, Inputs, Packed, Pairs, Rows
+from trainer_plugins.survival.exact.layouts import (
+    ANSWERS,
+    Completions,
+    Inputs,
+    Packed,
+    Pairs,
+    Rows,
+)
 from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss
 from trainer_plugins.survival.exact.shares import (
+    ANSWERED_ROWS,
     ATTENDED_TOKENS,
     COMPLETION_TOKENS,
     LABELLED_ROWS,
@@ -52,7 +60,9 @@ class Family:
         if torch.is_tensor(inputs.get("labels")):
             return self
         return replace(
-            self, weights=tuple(w for w in self.weights if w in (SUM, ROWS)) or self.weights
+            self,
+            weights=tuple(w for w in self.weights if w in (SUM, ROWS, ANSWERED_ROWS))
+            or self.weights,
         )
 
 
@@ -73,6 +83,7 @@ _CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
 _TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
+_ANSWERS = Family((Rows(),), (ANSWERED_ROWS, ROWS), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
 _VOUCHED = Family(
@@ -208,6 +219,10 @@ def _family_of_model(trainer: Trainer) -> Family | str:
         return Unknown(f"{replaced}, and whether that loss can be divided is not known")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
+    # Others of that name have labels instead, or search beams with a loss for each.
+    names = inspect.signature(model.forward).parameters.keys()
+    if loss == "ForQuestionAnswering" and {*ANSWERS} <= names and "cls_index" not in names:
+        return _ANSWERS
     if loss is None and kind.endswith("LMHeadModel"):
         return _CAUSAL
     unknown = Unknown(
