@@ -20,7 +20,7 @@ _SHARED = ("position_ids", "attention_mask", "token_type_ids")
 """Endings of the names of what may be given once for all rows, with a first dimension of 1."""
 
 ANSWERS = ("start_positions", "end_positions")
-"""Names of the labels of question answering: a column each, which beyond the last does not count."""
+"""Names of the labels of question answering: a column each; beyond the last one none counts."""
 
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")

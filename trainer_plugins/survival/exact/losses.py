@@ -149,10 +149,28 @@ def family_of(
     """
     found = _family_of(trainer, compute_loss or trainer.compute_loss)
     family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
+    if isinstance(found, Family) and NEXT_TOKENS in found.weights and _is_regularized(trainer):
+        return (
+            "AdaLoRA adds a term to the loss of each forward pass (orth_reg_weight), which does "
+            "not depend on rows: pieces of a sum over tokens would add it once each. Set "
+            "orth_reg_weight=0, or take LoRA"
+        )
     boundary = rope_boundary(trainer.model)
     if isinstance(family, str) or boundary is None:
         return family
     return replace(family, layouts=tuple(type(layout)(boundary) for layout in family.layouts))
+
+
+def _is_regularized(trainer: Trainer) -> bool:
+    """Tell whether adapters add a term to a loss that is a sum over the window.
+
+    It is peft/tuners/adalora/model.py, AdaLoraModel.forward.
+    """
+    tuner = getattr(trainer.model, "base_model", None)
+    configs = getattr(tuner, "peft_config", None)
+    adapter = getattr(tuner, "trainable_adapter_name", None)
+    weight = getattr(configs[adapter], "orth_reg_weight", 0) if configs and adapter else 0
+    return bool(weight) and bool(trainer.model_accepts_loss_kwargs)
 
 
 def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
