@@ -1,5 +1,6 @@
 """Shown: cut padded rows short for a probe, and label them so that no two weights are the same."""
 
+import numpy as np
 import torch
 
 PROBE_TOKENS = 16
@@ -20,6 +21,8 @@ TEXT = (
 
 _FEW = 3
 """Fewest tokens of a probe's row that is labelled in part."""
+
+_Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 _Texts = dict[str, torch.Tensor]
 """Integers of two dimensions, by a name that ends as one of `TEXT`."""
@@ -69,8 +72,8 @@ class _Shown:
 
     def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = "") -> None:
         width = min(PROBE_TOKENS, mask.size(1))
-        places = torch.arange(width, device=mask.device)
-        self._kept = _begins(tokens, mask != 0, width)[:, None] + places
+        columns = _begins(tokens, mask, width)[:, None] + np.arange(width)
+        self._kept = torch.from_numpy(columns).to(mask.device)
         self.mask = self.columns(mask)
         self.mask[(self.mask != 0).sum(1) < _FEW] = 1
         self.is_labelled = self.mask != 0
@@ -87,20 +90,23 @@ class _Shown:
         return value.expand(len(self._kept), -1).gather(1, self._kept)
 
 
-def _begins(tokens: torch.Tensor, is_shown: torch.Tensor, width: int) -> torch.Tensor:
+def _begins(tokens: torch.Tensor, mask: torch.Tensor, width: int) -> _Columns:
     """Find for each row where to begin: at the first token by which it is like no other row.
 
     What rows have in common would show nothing. Chosen and rejected begin with the same prompt, and
-    up to its end the gradient of their difference is 0.
+    up to its end the gradient of their difference is 0. It is found in main memory: the card is
+    full.
     """
-    num_columns = tokens.size(1)
-    seen = tokens.long().masked_fill(~is_shown, -1)
-    is_alike = (seen[:, None] == seen).cumprod(2, dtype=torch.int8)
-    in_common = is_alike.sum(2).fill_diagonal_(0).amax(1)
-    first = is_shown.int().argmax(1)
-    last = num_columns - 1 - is_shown.flip(1).int().argmax(1)
-    begins = torch.where(in_common <= last, in_common, first).minimum(last - _FEW + 1)
-    return begins.maximum(first).clamp(max=num_columns - width)
+    is_shown = mask.cpu().numpy() != 0
+    seen = np.where(is_shown, tokens.cpu().numpy(), -1)
+    in_common = np.cumprod(seen[:, None] == seen, axis=2, dtype=np.int8).sum(2, dtype=np.int64)
+    np.fill_diagonal(in_common, 0)
+    begins, num_columns = in_common.max(1), seen.shape[1]
+    first = is_shown.argmax(1)
+    last = num_columns - 1 - is_shown[:, ::-1].argmax(1)
+    begins = np.minimum(np.where(begins <= last, begins, first), last - _FEW + 1)
+    found: _Columns = np.minimum(np.maximum(begins, first), num_columns - width)
+    return found
 
 
 def _tokens(texts: _Texts, name: str) -> torch.Tensor:
