@@ -78,7 +78,7 @@ class _Shown:
         self.mask[(self.mask != 0).sum(1) < _FEW] = 1
         self.is_labelled = self.mask != 0
         self.is_first = torch.zeros_like(self.is_labelled)
-        for row in range(0, len(mask), num):
+        for row in range(0, len(self.mask), num):
             at = self.mask[row].nonzero().flatten()
             self.is_first[row] = True
             self.is_labelled[row, at[max(1, len(at) // 3) : -1]] = False
