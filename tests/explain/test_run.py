@@ -26,7 +26,8 @@ from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
 from trainer_plugins.record.run_facts import Launch, read_run_facts
-from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
+from trainer_plugins.record.timeline import Failure, Remark, Timeline, timeline_of_run
+from trainer_plugins.survival.words import not_attached
 from trainer_plugins.units import GIB, MIB, size
 
 
@@ -442,6 +443,23 @@ def test_it_is_explained_without_torch(died, tmp_path) -> None:
 
 def test_the_report_of_a_folder_that_is_none_says_so(tmp_path) -> None:
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 2
+
+
+@pytest.mark.parametrize("place", ["record", "timeline"])
+def test_survival_that_was_refused_is_not_offered_again(died, tmp_path, place: str) -> None:
+    assert any("--preset survive" in each.do for each in explained(tmp_path / "run", died).remedies)
+    folder = tmp_path / "run"
+    if place == "record":
+        folder = tmp_path / "refused"
+        text = f"{died.error.text}\nsurvive_oom could not help: its gradient is not the sum"
+        died = replace(died, error=replace(died.error, text=text))
+    else:
+        timeline = Timeline(folder / "memory" / "rank-0.jsonl")
+        timeline.add(Remark(step=1, finding=not_attached(["a loss of your own"])))
+    said = explained(folder, died)
+    assert said.causes[0].code == "capacity"
+    assert said.remedies
+    assert not any("--preset survive" in each.do for each in said.remedies)
 
 
 def test_a_run_that_hydra_made_is_told_overrides(died, tmp_path) -> None:

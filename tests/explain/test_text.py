@@ -61,6 +61,22 @@ TRAINER = (
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "step 0: [out-of-memory-refused] survive_oom does nothing in this run: batch norm\n",
+        "ValueError: survive_oom cannot help this run: batch norm\n",
+    ],
+)
+@pytest.mark.parametrize("is_hydra", [False, True])
+def test_survival_that_was_refused_is_not_offered_again(words: str, is_hydra: bool) -> None:
+    frames = '  File "/v/hydra/main.py", line 9, in main\n    run()\n' * is_hydra + TRAINER
+    log = f"Traceback (most recent call last):\n{frames}{FULL}"
+    assert "survive" in todo(explained(log))
+    assert "survive" not in todo(explained(words + "{'loss': 1.0}\n" * 700 + log))
+    assert todo(explained(words + log))
+
+
+@pytest.mark.parametrize(
     ("message", "code", "grade"),
     [
         (said("4096.00 GiB", "80.00 GiB", "70.00 GiB", "1.00 GiB", "0.00 GiB"), "impossible-size", "certain"),

@@ -11,6 +11,7 @@ from transformers import (
     BioGptForTokenClassification,
     DataCollatorWithFlattening,
     LlamaConfig,
+    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     ResNetConfig,
@@ -225,7 +226,32 @@ def encoder_decoder(tmp_path):
     return small_trainer(tmp_path, model, Seq2SeqTrainer, Seq2SeqTrainingArguments)
 
 
+def shared_positions(tmp_path):
+    """As a collator makes them that gives one row of positions for all."""
+
+    def collate(rows):
+        batch = padded(rows)
+        return {**batch, "position_ids": torch.arange(batch["input_ids"].size(1))[None] + 1}
+
+    return small_trainer(tmp_path, data_collator=collate)
+
+
+def answers(tmp_path):
+    """As run_qa trains; an answer beyond the end of its row is not counted."""
+    model = seeded(LlamaForQuestionAnswering, LlamaConfig(**SMALL))
+    model.qa_outputs.bias.requires_grad = False  # it moves no softmax: its gradient is rounding
+
+    def collate(rows):
+        batch = padded(rows)
+        starts = batch.pop("labels")[:, 0] % 8
+        starts[-1] = batch["input_ids"].size(1)
+        return {**batch, "start_positions": starts, "end_positions": starts + 1}
+
+    return small_trainer(tmp_path, model, data_collator=collate)
+
+
 FAMILIES = (
+    *(shared_positions, answers),
     *(causal, mean_over_tokens, tied, partly_frozen, lora, lora_reentrant, packed),
     *(classes, several_labels, regression, token_classes, masked_words, images, encoder_decoder),
     *(token_classes_of_padding, regression_with_a_hundred_below_zero, frozen_norms),

@@ -57,6 +57,29 @@ def test_a_probe_leaves_no_hole_between_a_prompt_and_what_follows() -> None:
     assert torch.equal(probe["chosen_input_ids"], answer * 7)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_probe_begins_where_a_row_is_like_no_other(side: str) -> None:
+    """Prompts of unequal lengths, two answers to each: all rows differ in what is kept of them."""
+    rows = [
+        torch.cat([torch.full((prompt,), 7), torch.arange(20) % 3 + answer])
+        for answer in (8, 30)
+        for prompt in (40, 90)
+    ]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    batch["position_ids"] = torch.arange(110)[None]
+
+    probe = Pairs().probe(batch, 2)
+
+    begin = [40, 90, 40, 90] if side == "right" else [90] * 4
+    assert probe["position_ids"].tolist() == [list(range(b, b + 16)) for b in begin]
+    assert len(probe["input_ids"].unique(dim=0)) == 2
+    assert (probe["input_ids"] > 7).all()
+    assert probe["attention_mask"][1].all()
+    short = Pairs().probe({name: value[..., :92] for name, value in batch.items()}, 2)
+    assert short["input_ids"].shape == (4, 16)
+
+
 def test_labels_of_a_decoder_go_by_its_mask() -> None:
     tokens, mask = torch.full((2, 5), 7), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     encoder = {"input_ids": tokens[:, :4], "attention_mask": torch.ones(2, 4).long()}

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from peft import AdaLoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     CLIPConfig,
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, padded, small_trainer
+from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
 
@@ -26,6 +27,21 @@ from trainer_plugins.record.timeline import Remark, read_timeline
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) ** 2
+
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self._forward(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def _forward(self, model, inputs):
+        return model(**self._prepare_inputs(inputs)).loss
+
+
+class StepInTwo(OwnStep):
+    def _forward(self, model, inputs):
+        return self.compute_loss(model, self._prepare_inputs(inputs))
 
 
 class OwnModel(nn.Module):
@@ -52,6 +68,13 @@ def changing_gradients():
     model = tiny_llama()
     model.model.norm.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     return model
+
+
+def adalora(weight: float = 0.5):
+    config = AdaLoraConfig(
+        target_modules=["q_proj"], total_step=9, task_type="CAUSAL_LM", orth_reg_weight=weight
+    )
+    return get_peft_model(tiny_llama().double(), config)
 
 
 def mixtral():
@@ -243,6 +266,14 @@ CASES: dict[str, tuple] = {
     ),
     "hook takes": ({"model": taking_gradients}, "takes the gradient of `model.norm.weight`"),
     "hook changes": ({"model": changing_gradients}, "changes the gradient of `model.norm.weight`"),
+    "AdaLoRA": (
+        {"model": adalora},
+        r"AdaLoRA adds a term to the loss of each forward pass \(orth_reg_weight\)",
+    ),
+    "a training_step of its own": (
+        {"trainer_class": OwnStep},
+        "OwnStep.training_step never calls compute_loss",
+    ),
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},
         "auto_find_batch_size restarts training",
@@ -279,6 +310,21 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
     assert entry.finding.summary in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"trainer_class": StepInTwo}, {"model": lambda: adalora(weight=0.0)}],
+    ids=["compute_loss in a method of its own", "AdaLoRA without its term"],
+)
+def test_what_is_like_them_and_adds_up_is_divided(tmp_path, options) -> None:
+    def make():
+        model = options.get("model", lambda: tiny_llama().double())()
+        settings = {"steps": 1, "gradient_accumulation_steps": 1}
+        return small_trainer(tmp_path, **{**settings, **options, "model": model})
+
+    whole, survived = survive(make, {0: 0.8}, ladder=())
+    assert gradients_off_by(survived, whole) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -356,8 +402,8 @@ def test_bad_arguments(tmp_path, wrong, why: str) -> None:
 
 
 BATCHES = {
-    "rows disagree": (lambda batch: {**batch, "position_ids": torch.arange(batch["input_ids"].size(1))[None]},
-                      "`position_ids` has 1 rows where the others have 4"),
+    "rows disagree": (lambda batch: {**batch, "pixel_values": torch.zeros(1, 3, 8, 8)},
+                      "`pixel_values` has 1 rows where the others have 4"),
     "no tensor": (lambda batch: {**batch, "pixel_values": {"left": 1}}, "it holds a dict, which cannot be divided"),
 }  # fmt: skip
 
@@ -373,10 +419,16 @@ def test_a_batch_that_cannot_be_divided_is_refused_at_the_first(tmp_path, case: 
     assert trainer.state.global_step == 0
 
 
+def without_pictures(_, args, kwargs):
+    return args, {name: value for name, value in kwargs.items() if name != "pixel_values"}
+
+
 def test_it_can_be_told_to_train_on_and_then_checkpointing_still_helps(tmp_path) -> None:
     def make():
         change, _ = BATCHES["rows disagree"]
-        return small_trainer(tmp_path, data_collator=lambda rows: change(padded(rows)))
+        model = tiny_llama().double()
+        model.register_forward_pre_hook(without_pictures, with_kwargs=True)
+        return small_trainer(tmp_path, model, data_collator=lambda rows: change(padded(rows)))
 
     num = Run(make()).num_allocations[0]
     trainer = make()

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from tests.models import longrope_phi3, tiny_llama
-from tests.survival.failing import gradients_by_rounding, survive
+from tests.survival.failing import Run, gradients_by_rounding, survive
 from trainer_plugins import survive_oom
 
 trl = pytest.importorskip("trl")
@@ -72,16 +72,17 @@ PREFERENCES = {"prompt": lambda n: sentence(n, 2), "chosen": lambda n: sentence(
                "rejected": lambda n: sentence(n + 2, 1 + n % 3)}  # fmt: skip
 
 
-def dpo(tmp_path, **options):
-    model, reference = (tiny_llama(vocab_size=384).double() for _ in range(2))
+def dpo(tmp_path, columns=PREFERENCES, tied=False, dtype=torch.float64, **options):
+    sizes = {"vocab_size": 384, "max_position_embeddings": 512, "tie_word_embeddings": tied}
+    model, reference = (tiny_llama(**sizes).to(dtype) for _ in range(2))
     with torch.no_grad():
-        reference.lm_head.weight.mul_(0.9)
+        reference.model.norm.weight.mul_(0.9)
     return made(
         trl.DPOTrainer,
         trl.DPOConfig,
         tmp_path,
         model,
-        PREFERENCES,
+        columns,
         {"ref_model": reference},
         **options,
     )
@@ -97,14 +98,14 @@ def kto(tmp_path, **options):
                 {"ref_model": tiny_llama(vocab_size=384)}, **options)  # fmt: skip
 
 
-def reward(tmp_path, **options):
+def reward(tmp_path, columns=PREFERENCES, dtype=torch.float64, **options):
     torch.manual_seed(0)
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(
         **sizes, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, num_labels=1
     )
-    model = LlamaForSequenceClassification(config).double()
-    return made(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, PREFERENCES, **options)
+    model = LlamaForSequenceClassification(config).to(dtype)
+    return made(trl.RewardTrainer, trl.RewardConfig, tmp_path, model, columns, **options)
 
 
 def wordy(completions, **columns):
@@ -154,6 +155,50 @@ def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, make) -> None:
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
+def with_prompts(num_tokens: int, *, edited: bool = False) -> dict:
+    """Prompts of so many bytes; `edited`: rejected answers are the chosen ones but for a word."""
+    answers = {
+        "chosen": lambda n: sentence(n, 12),
+        "rejected": lambda n: "no " + sentence(n, 12)[3:],
+    }
+    prompt = {"prompt": lambda n: sentence(n, 80)[: num_tokens - 1] + " "}
+    return {**PREFERENCES, **prompt, **(answers if edited else {})}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"),
+    [*((num, torch.float64) for num in (4, 16, 40, 400)), (400, torch.bfloat16)],
+)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(dpo, {}), (dpo, {"tied": True}), (reward, {})],
+    ids=["DPO", "DPO, tied", "reward"],
+)
+def test_pairs_that_begin_with_a_prompt(tmp_path, make, options, num_tokens: int, dtype) -> None:
+    """Up to the end of the prompt chosen and rejected are alike, and the gradient is 0."""
+    columns = with_prompts(num_tokens, edited=num_tokens == 40)
+    options = {**options, "columns": columns, "dtype": dtype, "steps": 1}
+    whole, survived = survive(lambda: make(tmp_path, **options), {0: 0.8, 1: 0.3}, ladder=())
+
+    if dtype == torch.float64:  # in bfloat16 a reward of 400 tokens is hardly more than rounding
+        assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
+
+
+def test_answers_that_are_alike_show_nothing_and_refuse_nothing(tmp_path) -> None:
+    """Their gradients cancel, and rounding beside rounding is no verdict."""
+    alike = {**PREFERENCES, "rejected": lambda n: PREFERENCES["chosen"](n) if n % 8 < 6 else "no"}
+    whole, survived = survive(
+        lambda: dpo(tmp_path, alike, dtype=torch.float32, steps=1), {0: 0.8}, ladder=()
+    )
+
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
+    same = {**PREFERENCES, "rejected": PREFERENCES["chosen"]}
+    trainer = dpo(tmp_path, same, dtype=torch.float32)
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match="is nothing but rounding on 2 examples"):
+        Run(trainer, {0: [100]})
+
+
 KINDS = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -197,6 +242,24 @@ def own_grpo(tmp_path):
     return generated(OwnGRPO, trl.GRPOConfig, tmp_path)
 
 
+def orpo(tmp_path):
+    home = pytest.importorskip("trl.experimental.orpo")
+    model = tiny_llama(vocab_size=384)
+    return made(home.ORPOTrainer, home.ORPOConfig, tmp_path, model, PREFERENCES)
+
+
+def online_dpo(tmp_path):
+    home = pytest.importorskip("trl.experimental.online_dpo")
+    model, rows = tiny_llama(vocab_size=384), [{"prompt": sentence(n, 2)} for n in range(8)]
+    model.save_pretrained(tmp_path / "reference")
+    model.config._name_or_path = str(tmp_path / "reference")
+    args = home.OnlineDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    return home.OnlineDPOTrainer(
+        model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), reward_funcs=wordy,
+        processing_class=ByT5Tokenizer(extra_ids=0),
+    )  # fmt: skip
+
+
 def offloading(tmp_path):
     trainer = sft(tmp_path)
     trainer.args.activation_offloading = True  # given to the config it looks for a card
@@ -219,10 +282,12 @@ def offloading(tmp_path):
             lambda path: grpo(path, top_entropy_quantile=0.5),
             "top_entropy_quantile compares the tokens of all",
         ),
+        (orpo, "ORPOTrainer.compute_loss is not known to be a sum over examples"),
+        (online_dpo, "OnlineDPOTrainer.training_step never calls compute_loss"),
         (own_grpo, "OwnGRPO.compute_loss is not known to be a sum over examples"),
         (offloading, "activation_offloading counts tensors"),
     ],
-    ids=["KTO", "AOT", "BCO", "quantile", "own", "offloading"],
+    ids=["KTO", "AOT", "BCO", "quantile", "ORPO", "online DPO", "own", "offloading"],
 )
 def test_refused_by_name(tmp_path, make, why: str) -> None:
     with pytest.raises(ValueError, match=why):

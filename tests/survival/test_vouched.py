@@ -152,6 +152,24 @@ def test_what_libraries_put_around_a_forward_passes(tmp_path, make) -> None:
     assert trainer.state.global_step == 2
 
 
+class Spread(Trainer):
+    """Adds the deviation between the rows of a micro-batch: of one row it is not a number."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits
+        of_rows = logits.square().mean((1, 2))
+        return of_rows.mean() + of_rows.std()
+
+
+def test_a_part_that_is_not_a_number_is_called_so(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, trainer_class=Spread)
+    survive_oom(trainer, vouch_for_loss=True, ladder=())
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        Run(trainer, {0: [100]})
+    assert "the gradient of a part is not a number: measured on 2 of its rows" in str(raised.value)
+
+
 def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_path) -> None:
     def packed(rows):
         ids = torch.cat([row["input_ids"] for row in rows])[None]

@@ -182,7 +182,6 @@ class _Watch:
         roll.sign()
         missing = roll.missing(_WAIT_SECONDS) if has_peers() else ""
         is_needed = is_needed if missing else self._does_any_rank(is_needed)
-        roll.leave()
         if not is_needed:
             return False
         if not self._is_evaluation or metrics is None:

@@ -110,7 +110,6 @@ def _does_any_rank_refuse(roll: RollCall, refuses: bool, timeout_seconds: float)
         logger.warning("Preflight refuses on single ranks only: %s", missing)
     else:
         refuses = bool(agreement_within(timeout_seconds).highest(int(refuses)) or refuses)
-    roll.leave()  # not earlier: a slower rank would still wait for this one
     return refuses
 
 

@@ -1,5 +1,8 @@
 """Switches that help whatever was read, a text, a record or a snapshot: each as one types it."""
 
+import re
+from collections.abc import Iterable
+
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.units import size
 
@@ -34,6 +37,13 @@ LOAD_ON_ONE_RANK = Remedy(
     grade="known",
     price="a slower start",
 )
+
+_SURVIVE = re.compile(r"--preset survive|trainer_plugins=survive")
+_SURVIVE_REFUSED = re.compile(
+    r"survive_oom (could not help|cannot help|does nothing in this run)"
+    r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
+)
+
 FEWER_LIVE_PARAMETERS = Remedy(
     do='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
     effect="fewer parameters are gathered at once than DeepSpeed's default of 1e9, which are 2 GB"
@@ -76,6 +86,12 @@ def survive(launched: str) -> Remedy:
         grade="known",
         price="time for the micro-batches that are divided; nothing for the others",
     )
+
+
+def unless_refused(remedies: Iterable[Remedy], said: str) -> tuple[Remedy, ...]:
+    """Leave out what this run has tried, where `survive_oom` says in it that it cannot help."""
+    is_refused = _SURVIVE_REFUSED.search(said) is not None
+    return tuple(one for one in remedies if not (is_refused and _SURVIVE.search(one.do)))
 
 
 def checkpointing(do: str = "--gradient_checkpointing True") -> Remedy:

@@ -9,7 +9,6 @@ from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.exact.losses import VOUCH, Family, Unknown, family_of
 from trainer_plugins.survival.limit.ladder import RUNGS, STREAM, descend
 from trainer_plugins.survival.memo import SurvivalMemo
-from trainer_plugins.survival.ranks.together import roll_call
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.run import Attached, memo_of
 from trainer_plugins.survival.words import not_attached
@@ -20,11 +19,11 @@ class Survival:
 
     def __init__(self, trainer: Trainer, engine: Engine | None) -> None:
         self._trainer, self._engine = trainer, engine
-        self._roll_call = roll_call(trainer)
         if engine is not None:
             engine.attach()
-            memo_of(trainer)
-            self._roll_call.sign()
+            memo = memo_of(trainer)
+            if trainer.is_in_train:  # else it signs when training begins
+                memo.roll_call.sign()
 
     def detach(self) -> None:
         """Restore the methods, remove the callback, and switch off what was switched on.
@@ -33,10 +32,11 @@ class Survival:
         """
         if self._engine is None:
             return
-        self._roll_call.leave()
         self._engine.detach()
         self._engine = None
         memo = self._trainer.pop_callback(SurvivalMemo)
+        if memo:
+            memo.roll_call.leave()
         for rung in memo.rungs if memo else ():
             descend(rung, self._trainer.model)
 

@@ -207,7 +207,8 @@ class Engine:
             self._follow_accelerator()
             reasons = [*refusals(self._attached.trainer), *self._judged_anew()]
             self._run, self._current = Run(self._attached, model), None
-            if absent := self._run.ranks.absent(is_met=self._have_met(num_items)):
+            roll_call = self._run.memo.roll_call
+            if absent := self._run.ranks.absent(roll_call, is_met=self._have_met(num_items)):
                 reasons.append(absent)
         self._run.ranks.prepare(partial(self._run.tiny_pass, inputs, num_items))
         if is_new:

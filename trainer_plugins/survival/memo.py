@@ -18,6 +18,7 @@ from trainer_plugins.survival.limit.ladder import climb, is_checkpointing
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.words import thrashing
+from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """The card of the run, opened once."""
         self.is_in_step = False
         """Whether a step is being computed: what others compute between steps is left alone."""
+        self.roll_call = RollCall("survive_oom")
+        """Signed when training begins, and answered at its first micro-batch."""
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
@@ -70,6 +73,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         **kwargs: object,
     ) -> None:
         self.begin_run()
+        self.roll_call.sign()
         move_before_trackers(self)
         self.card, self.is_in_step = card_of(args.device), False
         with self.harmless():

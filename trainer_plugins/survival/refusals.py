@@ -3,7 +3,9 @@
 They are looked for at attach, and again when the optimizer exists.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -95,6 +97,47 @@ def _coupled_rows(trainer: Trainer) -> Iterator[str]:
         )
 
 
+def _step_without_compute_loss(trainer: Trainer) -> Iterator[str]:
+    """Refuse a `training_step` that computes its loss itself, as TRL's online DPO does."""
+    names = _names_in(type(trainer), "training_step")
+    if "backward" in names and "compute_loss" not in names:
+        owner = next(c for c in type(trainer).__mro__ if "training_step" in vars(c))
+        yield (
+            f"{owner.__name__}.training_step never calls compute_loss: it computes a loss of its "
+            "own, of which no part can be computed alone"
+        )
+
+
+def _names_in(kind: type, method: str) -> set[str]:
+    """Collect the names in a method's code and in that of the methods it calls.
+
+    Those of transformers are not followed: its `training_step` calls `compute_loss`.
+    """
+    found: set[str] = set()
+    waiting, followed = [method], {method}
+    while waiting:
+        name = waiting.pop()
+        for owner in (c for c in kind.__mro__ if name in vars(c)):
+            if owner.__module__.startswith("transformers."):
+                found |= {"compute_loss"} if name == "training_step" else set()
+                break
+            code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
+            names = set(_names_of(code)) if isinstance(code, CodeType) else set()
+            found |= names
+            waiting += names - followed
+            followed |= names
+            if name not in names:  # it calls no `super()`
+                break
+    return found
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
+
+
 def _rivals(trainer: Trainer) -> Iterator[str]:
     if trainer.args.auto_find_batch_size:
         yield (
@@ -111,4 +154,4 @@ def _rivals(trainer: Trainer) -> Iterator[str]:
 _LEAVES: tuple[Callable[[Trainer], Iterator[str]], ...] = (
     *(_parallel, _compiled, _consumed_gradients),
 )
-_REFUSALS = (*_LEAVES, _coupled_rows, _rivals)
+_REFUSALS = (*_LEAVES, _coupled_rows, _step_without_compute_loss, _rivals)

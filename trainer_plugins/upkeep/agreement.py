@@ -186,6 +186,8 @@ class Store(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
+    def check(self, keys: list[str]) -> bool: ...
+
 
 def ranks_store() -> Store:
     """Return the store through which the ranks found each other.

@@ -1,7 +1,6 @@
 """RollCall: find out whether all ranks take part in something, before the first waits for all."""
 
 import time
-from collections import Counter
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -10,38 +9,35 @@ from trainer_plugins.upkeep.agreement import has_peers, ranks_store
 
 _PAUSE_SECONDS = 0.02
 
-_num_asked: Counter[str] = Counter()
-"""By name, since this process signed."""
-
 
 class RollCall:
     """Tells who takes part, by the store through which the ranks found each other.
 
     Nobody waits in it for a rank that does not take part. Signing and asking take about 0.2 ms a
-    rank.
+    rank. An answer ends a turn, which all ranks count alike; who takes part again signs again.
 
     Args:
-        name: what the ranks take part in.
+        name: what the ranks take part in, the same on all ranks.
     """
 
     def __init__(self, name: str) -> None:
         self._name = f"trainer_plugins/roll call/{name}"
-        self._has_signed = False
+        self._turn: int | None = None
+        """The turn for which this rank has signed; None if it has not, or has its answer."""
 
     def sign(self) -> None:
-        """Announce that this rank takes part, until `leave`."""
-        if has_peers() and not self._has_signed:
-            self._has_signed = True
-            _num_asked[self._name] = 0
+        """Announce that this rank takes part, until it is answered or calls `leave`."""
+        if has_peers():
             with suppress(RuntimeError):  # then the others find it missing
-                ranks_store().add(f"{self._name}/{dist.get_rank()}/signed", 1)
+                self._turn = self._current()
+                self._put(1)
 
     def leave(self) -> None:
-        """Announce that this rank does no more."""
-        if self._has_signed and has_peers():
+        """Announce that this rank does not take part any more, if no answer was given yet."""
+        if self._turn is not None and has_peers():
             with suppress(RuntimeError):  # the store may have gone with its rank
-                ranks_store().add(f"{self._name}/{dist.get_rank()}/left", 1)
-        self._has_signed = False
+                self._put(0)
+        self._turn = None
 
     def missing(self, wait_seconds: float) -> str:
         """Say which ranks do not take part; empty if all do. Every rank gets the same answer.
@@ -49,26 +45,35 @@ class RollCall:
         Args:
             wait_seconds: how long a rank that has not signed may be on its way.
         """
-        _num_asked[self._name] += 1
         try:
-            deadline = time.monotonic() + wait_seconds
-            while (absent := self._absent()) and time.monotonic() < deadline:
+            turn = self._current() if self._turn is None else self._turn
+            deadline, key = time.monotonic() + wait_seconds, f"{self._name}/{turn}/answer"
+            while (absent := self._absent(turn)) and time.monotonic() < deadline:
+                if ranks_store().check([key]):
+                    break
                 time.sleep(_PAUSE_SECONDS)
-            # The first rank that comes here decides for all, so that none goes on alone. How often
-            # ranks have signed tells this training from earlier ones.
-            key = f"{self._name}/{max(self._counts('signed'))}/{_num_asked[self._name]}"
+            # The first rank that comes here decides for all, so that none goes on alone. Who signs
+            # after that belongs to the next turn.
             answer = ranks_store().compare_set(key, "", "some" if absent else "all")
+            ranks_store().compare_set(f"{self._name}/turn", str(turn), str(turn + 1))
         except RuntimeError as error:
             return f"the ranks could not be counted ({str(error).splitlines()[0]})"
+        self._turn = None
         if answer == b"all":
             return ""
         who = ", ".join(map(str, absent)) or "one that came late"
         return f"of {dist.get_world_size()} ranks these do not take part: {who}"
 
-    def _absent(self) -> list[int]:
-        counts = zip(self._counts("signed"), self._counts("left"), strict=True)
-        return [rank for rank, (signed, left) in enumerate(counts) if signed <= left]
+    def _current(self) -> int:
+        return ranks_store().add(f"{self._name}/turn", 0)
 
-    def _counts(self, what: str) -> list[int]:
-        store, ranks = ranks_store(), range(dist.get_world_size())
-        return [store.add(f"{self._name}/{rank}/{what}", 0) for rank in ranks]
+    def _absent(self, turn: int) -> list[int]:
+        return [rank for rank in range(dist.get_world_size()) if self._signed(turn, rank) < 1]
+
+    def _signed(self, turn: int, rank: int, more: int = 0) -> int:
+        return ranks_store().add(f"{self._name}/{turn}/{rank}", more)
+
+    def _put(self, signed: int) -> None:
+        assert self._turn is not None
+        rank = dist.get_rank()
+        self._signed(self._turn, rank, signed - self._signed(self._turn, rank))

@@ -43,7 +43,11 @@ def batch_for(model: nn.Module, *, labels_at_padding: bool) -> dict[str, Any]:
         batch = {main: _signal(main, config, dice)}
     ignored = torch.where(mask > 0, ids, ids if labels_at_padding else -100)
     num = getattr(config, "num_labels", 3)
-    if "TokenClassification" in kind:
+    if "start_positions" in names:  # at padding is beyond the end, where no loss counts it
+        starts, width = torch.tensor((1, 3, 12, 2)), torch.tensor(WIDTH)
+        starts = torch.where(torch.tensor([labels_at_padding, True, True, True]), starts, width)
+        batch |= {"start_positions": starts, "end_positions": (starts + 2).minimum(width)}
+    elif "TokenClassification" in kind:
         batch["labels"] = torch.where(ignored >= 0, ignored % num, ignored)
     elif "Classification" in kind:
         batch["labels"] = ids[:, 0] % num

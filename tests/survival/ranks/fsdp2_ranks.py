@@ -151,6 +151,7 @@ def make(folder: Path, case: dict):
     AcceleratorState._reset_state()
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = case.get("reshard_after_forward", "true")
     settings = dict(case.get("settings", {}))
+    folder = folder / str(RANK) if case.get("own_folders") else folder
     if case.get("sync_each_batch"):
         settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     # Other rows on each rank, and of other lengths: 64 rows are dealt out by the Trainer.

@@ -69,6 +69,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "one rank has one row": {"fail": LATE_AND_EARLY, "settings": WINDOW, "rows": [1, 4]},
     "after an evaluation": {"fail": {"1": {"2": [0.6]}, "0": {"4": [0.2]}}, "settings": EVALUATED},
     "nothing but checkpointing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1]},
+    "each rank has a folder of its own": {
+        "fail": LATE_AND_EARLY,
+        "settings": WINDOW,
+        "own_folders": True,
+    },
     "saved": {"fail": {"1": {"1": [0.5]}}, "settings": SAVED},
     "resumed": {"resume": True, "settings": SAVED},
     "swept, not reduced": {"sweep": {"rank": 1, "micro_batch": 0}, "settings": {"steps": 4}},

@@ -12,6 +12,7 @@ from trainer_plugins.explain.run.causes import kept_in, kept_logits
 from trainer_plugins.explain.run.host import less_main_memory, without_shm
 from trainer_plugins.printable import printable
 from trainer_plugins.record.oom_record import Frame
+from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
 
 Remedies = list[Remedy]
@@ -32,7 +33,8 @@ def remedies_of(causes: Sequence[Cause], case: Case) -> tuple[Remedy, ...]:
     for cause in causes:
         for remedy in _BY_CODE.get(cause.code, _fewer)(case):
             found.setdefault(remedy.do, replace(remedy, cause=cause.code))
-    return tuple(found.values())
+    codes = [entry.finding.code for entry in case.entries if isinstance(entry, Remark)]
+    return switches.unless_refused(found.values(), " ".join([case.record.error.text, *codes]))
 
 
 def _remedy(do: str, effect: str, grade: Grade = "known", price: str = "") -> Remedy:

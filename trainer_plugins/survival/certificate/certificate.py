@@ -25,9 +25,10 @@ from trainer_plugins.survival.certificate.comparison import (
 )
 from trainer_plugins.survival.certificate.samples import idle, real, short
 from trainer_plugins.survival.exact.finality import Watch, gradients_aside, small_parameters
-from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.shares import Weight
+from trainer_plugins.survival.exact.shown import IGNORED
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks import Ranks
 

@@ -12,6 +12,7 @@ from transformers import Trainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.snapshot import Buffers
 from trainer_plugins.survival.certificate.held import Drawers, held
+from trainer_plugins.survival.certificate.rounding import rounded_anew
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.finality import Watch, without_reentry
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
@@ -29,6 +30,12 @@ _TOLERANCE_LOW = 3e-2
 
 _LEAST_FRACTION = 1e-2
 """Part of the largest gradient below which a parameter's gradient may be nothing but rounding."""
+
+_OF_ROUNDING = 3.0
+"""An error of so many times what rounding anew makes is rounding: right weights were up to 2.1."""
+
+_NOT_A_NUMBER = 1e9
+"""Error of a part whose gradient or loss is not finite."""
 
 _SMALLEST_LOSS = 1e-2
 """A smaller loss may be nothing but rounding: terms cancel, as GRPO's do. The gradient decides."""
@@ -131,8 +138,11 @@ class Comparison:
                     f"{noise:.1e}, with the drawing of random numbers held, so it cannot be "
                     "measured whether its parts add up"
                 )
+        if min(told.errors.values()) >= _NOT_A_NUMBER:
+            return f"the {self._what} of a part is not a number: measured on {told.words}"
         tried = ", ".join(
-            f"{error:.1e} if it is {weight.name}" for weight, error in told.errors.items()
+            f"{'not a number' if error >= _NOT_A_NUMBER else f'{error:.1e}'} if it is {weight.name}"
+            for weight, error in told.errors.items()
         )
         return (
             f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off "
@@ -169,7 +179,27 @@ class Comparison:
         errors = {
             weight: self._ranks.highest(_whole(error)) / 1e9 for weight, error in errors.items()
         }
-        return Told(sample, errors, self._tolerance(), f"{sample.words}, {self._how()}")
+        told = Told(sample, errors, self._tolerance(), f"{sample.words}, {self._how()}")
+        return None if self._is_rounding(told, measured[0], tells=tells) else told
+
+    def _is_rounding(self, told: Told, whole: _Measured, *, tells: bool) -> bool:
+        """Tell whether what no weight fits is nothing but rounding, so that the sample is no proof.
+
+        The gradients of chosen and rejected answers that are alike cancel, for one.
+        """
+        least = min(told.errors.values())
+        if not self._is_gradient or not told.tolerance < least < _NOT_A_NUMBER:
+            return False
+        with rounded_anew(self._ranks.bare):
+            again = self._passed(told.sample, (told.sample.whole,))
+        # Without room for that it is not known, and a smaller sample has to tell.
+        noise = math.inf if isinstance(again, DidNotFit) else _error(whole, again, [1.0])
+        noise = self._ranks.highest(_whole(noise) if tells else 0) / 1e9
+        self.why_untold = (
+            f"its {self._what} is nothing but rounding on {sum(told.sample.nums)} examples, so it "
+            "cannot be measured whether it is the sum of its parts'"
+        )
+        return least <= _OF_ROUNDING * noise
 
     def _how(self) -> str:
         name = next((type(module).__name__ for module in self._steady.drawers.in_eval), "")
@@ -237,7 +267,7 @@ class Comparison:
 
 def _whole(error: float) -> int:
     """Return an error in units of 1e-9: ranks vote by whole numbers."""
-    return round(1e9 * min(error, 1e9)) if math.isfinite(error) else 10**18
+    return round(1e9 * (min(error, _NOT_A_NUMBER) if math.isfinite(error) else _NOT_A_NUMBER))
 
 
 def _error(whole: _Measured, parts: list[_Measured], factors: list[float]) -> float:

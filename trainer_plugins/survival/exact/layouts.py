@@ -5,32 +5,23 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer_plugins.survival.exact.shown import IGNORED, PROBE_TOKENS, TEXT, cut_short
+
 Inputs = Mapping[str, Any]
 """A micro-batch as a data collator makes it: mostly tensors."""
 
 Batch = dict[str, Any]
 """Some examples of a micro-batch, which may be changed."""
 
-IGNORED = -100
-"""The label that no loss of transformers counts."""
-
 TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")
 """Endings of the names of tensors that hold tokens."""
 
-PROBE_TOKENS = 16
-"""Tokens of each example that a probe keeps: enough to show how a loss adds up."""
+_SHARED = ("position_ids", "attention_mask", "token_type_ids")
+"""Endings of the names of what may be given once for all rows, with a first dimension of 1."""
 
-_FEW = 3
-"""Fewest tokens of a probe's row that is labelled in part."""
+ANSWERS = ("start_positions", "end_positions")
+"""Names of the labels of question answering: a column each; beyond the last one none counts."""
 
-_TEXT = (
-    "input_ids",
-    "attention_mask",
-    "labels",
-    "position_ids",
-    "token_type_ids",
-    "completion_mask",
-)
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
@@ -94,7 +85,11 @@ class Rows:
                 raise IndivisibleError(
                     "`position_ids` has one plane a kind of position, so it is not cut by rows"
                 )
-            if length is not None and length not in self._lengths(num_rows):
+            if (
+                length is not None
+                and length not in self._lengths(num_rows)
+                and not _is_shared(name, value)
+            ):
                 raise IndivisibleError(
                     f"`{name}` has {length} rows where the others have {num_rows}"
                 )
@@ -102,7 +97,12 @@ class Rows:
 
     def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
         num_rows = _num_rows(inputs)
-        return {name: self._cut(value, num_rows, start, stop) for name, value in inputs.items()}
+        return {
+            name: value
+            if num_rows > 1 and _is_shared(name, value)
+            else self._cut(value, num_rows, start, stop)
+            for name, value in inputs.items()
+        }
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
@@ -119,34 +119,14 @@ class Rows:
             # Classes: one of them does not count.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {
-            name: value for name, value in few.items() if name.endswith(_TEXT) and _is_text(value)
+            name: value for name, value in few.items() if name.endswith(TEXT) and _is_text(value)
         }
         if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
             # a mask of four dimensions, or features of three: which of them belong to which column
             # is not known
-            return few
-        masks = {
-            (_part(name), v.size(1)): _Shown(v, num, _part(name))
-            for name, v in texts.items()
-            if name.endswith("attention_mask")
-        }
-        of_width = {width: shown for (_, width), shown in masks.items()}
-        for name, value in texts.items():
-            width = value.size(1)
-            shown = masks.get((_part(name), width)) or of_width.get(width)
-            shown = shown or _Shown(torch.ones_like(value), num)
-            text = shown.columns(value)
-            if name.endswith("attention_mask"):
-                text = shown.mask
-            elif name.endswith("labels"):
-                text = torch.where(
-                    shown.is_labelled, text.clamp(min=0), torch.where(shown.is_first, IGNORED, text)
-                )
-            elif name.endswith("completion_mask"):
-                text.fill_(1)
-                text[::num, PROBE_TOKENS // 3 :] = 0
-            few[name] = text
-        return few
+            return _with_answers(few, num)
+        few.update(cut_short(texts, num))
+        return _with_answers(few, num)
 
     def _lengths(self, num_rows: int) -> tuple[int, ...]:
         return (num_rows,)
@@ -320,41 +300,33 @@ def _dims(value: object) -> int:
 
 
 def _is_text(value: object) -> bool:
-    return torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()
+    return (
+        torch.is_tensor(value)
+        and value.dim() == 2
+        and value.size(1) > 0
+        and not value.is_floating_point()
+    )
 
 
-class _Shown:
-    """Holds the columns of padded rows that a probe keeps, with its mask and its labels.
-
-    In the first row a third of what the mask shows is labelled, and the last token, which the mask
-    hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
-    whole, with their padding. The end of a prompt stays: with what follows it would be a hole, and
-    TRL 0.24 cuts all columns behind one (trl/trainer/utils.py, flush_left).
-    """
-
-    def __init__(self, mask: torch.Tensor, num: int, part: str = "") -> None:
-        end = max(0, mask.size(1) - PROBE_TOKENS)
-        is_left_padded = bool((mask[:, end:] != 0).sum() > (mask[:, :PROBE_TOKENS] != 0).sum())
-        self._begin = end if is_left_padded else 0
-        self.mask = self.columns(mask)
-        self.mask[(self.mask != 0).sum(1) < _FEW] = 1
-        self.is_labelled = self.mask != 0
-        self.is_first = torch.zeros_like(self.is_labelled)
-        for row in range(0, len(mask), num):
-            at = self.mask[row].nonzero().flatten()
-            self.is_first[row] = True
-            self.is_labelled[row, at[max(1, len(at) // 3) : -1]] = False
-            if len(at) >= _FEW and part != "prompt_":
-                self.mask[row, at[-1]] = 0
-
-    def columns(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy the columns that are kept."""
-        return value[:, self._begin : self._begin + PROBE_TOKENS].clone()
+def _is_shared(name: str, value: object) -> bool:
+    """Tell whether all rows share a tensor, as position ids of the shape [1, tokens]."""
+    return name.endswith(_SHARED) and _dims(value) >= 2 and _length(value) == 1
 
 
-def _part(name: str) -> str:
-    """Return what a tensor is part of: `prompt_`, `chosen_`; empty for `input_ids`."""
-    return next(name.removesuffix(ending) for ending in _TEXT if name.endswith(ending))
+def _with_answers(few: Batch, num: int) -> Batch:
+    """Move answers into rows that were cut short; the last of several lies outside, uncounted."""
+    for name in (name for name in ANSWERS if torch.is_tensor(few.get(name))):
+        width = width_of(few)
+        few[name] = few[name].clamp(max=width - 1)
+        if num > 2:
+            few[name][-1] = width
+    return few
+
+
+def width_of(inputs: Inputs) -> int:
+    """Return how many columns the token ids have."""
+    ids = next(value for name, value in inputs.items() if name.endswith("input_ids"))
+    return int(ids.size(1))
 
 
 def _length(value: object) -> int | None:

@@ -15,10 +15,18 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.survival.exact.layouts import Completions, Inputs, Packed, Pairs, Rows
+from trainer_plugins.survival.exact.layouts import (
+    ANSWERS,
+    Completions,
+    Inputs,
+    Packed,
+    Pairs,
+    Rows,
+)
 from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss
 from trainer_plugins.survival.exact.shares import (
+    ANSWERED_ROWS,
     ATTENDED_TOKENS,
     COMPLETION_TOKENS,
     LABELLED_ROWS,
@@ -52,7 +60,9 @@ class Family:
         if torch.is_tensor(inputs.get("labels")):
             return self
         return replace(
-            self, weights=tuple(w for w in self.weights if w in (SUM, ROWS)) or self.weights
+            self,
+            weights=tuple(w for w in self.weights if w in (SUM, ROWS, ANSWERED_ROWS))
+            or self.weights,
         )
 
 
@@ -73,6 +83,7 @@ _CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)
 _ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
 _TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
 _CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
+_ANSWERS = Family((Rows(),), (ANSWERED_ROWS, ROWS), ROWS)
 _ROWS = Family((Rows(),), (ROWS,), ROWS)
 _PAIRS = Family((Pairs(),), (ROWS,), ROWS)
 _VOUCHED = Family(
@@ -138,10 +149,28 @@ def family_of(
     """
     found = _family_of(trainer, compute_loss or trainer.compute_loss)
     family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
+    if isinstance(found, Family) and NEXT_TOKENS in found.weights and _is_regularized(trainer):
+        return (
+            "AdaLoRA adds a term to the loss of each forward pass (orth_reg_weight), which does "
+            "not depend on rows: pieces of a sum over tokens would add it once each. Set "
+            "orth_reg_weight=0, or take LoRA"
+        )
     boundary = rope_boundary(trainer.model)
     if isinstance(family, str) or boundary is None:
         return family
     return replace(family, layouts=tuple(type(layout)(boundary) for layout in family.layouts))
+
+
+def _is_regularized(trainer: Trainer) -> bool:
+    """Tell whether adapters add a term to a loss that is a sum over the window.
+
+    It is peft/tuners/adalora/model.py, AdaLoraModel.forward.
+    """
+    tuner = getattr(trainer.model, "base_model", None)
+    configs = getattr(tuner, "peft_config", None)
+    adapter = getattr(tuner, "trainable_adapter_name", None)
+    weight = getattr(configs[adapter], "orth_reg_weight", 0) if configs and adapter else 0
+    return bool(weight) and bool(trainer.model_accepts_loss_kwargs)
 
 
 def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
@@ -208,6 +237,10 @@ def _family_of_model(trainer: Trainer) -> Family | str:
         return Unknown(f"{replaced}, and whether that loss can be divided is not known")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
+    # Others of that name have labels instead, or search beams with a loss for each.
+    names = inspect.signature(model.forward).parameters.keys()
+    if loss == "ForQuestionAnswering" and {*ANSWERS} <= names and "cls_index" not in names:
+        return _ANSWERS
     if loss is None and kind.endswith("LMHeadModel"):
         return _CAUSAL
     unknown = Unknown(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, Inputs
+from trainer_plugins.survival.exact.layouts import ANSWERS, IndivisibleError, Inputs, width_of
+from trainer_plugins.survival.exact.shown import IGNORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,24 @@ def _labelled_rows(inputs: Inputs, _: int) -> float:
     return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
 
 
+def _answered_rows(inputs: Inputs, _: int) -> float:
+    """Count rows whose answer lies within their tokens (transformers, ForQuestionAnsweringLoss).
+
+    Raises:
+        IndivisibleError: one begins within and ends outside, so two means go over different rows.
+    """
+    if not all(torch.is_tensor(inputs.get(name)) for name in ANSWERS):
+        raise IndivisibleError("it has no `start_positions` and `end_positions`")
+    starts, ends = (inputs[name] < width_of(inputs) for name in ANSWERS)
+    if not torch.equal(starts, ends):
+        raise IndivisibleError("an answer begins within its row and ends outside, or otherwise")
+    return float(starts.sum())
+
+
 SUM = Weight("a sum over the window", None)
 LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
+ANSWERED_ROWS = Weight("a mean over rows with an answer", _answered_rows)
 NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
 TOKENS = Weight("a mean over tokens", _tokens)
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)

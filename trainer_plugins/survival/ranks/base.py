@@ -10,6 +10,7 @@ from transformers import Trainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.protocol import Window
+from trainer_plugins.upkeep.roll_call import RollCall
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class Base:
     def bare(self) -> nn.Module:
         return self.model
 
-    def absent(self, *, is_met: bool) -> str:
+    def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         """Return nothing: no other rank has to take part."""
         return ""
 

@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.micro_batch import MicroBatch
+from trainer_plugins.upkeep.roll_call import RollCall
 
 T = TypeVar("T")
 
@@ -74,10 +75,11 @@ class Ranks(Protocol):
     def bare(self) -> nn.Module:
         """Return the model without its wrapper, if it can be computed without."""
 
-    def absent(self, *, is_met: bool) -> str:
+    def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         """Say which ranks do not take part, where every one has to; empty if all do.
 
         Args:
+            roll_call: what this rank has signed, if it takes part.
             is_met: whether the ranks have met in a collective of the Trainer, since each of them
                 could attach: none is on its way then.
         """

@@ -17,11 +17,6 @@ _WAIT_SECONDS = {True: 1.0, False: 10.0}
 """How long a rank may be late at its first micro-batch, by whether the ranks have met before."""
 
 
-def roll_call(trainer: Trainer) -> RollCall:
-    """Return the roll call of one training: who attaches to it signs."""
-    return RollCall(f"survive_oom/{trainer.args.output_dir}")
-
-
 class Together(Base):
     """Handles ranks that vote before they divide, measure or rehearse; see `Ranks`."""
 
@@ -32,8 +27,8 @@ class Together(Base):
         super().__init__(trainer, model)
         self._votes = Agreement(trainer.args.ddp_timeout)
 
-    def absent(self, *, is_met: bool) -> str:
-        missing = roll_call(self.trainer).missing(_WAIT_SECONDS[is_met])
+    def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
+        missing = roll_call.missing(_WAIT_SECONDS[is_met])
         return f"{missing}; give every rank the same callbacks" if missing else ""
 
     def agreed(self, limit: float) -> float:

@@ -92,13 +92,10 @@ class Rehearsal(RunCallback):
     def _rehearsed(self, trainer: Trainer) -> RehearsalReport:
         roll = RollCall("Rehearsal")
         roll.sign()
-        try:
-            if has_peers() and (missing := roll.missing(_WAIT_SECONDS)):
-                logger.warning("nothing is rehearsed: %s", missing)
-                return RehearsalReport(left_out=(("the run", missing),))
-            return rehearse_run(trainer, self._plan, self._saves)
-        finally:
-            roll.leave()
+        if has_peers() and (missing := roll.missing(_WAIT_SECONDS)):
+            logger.warning("nothing is rehearsed: %s", missing)
+            return RehearsalReport(left_out=(("the run", missing),))
+        return rehearse_run(trainer, self._plan, self._saves)
 
     def _say(self, args: TrainingArguments, state: TrainerState) -> None:
         for finding in self.report.findings:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.explain.text.remedies import batch, card, engine, host
@@ -51,4 +52,4 @@ def remedies_of(causes: tuple[Cause, ...], facts: Facts) -> tuple[Remedy, ...]:
         for remedy in offered if cause is causes[0] else offered[:1]:
             if remedy.do not in [one.do for one in found]:
                 found.append(replace(remedy, cause=cause.code))
-    return tuple(found)
+    return switches.unless_refused(found, facts.command + facts.text)
