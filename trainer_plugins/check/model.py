@@ -122,7 +122,7 @@ def cache(facts: Facts) -> Line | None:
         severity=Severity.WARNING,
         summary="each training forward returns a cache of keys and values that nothing reads",
         evidence=f"config.use_cache is true: {size(need)} for the longest rows",
-        remedy="model.config.use_cache = False, or callbacks=[KVCacheGuard()]",
+        remedy="model.config.use_cache = False",
     )
     return Line("KV cache", "", (finding,))
 

@@ -6,7 +6,6 @@ checkpointed layers drop `past_key_values`, but `generate` goes on feeding them 
 """
 
 import gc
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -145,21 +144,6 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
-    """Build no key-value cache in this model's training forwards; return what undoes that.
-
-    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that read
-    another setting, build the keys and values of every layer for nothing.
-    """
-    base = base_model(model)
-    if "use_cache" not in inspect.signature(base.forward).parameters:
-        return lambda: None
-    remove: Callable[[], None] = base.register_forward_pre_hook(
-        _without_cache, with_kwargs=True
-    ).remove
-    return remove
-
-
 def inside_training() -> bool:
     """Return whether a `Trainer.train` is running on this thread's stack.
 
@@ -171,14 +155,6 @@ def inside_training() -> bool:
 
     code = code_of(Trainer.train)
     return any(frame.f_code is code for frame in frames_above())
-
-
-def _without_cache(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    if torch.compiler.is_compiling() or not module.training or not inside_training():
-        return None  # compiled code cannot look at the stack, and is not worth a graph break
-    return args, {**kwargs, "use_cache": False}
 
 
 def _generate(self: Any, *args: object, **kwargs: object) -> object:
