@@ -25,7 +25,7 @@ from trainer_plugins.record.timeline import Remark, read_timeline
 
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) ** 2
+        return model(**inputs).loss ** 2
 
 
 class OwnModel(nn.Module):

@@ -119,6 +119,7 @@ class Engine:
             why_not = recovery.wrong_so_far()
             recovery.failed(micro.whole, micro.start, loss, "forward", why_not=why_not)
         loss = _stand_in(recovery.finish())
+        run.refuse_what_moves()
         micro.is_finished, self._current = True, micro
         micro.handed = Handed(loss, micro.scale)
         return loss

@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from trainer_plugins.upkeep.frames import code_of, frames_above
