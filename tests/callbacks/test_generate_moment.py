@@ -94,9 +94,11 @@ def test_the_generations_of_an_evaluation_are_one_reading_before_it(make_trainer
         "end",
     ]
     assert "generate" not in vars(trainer.model)
-    trainer.evaluate()  # after training nothing tells the two apart
-    assert of(timeline, "generate") == generated
-    assert peaks(timeline, "eval") == {0, 3}
+    trainer.evaluate()  # after training too
+    assert [each.num_readings for each in of(timeline, "generate")] == [3, 3, 3, 3]
+    assert peaks(timeline, "generate") == {3}
+    assert peaks(timeline, "eval") == {0}
+    assert "generate" not in vars(trainer.model)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -123,6 +123,17 @@ class MemoryWatchdog(EvaluationCallback):
         ) and state.global_step % self.every_steps:
             self._look(args, state, "train")
         super().on_epoch_end(args, state, control, **kwargs)
+
+    @contextmanager
+    def evaluating(
+        self, args: TrainingArguments, state: TrainerState, **kwargs: object
+    ) -> Iterator[None]:
+        with super().evaluating(args, state, **kwargs), ExitStack() as stack:
+            is_over = self._watch is not None and self._forget_generate is None
+            if is_over and hasattr(kwargs.get("model"), "generate"):
+                model = model_of(kwargs)
+                stack.callback(guard_generate(model, self._apart, outside_training=True))
+            yield
 
     def after_evaluation(
         self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object

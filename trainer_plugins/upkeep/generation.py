@@ -22,7 +22,8 @@ GenerateGuard = Callable[
 ]
 """Wraps each `generate` inside training; gets the model, its arguments, and keywords to change."""
 
-_guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
+_guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKeyDictionary()
+"""The guards of each model, and whether they act outside training too."""
 
 
 @contextmanager
@@ -95,11 +96,13 @@ def drop_leftovers(model: nn.Module) -> list[str]:
     return [f"{type(module).__name__}.{name}" for module, name in found]
 
 
-def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]:
+def guard_generate(
+    model: nn.Module, guard: GenerateGuard, *, outside_training: bool = False
+) -> Callable[[], None]:
     """Wrap a guard around every `model.generate` inside training; return what removes it.
 
     Outside `Trainer.train` the guard does nothing, so one that is left behind by a training that
-    raised is inert.
+    raised is inert, unless it is meant for there.
     """
     if model not in _guards:
         _guards[model] = []
@@ -110,7 +113,8 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
         # A bound method of a function of this module: copy.deepcopy and pickle copy it with the
         # model.
         vars(model)["generate"] = MethodType(_generate, model)
-    _guards[model].append(guard)
+    entry = guard, outside_training
+    _guards[model].append(entry)
     # A guard may know its callback, which keeps `remove`: with a reference to the model in it, a
     # training that raised would keep the model for ever.
     known = ref(model)
@@ -120,8 +124,8 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
         if model is None:
             return
         guards = _guards.get(model, [])
-        if guard in guards:
-            guards.remove(guard)
+        if entry in guards:
+            guards.remove(entry)
             if not guards:
                 del _guards[model]
                 before = vars(model).pop("_generate_before_guards", None)
@@ -158,10 +162,9 @@ def inside_training() -> bool:
 
 def _generate(self: Any, *args: object, **kwargs: object) -> object:
     generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
-    if not inside_training():
-        return generate(*args, **kwargs)
+    is_in_training = inside_training()
     with ExitStack() as stack:
-        for guard in _guards.get(self, ()):
+        for guard in [one for one, outside in _guards.get(self, ()) if outside or is_in_training]:
             stack.enter_context(guard(self, args, kwargs))
         return generate(*args, **kwargs)
 
