@@ -19,6 +19,7 @@ Invariants, and where each is kept:
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from accelerate import Accelerator
@@ -193,6 +194,12 @@ class Engine:
         if self._run is not None:
             self._run.ranks.end()
 
+    def _forget_run(self) -> None:
+        """Let go of the model of a training that has ended: the next trial makes another one."""
+        self._end_run()
+        self._run = self._current = None
+        self._evaluation.begin_run()
+
     def _run_of(
         self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
     ) -> Run:
@@ -208,6 +215,7 @@ class Engine:
             self._follow_accelerator()
             reasons = [*refusals(self._attached.trainer), *self._judged_anew()]
             self._run, self._current = Run(self._attached, model), None
+            self._run.memo.when_over = WeakMethod(self._forget_run)
             if absent := self._run.ranks.absent(is_met=self._have_met(num_items)):
                 reasons.append(absent)
         self._run.ranks.prepare(partial(self._run.tiny_pass, inputs, num_items))

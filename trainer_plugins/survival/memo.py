@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -50,6 +51,11 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """The card of the run, opened once."""
         self.is_in_step = False
         """Whether a step is being computed: what others compute between steps is left alone."""
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        self.when_over: WeakMethod[Callable[[], None]] | None = None
+        """What the engine wants to be called when the training ends."""
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
@@ -110,6 +116,16 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        if self.when_over is not None and (forget := self.when_over()) is not None:
+            forget()
 
     def on_log(
         self,

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -66,7 +67,8 @@ class Delegation:
     def __init__(self, trainer: Trainer, original: Callable[..., Any], known: type) -> None:
         self._trainer, self.original, self._known = trainer, original, known
         self.__module__ = original.__module__
-        self._parameters: tuple[nn.Module | None, tuple[nn.Parameter, ...]] = (None, ())
+        self._parameters: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]
+        self._parameters = WeakKeyDictionary()
         self.why_not = ""
         """Why the loss of the last call is the user's own; empty if it is the library's."""
 
@@ -116,9 +118,9 @@ class Delegation:
                 self._known.compute_loss = compute_loss
 
     def _parameters_of(self, model: nn.Module) -> tuple[nn.Parameter, ...]:
-        if self._parameters[0] is not model:  # listed once: it takes milliseconds
-            self._parameters = model, tuple(model.parameters())
-        return self._parameters[1]
+        if model not in self._parameters:  # listed once: it takes milliseconds
+            self._parameters[model] = tuple(model.parameters())
+        return self._parameters[model]
 
 
 def check_delegated(compute_loss: Callable[..., Any]) -> None:
