@@ -202,6 +202,16 @@ def test_what_was_not_attached_is_said_in_one_line(tmp_path, version, says) -> N
     assert done.stderr.count("\n") == 1
 
 
+def test_a_program_that_died_is_not_told_that_it_built_no_trainer(tmp_path: Path) -> None:
+    folder = install_transformers(tmp_path, "99.0")
+    code = "import transformers.trainer; import no_such_module"
+
+    done = execute(*OBSERVE, "--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
+
+    assert done.returncode == 1
+    assert done.stderr.endswith("No module named 'no_such_module'\n")
+
+
 def test_a_warning_of_an_import_keeps_the_line_that_imports(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("")

@@ -26,6 +26,7 @@ from trainer_plugins import (
     MemoryWatchdog,
     Preflight,
     SurviveOOM,
+    protect,
 )
 from trainer_plugins.record.timeline import Sample, Timeline, read_timeline
 
@@ -388,3 +389,27 @@ def test_a_reading_that_fails_ends_no_training(
             for message in said
         )
         failing.clear()
+
+
+def test_a_trainer_whose_events_pass_no_model_is_one_line(make_trainer, caplog) -> None:
+    """setfit's handler passes its own model, which holds a module and is none."""
+
+    class SetFitModel:
+        pass
+
+    class PassesIt(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.handler.model = SetFitModel()
+
+    for _ in range(2):
+        trainer = make_trainer(max_steps=2, eval_strategy="steps", eval_steps=1)
+        protect(trainer, "survive")
+        passes = PassesIt()
+        passes.handler = trainer.callback_handler
+        trainer.callback_handler.callbacks.insert(0, passes)
+        trainer.train()
+
+    (told,) = [one for one in caplog.records if "SetFitModel" in one.getMessage()]
+    assert "is no nn.Module" in told.getMessage()
+    assert not [one for one in caplog.records if one.exc_info]
+    assert trainer.state.global_step == 2

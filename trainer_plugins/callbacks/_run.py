@@ -24,6 +24,13 @@ logger = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=TrainerCallback)
 
+_said: set[str] = set()
+"""What is said once in a process, whichever callback finds it."""
+
+
+class NoModelError(TypeError):
+    """Says that a Trainer passes something that is no model to its events, as setfit's does."""
+
 
 class RunCallback(TrainerCallback):
     """Holds a device and a timeline for a callback: those it was given, or the run's own."""
@@ -93,6 +100,10 @@ class RunCallback(TrainerCallback):
         """
         try:
             yield
+        except NoModelError as error:
+            if str(error) not in _said:
+                _said.add(str(error))
+                logger.warning("%s", error)
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
@@ -283,11 +294,14 @@ def model_of(event: Mapping[str, object]) -> nn.Module:
     """Return the model that the Trainer passes to an event.
 
     Raises:
-        TypeError: there is none.
+        NoModelError: there is none.
     """
     model = event.get("model")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"an event of the Trainer passes a model, got {type(model).__name__}")
+        raise NoModelError(
+            f"this Trainer passes a {type(model).__name__} to its callbacks, which is no nn.Module:"
+            " what looks at the model does nothing in its runs"
+        )
     return model
 
 
