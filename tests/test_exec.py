@@ -62,7 +62,9 @@ def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     for rank in (0, 1):
         facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
         assert facts == {"world_size": 2, "model": "DistributedDataParallel"}
-        timeline = read_timeline(tmp_path / "out" / "memory" / f"rank-{rank}.jsonl")
+        timeline = read_timeline(
+            tmp_path / "out" / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl"
+        )
         assert [
             entry.step
             for entry in timeline

@@ -98,7 +98,7 @@ def test_all_through_evaluation_prediction_save_and_resume(
 
     assert resumed.state.global_step == 8
     assert next(resumed.model.parameters()).device.type == anywhere
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     steps = [
         entry.step for entry in entries if isinstance(entry, Sample) and entry.moment == "train"
     ]
@@ -142,7 +142,10 @@ def test_the_same_callback_given_twice_says_so_and_acts_once(
     ]
     assert last.num == 8  # no event of another callback was skipped
     if callback_class is MemoryWatchdog:
-        assert len(read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")) == 10
+        assert (
+            len(read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"))
+            == 10
+        )
 
 
 class CountsSteps(TrainerCallback):
@@ -178,7 +181,9 @@ def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> Non
     trainer.add_callback(MemoryWatchdog)
     trainer.train()
 
-    assert len(read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")) == 10
+    assert (
+        len(read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")) == 10
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,7 +324,7 @@ def test_a_copied_trainer_is_watched_too(make_trainer, tmp_path) -> None:
     trainer.train()
     copy.deepcopy(trainer).evaluate()
 
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert [entry.moment for entry in entries if isinstance(entry, Sample)][-2:] == ["end", "eval"]
 
 

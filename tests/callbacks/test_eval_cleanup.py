@@ -215,7 +215,7 @@ def test_what_a_rehearsal_makes_is_no_leftover_of_the_evaluation_at_the_start(
     assert states > 0.01 * CAPACITY_BYTES
     assert not [
         e
-        for e in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        for e in read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         if isinstance(e, Remark)
     ]
 

@@ -1,6 +1,7 @@
 """Inside training `generate` returns wrong text without a word; with the guard it is right, and nothing is changed."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -228,6 +229,7 @@ def test_the_presets_leave_every_number_as_it_was(tmp_path, monkeypatch, name: s
     """Where a decoder has a config of its own, plain training builds a cache, and rounds by it."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     torch.manual_seed(0)
+    made: Any
     if name == "a pair":
         made = encoder_decoder_pair()
     else:

@@ -275,7 +275,7 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
 
     survive_oom(trainer, on_refusal="warn").detach()
     assert (vars(trainer), vars(trainer.accelerator), trainer.callback_handler.callbacks) == before
-    (entry,) = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+    (entry,) = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
     assert entry.finding.summary in caplog.text
@@ -385,7 +385,7 @@ def test_it_can_be_told_to_train_on_and_then_checkpointing_still_helps(tmp_path)
 
     codes = [
         e.finding.code
-        for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+        for e in read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         if isinstance(e, Remark)
     ]
     assert codes == ["out-of-memory-refused", "out-of-memory-survived"]

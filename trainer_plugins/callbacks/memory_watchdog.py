@@ -29,9 +29,10 @@ class MemoryWatchdog(EvaluationCallback):
     """Reads the device every `every_steps` steps and after each evaluation, prediction and save.
 
     Each of these moments has its own peak, and so has what `generate` takes inside training.
-    Readings and findings go to `<output_dir>/memory/rank-<rank>.jsonl`, one line a write, so that
-    they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory, see
-    `docs/findings.md`) is logged once at its own severity, and again when it gets worse.
+    Readings and findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line a
+    write, so that they survive a kill. A finding (pressure, foreign memory, fragmentation, leak,
+    host memory, see `docs/findings.md`) is logged once at its own severity, and again when it gets
+    worse.
 
     Each line that training logs gets `memory/peak_gib` and others (`docs/watchdog.md` lists them),
     which so reach TensorBoard or whatever `report_to` names, `state.log_history` and

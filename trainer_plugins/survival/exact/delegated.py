@@ -65,7 +65,8 @@ class Delegation:
     """
 
     def __init__(self, trainer: Trainer, original: Callable[..., Any], known: type) -> None:
-        self._trainer, self.original, self._known = trainer, original, known
+        self._trainer, self.original = trainer, original
+        self._known: Any = known
         self.__module__ = original.__module__
         self._parameters: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]
         self._parameters = WeakKeyDictionary()
