@@ -80,7 +80,9 @@ def test_it_trains_and_trains_on_from_a_checkpoint(make_trainer, tmp_path) -> No
     assert ours(again) == ALL
     samples = [
         entry
-        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        for entry in read_timeline(
+            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+        )
         if isinstance(entry, Sample)
     ]
     assert [sample.step for sample in samples if sample.moment == "train"] == [2, 4, 6]

@@ -29,11 +29,11 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     for rank in (0, 1):
-        timeline = Timeline(tmp_path / "memory" / f"rank-{rank}.jsonl")
+        timeline = Timeline(tmp_path / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl")
         for entry in ENTRIES:
             timeline.add(entry)
 
-    (tmp_path / "memory" / "rank-0-old.jsonl").write_text("a user's copy")
+    (tmp_path / "_trainer_plugins" / "memory" / "rank-0-old.jsonl").write_text("a user's copy")
 
     done = command("report", tmp_path)
 
@@ -42,7 +42,9 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     assert "55%" in done.stdout
     assert "ranks 0 to 1: 2 releases gave back 0.0 MiB and took 250.0 ms, where" in done.stdout
     assert "ranks 0 to 1, step 2, x 2, at worst: [x] s (e" in done.stdout
-    assert str(tmp_path / "memory" / "rank-1.jsonl") in done.stdout.replace("\n", "")
+    assert str(tmp_path / "_trainer_plugins" / "memory" / "rank-1.jsonl") in done.stdout.replace(
+        "\n", ""
+    )
 
 
 def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:

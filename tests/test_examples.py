@@ -62,7 +62,7 @@ def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-3000:]
     assert "without preprocess_logits_for_metrics: allocator: " in done.stdout
     assert "with it: evaluated" in done.stdout
-    assert (tmp_path / "oom-rank0.json").exists()
+    assert (tmp_path / "_trainer_plugins" / "oom-rank0.json").exists()
 
 
 def test_a_hydra_app(tmp_path: Path) -> None:
@@ -71,7 +71,9 @@ def test_a_hydra_app(tmp_path: Path) -> None:
     command = [sys.executable, app, "+trainer_plugins=memory_safe"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "runs" / "hydra_app" / "memory" / "rank-0.jsonl").exists()
+    assert (
+        tmp_path / "runs" / "hydra_app" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+    ).exists()
 
 
 def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

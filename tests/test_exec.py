@@ -30,6 +30,10 @@ os._exit(0)  # gloo now and then aborts a process at its end
 """
 
 
+OBSERVE = ("--preset", "observe")
+"""It sets nothing, and so says nothing."""
+
+
 def execute(*arguments: object, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainer_plugins", "exec", *map(str, arguments)]
     path = os.pathsep.join(filter(None, [environ.pop("path", None), str(ROOT)]))
@@ -58,7 +62,9 @@ def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     for rank in (0, 1):
         facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
         assert facts == {"world_size": 2, "model": "DistributedDataParallel"}
-        timeline = read_timeline(tmp_path / "out" / "memory" / f"rank-{rank}.jsonl")
+        timeline = read_timeline(
+            tmp_path / "out" / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl"
+        )
         assert [
             entry.step
             for entry in timeline
@@ -101,31 +107,30 @@ def test_what_the_program_attaches_counts_more_and_its_workers_are_silent(tmp_pa
     assert "nothing was attached" not in done.stderr
 
 
-def test_the_environment_of_a_launch(tmp_path: Path) -> None:
-    code = "import json, os, sys; print(json.dumps([dict(os.environ), sorted(sys.modules)]))"
+SHOWS = "import json, os, sys; print(json.dumps([dict(os.environ), sorted(sys.modules)]))"
+
+
+def test_only_what_the_preset_needs_is_set_and_is_said_in_one_line(tmp_path: Path) -> None:
+    before = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    launch = ["trainer_plugins", "exec", "--memory-stop", "--", sys.executable, "-c", SHOWS]
 
     done = execute(
-        "--memory-stop",
-        "--",
-        sys.executable,
-        "-c",
-        code,
-        cwd=tmp_path,
-        TOKENIZERS_PARALLELISM="true",
-        path="mine",
+        "--preset", "observe", "--", sys.executable, "-m", *launch, cwd=tmp_path, path="mine"
     )
 
     environ, modules = json.loads(done.stdout)
-    assert environ["TOKENIZERS_PARALLELISM"] == "true"  # the user's
-    assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"  # ours
-    assert "PYTORCH_ALLOC_CONF" in environ or "PYTORCH_CUDA_ALLOC_CONF" in environ
+    hook = {"PYTHONPATH", "TRAINER_PLUGINS_ATTACH"}
+    (setting,) = [name for name in environ if name.endswith("ALLOC_CONF")]
+    new = {name: value for name, value in environ.items() if before.get(name) != value}
+    assert new.keys() - {"STARTED_BY_A_TEST", "LC_CTYPE"} == {*hook, setting}
+    assert done.stderr.startswith(f"trainer-plugins exec sets {setting}={environ[setting]}: ")
+    assert done.stderr.count("\n") == 1  # observe, around it, has set nothing
     assert json.loads(environ["TRAINER_PLUGINS_ATTACH"]) == {"stop": True}
     assert environ["PYTHONPATH"].split(os.pathsep)[1:] == ["mine", str(ROOT)]
     assert "trainer_plugins_on_import" in modules
     assert not {"trainer_plugins", "typing", "transformers"} & set(
         modules
     )  # a start of Python stays cheap
-    assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +175,9 @@ def test_the_users_own_sitecustomize_is_read(tmp_path: Path) -> None:
 def test_what_the_users_own_sitecustomize_raises_python_reports(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("1 / 0")
 
-    done = execute("--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path))
+    done = execute(
+        *OBSERVE, "--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path)
+    )
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
     reported = "Error in sitecustomize; set PYTHONVERBOSE for traceback:\nZeroDivisionError: division by zero\n"
@@ -190,11 +197,21 @@ IMPORTS = "import transformers.trainer; print('went on')"
 def test_what_was_not_attached_is_said_in_one_line(tmp_path, version, says) -> None:
     folder = install_transformers(tmp_path, version)
 
-    done = execute("--", sys.executable, "-c", IMPORTS, cwd=tmp_path, path=folder)
+    done = execute(*OBSERVE, "--", sys.executable, "-c", IMPORTS, cwd=tmp_path, path=folder)
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_program_that_died_is_not_told_that_it_built_no_trainer(tmp_path: Path) -> None:
+    folder = install_transformers(tmp_path, "99.0")
+    code = "import transformers.trainer; import no_such_module"
+
+    done = execute(*OBSERVE, "--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
+
+    assert done.returncode == 1
+    assert done.stderr.endswith("No module named 'no_such_module'\n")
 
 
 def test_a_warning_of_an_import_keeps_the_line_that_imports(tmp_path: Path) -> None:
@@ -214,7 +231,7 @@ def test_a_launcher_has_nothing_to_say(tmp_path: Path) -> None:
     work = "sum(range(50_000_000))"  # of processor time, many times what the launcher takes
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{work}'], check=True)\n{IMPORTS}"
 
-    done = execute("--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
+    done = execute(*OBSERVE, "--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
 
@@ -223,7 +240,7 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
     folder = install_transformers(tmp_path, "99.0")
     code = f"import sys; sys.modules['trainer_plugins'] = None\n{IMPORTS}"
 
-    done = execute("--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
+    done = execute(*OBSERVE, "--", sys.executable, "-c", code, cwd=tmp_path, path=folder)
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
     assert done.stderr.startswith(
@@ -268,7 +285,7 @@ def test_a_command_that_cannot_be_run_ends_as_in_a_shell(
     (tmp_path / "no-program").write_bytes(b"\0\0")
     (tmp_path / "no-program").chmod(0o755)
 
-    done = execute("--", command, cwd=tmp_path)
+    done = execute(*OBSERVE, "--", command, cwd=tmp_path)
 
     assert (done.returncode, done.stdout, done.stderr) == (
         exit_code,
@@ -280,7 +297,9 @@ def test_a_command_that_cannot_be_run_ends_as_in_a_shell(
 def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import no_such_module")
 
-    done = execute("--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path))
+    done = execute(
+        *OBSERVE, "--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path)
+    )
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
     missing = "ModuleNotFoundError: No module named 'no_such_module'\n"
@@ -326,7 +345,7 @@ def test_an_old_python_runs_as_without_us(tmp_path: Path, python: str) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SEEN'] = 'theirs'\n")
     code = "import os, sys, sitecustomize; sys.stdout.write(os.environ['SEEN'])"
 
-    done = execute("--", python, "-B", "-c", code, cwd=tmp_path, path=str(tmp_path))
+    done = execute(*OBSERVE, "--", python, "-B", "-c", code, cwd=tmp_path, path=str(tmp_path))
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "theirs", "")
 

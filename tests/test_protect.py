@@ -51,7 +51,9 @@ def test_a_trainer_in_hand_is_watched_and_guarded(make_trainer, tmp_path, anywhe
 
     samples = [
         entry
-        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        for entry in read_timeline(
+            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+        )
         if isinstance(entry, Sample)
     ]
     assert [sample.step for sample in samples if sample.moment == "train"] == [1, 2, 3]

@@ -38,12 +38,14 @@ def report_of(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     if shutil.which("c++") is None and not os.environ.get("CI"):
         pytest.skip("no C++ compiler")
-    (tmp_path / "run" / "memory").mkdir(parents=True)
-    (tmp_path / "run" / "memory" / "notes.txt").write_text("a user's file")
+    (tmp_path / "run" / "_trainer_plugins" / "memory").mkdir(parents=True)
+    (tmp_path / "run" / "_trainer_plugins" / "memory" / "notes.txt").write_text("a user's file")
 
     out = report_of(quickstart("run", "--steps", "60", cwd=tmp_path))
 
-    assert (tmp_path / "run" / "memory" / "notes.txt").read_text() == "a user's file"
+    assert (
+        tmp_path / "run" / "_trainer_plugins" / "memory" / "notes.txt"
+    ).read_text() == "a user's file"
 
     if not torch.cuda.is_available():
         (block,) = re.findall(r"^```text\n(trained on .*?)```", README, re.MULTILINE | re.DOTALL)
@@ -56,7 +58,7 @@ def test_the_main_job_on_a_simulated_card(tmp_path: Path) -> None:
     assert float(losses[3]) < 0.75 * float(losses[2])
     assert "The statement " in out  # it generated
     assert "Memory: the peak of each moment" in out
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
         "begin",
         "train",
@@ -109,7 +111,9 @@ def test_a_real_model_of_135_million_parameters(tmp_path: Path) -> None:
     assert float(losses[3]) < float(losses[2]) < 6
     peak = max(
         entry.reading.peak_allocated_bytes
-        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        for entry in read_timeline(
+            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+        )
         if isinstance(entry, Sample)
     )
     assert peak > 4 * 4 * 134_000_000  # weights, gradients and two states of Adam, in fp32

@@ -32,7 +32,7 @@ def test_an_issue_form_asks_for_versions_and_a_timeline(name: str) -> None:
     assert all(each["attributes"]["label"] for each in form["body"])
     assert asked["versions"]["validations"]["required"]
     assert "trainer-plugins env --info" in asked["versions"]["attributes"]["description"]
-    assert "memory/rank-0.jsonl" in asked["timeline"]["attributes"]["description"]
+    assert "_trainer_plugins/memory/rank-0.jsonl" in asked["timeline"]["attributes"]["description"]
 
 
 @pytest.mark.parametrize(

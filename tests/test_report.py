@@ -41,8 +41,8 @@ def report(folder: Path, *options: str, width: int | None = None) -> str:
 
 
 def write(folder: Path, rank: int, entries: list[Entry]) -> Path:
-    path = folder / "memory" / f"rank-{rank}.jsonl"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(to_line(entry) + "\n" for entry in entries)
     return path
@@ -302,8 +302,8 @@ def test_a_half_line_at_the_end_is_said_and_a_file_without_entries_too(tmp_path:
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
 def test_what_is_no_file_is_bad_input_and_keeps_nobody_waiting(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "memory" / "rank-0.jsonl"
-    path.parent.mkdir()
+    path = tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda at: os.symlink("/dev/zero", at)}[kind](
         path
     )

@@ -44,7 +44,7 @@ def test_a_script_trains_with_callbacks_and_nothing_else_is_different(tmp_path: 
         done.stdout.splitlines()[0]
         == f"['--preset', 'its own'] {tmp_path / 'scripts'} scripts/train.py"
     )
-    timeline = read_timeline(tmp_path / "out" / "memory" / "rank-0.jsonl")
+    timeline = read_timeline(tmp_path / "out" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert [
         entry.step for entry in timeline if isinstance(entry, Sample) and entry.moment == "train"
     ] == [2, 4]

@@ -105,7 +105,7 @@ def text(entries: list[Entry]) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[list[Entry], Path, int]:
     """The entries of a long run, its file, and the most bytes that this had."""
-    path = tmp_path_factory.mktemp("run") / "memory" / "rank-0.jsonl"
+    path = tmp_path_factory.mktemp("run") / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     timeline, largest, entries = Timeline(path), 0, long_run()
     for entry in entries:
         timeline.add(entry)
@@ -194,7 +194,7 @@ def test_a_file_of_an_older_version_is_thinned_and_what_nobody_reads_is_left_alo
 
 
 def test_two_runs_of_one_folder_are_never_held_against_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "memory" / "rank-0.jsonl"
+    path = tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     timeline = Timeline(path)
     for high, num in (
         (45, 3),

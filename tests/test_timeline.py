@@ -62,11 +62,15 @@ def test_the_parts_of_a_reading_make_the_whole() -> None:
 
 
 def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "memory" / "rank-0.jsonl")
+    timeline = Timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     for entry in ENTRIES:
         timeline.add(entry)
 
-    assert read_timeline(tmp_path / "memory" / "rank-0.jsonl") == ENTRIES == list(timeline)
+    assert (
+        read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+        == ENTRIES
+        == list(timeline)
+    )
 
 
 def test_a_line_cut_off_by_a_kill_and_lines_of_later_versions_are_passed_over(
@@ -106,19 +110,19 @@ def test_one_run_has_one_timeline_a_rank(tmp_path: Path) -> None:
 
     assert timeline_of_run(str(tmp_path), 0) is first
     assert timeline_of_run(str(tmp_path), 1) is not first
-    assert first.path == tmp_path / "memory" / "rank-0.jsonl"
+    assert first.path == tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl"
 
 
 def test_a_folder_that_cannot_be_made_is_said_once_and_harms_nothing(
     tmp_path: Path, caplog
 ) -> None:
-    (tmp_path / "memory").write_text("a user's file")
-    timeline = Timeline(tmp_path / "memory" / "rank-0.jsonl")
+    (tmp_path / "_trainer_plugins").write_text("a user's file")
+    timeline = Timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     for entry in ENTRIES:
         timeline.add(entry)
 
     assert list(timeline) == ENTRIES
-    assert (tmp_path / "memory").read_text() == "a user's file"
+    assert (tmp_path / "_trainer_plugins").read_text() == "a user's file"
     (record,) = caplog.records
     assert "set output_dir to a writable folder" in record.message
 

@@ -54,7 +54,7 @@ FINDING = Finding(
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    return folder / "memory" / f"rank-{rank}.jsonl"
+    return folder / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl"
 
 
 def sample(step: int, moment: str = "train", reading: MemoryReading = READING) -> Sample:
@@ -281,7 +281,7 @@ def test_bad_input_is_said_in_a_line(tmp_path: Path, options: list[str], said: s
 
 def test_what_is_no_folder_or_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     path = file_of(tmp_path, 0)
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(path)
     for wrong in (tmp_path, path):
         done = CliRunner().invoke(app, ["top", str(wrong), "--once"], env={"COLUMNS": "1000"})

@@ -145,7 +145,9 @@ def test_a_run_that_dies_of_oom_says_so_and_the_error_goes_on(
     assert server.codes() == []
     assert message["code"] == "out-of-memory"
     assert "ran out of memory (oom-rank0.json): OutOfMemoryError: CUDA" in str(message["content"])
-    assert '"run_name": "(hidden)"' in (tmp_path / "run" / "run.json").read_text()
+    assert (
+        '"run_name": "(hidden)"' in (tmp_path / "run" / "_trainer_plugins" / "run.json").read_text()
+    )
 
 
 def test_what_survival_did_is_posted(make_trainer, simgpu, server) -> None:

@@ -26,6 +26,7 @@ from trainer_plugins import (
     MemoryWatchdog,
     Preflight,
     SurviveOOM,
+    protect,
 )
 from trainer_plugins.record.timeline import Sample, Timeline, read_timeline
 
@@ -97,7 +98,7 @@ def test_all_through_evaluation_prediction_save_and_resume(
 
     assert resumed.state.global_step == 8
     assert next(resumed.model.parameters()).device.type == anywhere
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     steps = [
         entry.step for entry in entries if isinstance(entry, Sample) and entry.moment == "train"
     ]
@@ -141,7 +142,10 @@ def test_the_same_callback_given_twice_says_so_and_acts_once(
     ]
     assert last.num == 8  # no event of another callback was skipped
     if callback_class is MemoryWatchdog:
-        assert len(read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")) == 10
+        assert (
+            len(read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"))
+            == 10
+        )
 
 
 class CountsSteps(TrainerCallback):
@@ -177,7 +181,9 @@ def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> Non
     trainer.add_callback(MemoryWatchdog)
     trainer.train()
 
-    assert len(read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")) == 10
+    assert (
+        len(read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")) == 10
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +324,7 @@ def test_a_copied_trainer_is_watched_too(make_trainer, tmp_path) -> None:
     trainer.train()
     copy.deepcopy(trainer).evaluate()
 
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert [entry.moment for entry in entries if isinstance(entry, Sample)][-2:] == ["end", "eval"]
 
 
@@ -388,3 +394,27 @@ def test_a_reading_that_fails_ends_no_training(
             for message in said
         )
         failing.clear()
+
+
+def test_a_trainer_whose_events_pass_no_model_is_one_line(make_trainer, caplog) -> None:
+    """setfit's handler passes its own model, which holds a module and is none."""
+
+    class SetFitModel:
+        pass
+
+    class PassesIt(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.handler.model = SetFitModel()
+
+    for _ in range(2):
+        trainer = make_trainer(max_steps=2, eval_strategy="steps", eval_steps=1)
+        protect(trainer, "survive")
+        passes = PassesIt()
+        passes.handler = trainer.callback_handler
+        trainer.callback_handler.callbacks.insert(0, passes)
+        trainer.train()
+
+    (told,) = [one for one in caplog.records if "SetFitModel" in one.getMessage()]
+    assert "is no nn.Module" in told.getMessage()
+    assert not [one for one in caplog.records if one.exc_info]
+    assert trainer.state.global_step == 2

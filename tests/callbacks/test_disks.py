@@ -21,7 +21,7 @@ from tests.models import tiny_llama, token_rows
 from trainer_plugins import MemoryWatchdog
 for kind in sys.argv[2].split(","):
     run = Path(sys.argv[1]) / kind
-    for path in (run / "memory" / "rank-0.jsonl", run / "node" / "trainer_plugins-rank-0.prom"):
+    for path in (run / "_trainer_plugins" / "memory" / "rank-0.jsonl", run / "node" / "trainer_plugins-rank-0.prom"):
         path.parent.mkdir(parents=True)
         if kind.startswith("fifo"):
             os.mkfifo(path)
@@ -75,7 +75,7 @@ def test_an_output_dir_taken_away_is_made_again_and_said_once(
 
     make_trainer(TakesAway(), MemoryWatchdog()).train()
 
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert [(entry.step, entry.moment) for entry in entries if isinstance(entry, Sample)] == [
         (7, "train"), (8, "train"), (8, "end"),
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def test_an_output_dir_taken_away_is_made_again_and_said_once(
 
 
 def test_half_a_line_of_a_run_before_swallows_nothing(make_trainer, tmp_path: Path) -> None:
-    path = tmp_path / "run" / "memory" / "rank-0.jsonl"
+    path = tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     make_trainer(MemoryWatchdog(), max_steps=2).train()
     os.truncate(path, path.stat().st_size - 20)  # what a disk that was full at the end leaves
     make_trainer(MemoryWatchdog(), max_steps=2).train()

@@ -4,9 +4,10 @@ import torch
 from transformers import DynamicCache, Trainer, TrainerCallback
 from transformers.generation import CompileConfig
 
+from tests.conftest import CAPACITY_BYTES
 from tests.models import tiny_llama
-from trainer_plugins import EvalGenerateCleanup
-from trainer_plugins.record.timeline import Flush, Remark, Timeline
+from trainer_plugins import EvalGenerateCleanup, MemoryWatchdog, protect
+from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline, read_timeline
 from trainer_plugins.units import MIB
 
 
@@ -192,3 +193,58 @@ def test_generation_in_every_step_is_no_leftover(make_trainer, simgpu) -> None:
     make_trainer(EvalGenerateCleanup(timeline=timeline), trainer_class=Online, model=model).train()
 
     assert list(timeline) == []
+
+
+def test_what_a_rehearsal_makes_is_no_leftover_of_the_evaluation_at_the_start(
+    tmp_path, make_trainer, simgpu
+) -> None:
+    """`survive` tries the longest rows when training begins, and makes the optimizer's states for it."""
+    model = tiny_llama(hidden_size=256, intermediate_size=1024)
+    trainer = make_trainer(
+        model=model, eval_on_start=True, eval_strategy="steps", eval_steps=4, max_steps=4
+    )
+    protect(trainer, "survive")
+    trainer.train()
+
+    states = sum(
+        value.nbytes
+        for each in trainer.optimizer.state.values()
+        for value in each.values()
+        if value.device.type == "simgpu"
+    )
+    assert states > 0.01 * CAPACITY_BYTES
+    assert not [
+        e
+        for e in read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+        if isinstance(e, Remark)
+    ]
+
+
+class GeneratesAndKeepsSilent(Trainer):
+    """As open-unlearning's: its own evaluators generate, and no event is fired."""
+
+    def evaluate(self, *args, **kwargs):
+        prompt = torch.tensor([[5, 17, 99]], device=self.args.device)
+        self.model.generate(prompt, max_new_tokens=4)
+        self.model.get_compiled_call(CompileConfig())
+        torch.zeros(100 * MIB, dtype=torch.uint8, device=self.args.device)
+        return {}
+
+
+def test_the_final_evaluation_is_cleaned_up_and_its_generations_are_seen(
+    make_trainer, simgpu
+) -> None:
+    for trainer_class in (GeneratesAndKeepsSilent, type("Heir", (GeneratesAndKeepsSilent,), {})):
+        timeline = Timeline()
+        guards = EvalGenerateCleanup(timeline=timeline), MemoryWatchdog(timeline=timeline)
+        trainer = make_trainer(*guards, trainer_class=trainer_class, max_steps=2)
+        trainer.train()
+        before = len(timeline)
+        trainer.evaluate()
+
+        moments = [each.moment for each in list(timeline)[before:] if isinstance(each, Sample)]
+        assert sorted(moments) == ["eval", "generate"]
+        (flush,) = [each for each in list(timeline)[before:] if isinstance(each, Flush)]
+        assert flush.released_bytes >= 100 * MIB
+        assert "_compiled_call" not in vars(trainer.model)
+        assert "generate" not in vars(trainer.model)

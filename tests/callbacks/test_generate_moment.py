@@ -94,9 +94,11 @@ def test_the_generations_of_an_evaluation_are_one_reading_before_it(make_trainer
         "end",
     ]
     assert "generate" not in vars(trainer.model)
-    trainer.evaluate()  # after training nothing tells the two apart
-    assert of(timeline, "generate") == generated
-    assert peaks(timeline, "eval") == {0, 3}
+    trainer.evaluate()  # after training too
+    assert [each.num_readings for each in of(timeline, "generate")] == [3, 3, 3, 3]
+    assert peaks(timeline, "generate") == {3}
+    assert peaks(timeline, "eval") == {0}
+    assert "generate" not in vars(trainer.model)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_reports_and_pages_tell_it_and_a_step_is_not_shorter_for_it(
     assert "generate" in report(folder)
     page = Read(page_of(folder))
     assert "generate (6)" in page.words
-    entries = read_timeline(folder / "memory" / "rank-0.jsonl")
+    entries = read_timeline(folder / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert (
         max(each.reading.peak_allocated_bytes for each in of(entries, "generate")) in page.figures
     )
@@ -202,7 +204,7 @@ def test_a_plan_is_compared_moment_by_moment(simgpu, tmp_path) -> None:
         assert found[moment, "allocated"] == pytest.approx(0, abs=0.01), moment
 
     trainer.evaluate()  # both in one, which may be more than either
-    file = tmp_path / "memory" / "rank-0.jsonl"
+    file = tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     *before, last = file.read_text().splitlines(keepends=True)
     assert '"moment": "eval"' in last
     more = re.sub('"peak_allocated_bytes": ', '"peak_allocated_bytes": 9', last)
@@ -214,7 +216,7 @@ def test_a_plan_is_compared_moment_by_moment(simgpu, tmp_path) -> None:
 
 def as_before(folder: Path) -> Path:
     """Make the timeline one of an earlier version: it has no generation."""
-    file = folder / "memory" / "rank-0.jsonl"
+    file = folder / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if '"moment": "generate"' not in line))
     return folder

@@ -1,13 +1,26 @@
 """Inside training `generate` returns wrong text without a word; with the guard it is right, and nothing is changed."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, TrainerCallback
+import transformers
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GenerationConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests.models import tiny_llama
-from trainer_plugins import KVCacheGuard, generation_memory
+from tests.survival.classes.batches import batch_for
+from tests.survival.classes.tiny import tiny_model
+from trainer_plugins import KVCacheGuard, generation_memory, protect
 
 PROMPT = [[5, 17, 99, 3]]
 
@@ -62,17 +75,6 @@ class Asking(LlamaForCausalLM):
     def forward(self, input_ids=None, labels=None, use_cache=True, **kwargs):
         self.asked = [*getattr(self, "asked", []), (self.training, use_cache)]
         return super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache, **kwargs)
-
-
-def test_no_training_forward_builds_a_cache(make_trainer) -> None:
-    model = Asking(tiny_llama().config)
-
-    make_trainer(KVCacheGuard(), model=model, eval_strategy="steps", eval_steps=4).train()
-
-    assert {use_cache for training, use_cache in model.asked if training} == {False}
-    assert {use_cache for training, use_cache in model.asked if not training} == {
-        True
-    }  # evaluation is left alone
 
 
 class Failing(TrainerCallback):
@@ -211,3 +213,50 @@ def test_a_wrapper_put_over_ours_stays(make_trainer) -> None:
     make_trainer(KVCacheGuard(), Wraps(), model=model, max_steps=1).train()
 
     assert vars(model)["generate"] is print
+
+
+def encoder_decoder_pair() -> EncoderDecoderModel:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+    half = BertConfig(vocab_size=128, num_hidden_layers=2, **sizes)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(half, half)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    return EncoderDecoderModel(config)
+
+
+@pytest.mark.parametrize("name", ["T5", "MT5", "Bart", "MBart", "Whisper", "Llava", "a pair"])
+def test_the_presets_leave_every_number_as_it_was(tmp_path, monkeypatch, name: str) -> None:
+    """Where a decoder has a config of its own, plain training builds a cache, and rounds by it."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    torch.manual_seed(0)
+    made: Any
+    if name == "a pair":
+        made = encoder_decoder_pair()
+    else:
+        made = tiny_model(getattr(transformers, f"{name}ForConditionalGeneration")).float()
+        made.set_attn_implementation("eager")
+    batch = batch_for(made, labels_at_padding=False)
+    if "input_ids" in batch:
+        batch = {"input_ids": torch.randint(3, 60, (4, 40))}
+    batch["labels"] = torch.randint(3, 60, (4, 40))
+    rows = [
+        {k: v[i].float() if v.is_floating_point() else v[i] for k, v in batch.items()}
+        for i in range(4)
+    ]
+    weights = []
+    for preset in (None, "memory_safe", "survive"):
+        model = copy.deepcopy(made)
+        settings = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
+        args = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, disable_tqdm=True, **settings
+        )
+        trainer = Trainer(model, args, train_dataset=rows)
+        if preset:
+            protect(trainer, preset)
+        trainer.train()
+        weights.append(model.state_dict())
+
+    plain, *guarded = weights
+    assert any(not torch.equal(value, made.state_dict()[key]) for key, value in plain.items())
+    for other in guarded:
+        assert all(torch.equal(value, other[key]) for key, value in plain.items())

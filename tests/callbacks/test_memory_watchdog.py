@@ -279,19 +279,19 @@ Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdo
     ).returncode
 
     assert code == -signal.SIGKILL
-    entries = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert [entry.step for entry in entries if isinstance(entry, Sample)] == [0, 1, 2, 3, 4, 5]
     assert entries[0].reading.device == "cpu"  # type: ignore[union-attr]
 
 
 def test_a_timeline_that_cannot_be_written_harms_nothing(make_trainer, tmp_path, caplog) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "memory").write_text("a user's file")
+    (tmp_path / "run" / "_trainer_plugins").write_text("a user's file")
     trainer = make_trainer(MemoryWatchdog())
     trainer.train()
 
     assert trainer.state.global_step == 8
-    assert (tmp_path / "run" / "memory").read_text() == "a user's file"
+    assert (tmp_path / "run" / "_trainer_plugins").read_text() == "a user's file"
     assert "cannot be written" in caplog.text
 
 
@@ -356,7 +356,7 @@ def test_one_watchdog_serves_two_runs(make_trainer, tmp_path, simgpu) -> None:
         make_trainer(Takes(train=236), watchdog, output_dir=str(tmp_path / fold)).train()
 
     for fold in ("a", "b"):
-        entries = read_timeline(tmp_path / fold / "memory" / "rank-0.jsonl")
+        entries = read_timeline(tmp_path / fold / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         assert sum(isinstance(entry, Sample) for entry in entries) == 10
         assert [e.finding.code for e in entries if isinstance(e, Remark)] == ["memory-pressure"]
 

@@ -81,7 +81,9 @@ def test_the_lines_of_training_have_the_numbers(make_trainer, simgpu, tmp_path) 
 def trainer_reserved(tmp_path: Path) -> int:
     lines = [
         json.loads(line)
-        for line in (tmp_path / "run" / "memory" / "rank-0.jsonl").read_text().splitlines()
+        for line in (tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+        .read_text()
+        .splitlines()
     ]
     return next(
         line["reserved_bytes"] for line in lines if line["kind"] == "sample" and line["step"] == 8
@@ -176,7 +178,7 @@ def test_all_releases_between_two_lines_count_whoever_made_them(
 
     flushes = [
         e
-        for e in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        for e in read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         if isinstance(e, Flush)
     ]
     assert [flush.step for flush in flushes] == [1, 2, 3, 4, 5, 6, 7, 8]

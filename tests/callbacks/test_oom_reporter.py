@@ -1,9 +1,11 @@
 """A run that dies of an out-of-memory error leaves a record, and whatever goes wrong, the error goes on."""
 
 import gc
+import inspect
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -14,12 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from huggingface_hub.utils._paths import filter_repo_objects
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import MemoryWatchdog, OOMReporter, protect, report_oom
+from trainer_plugins.explain.run import explain_run
 from trainer_plugins.planner.before import remember
 from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.record.history import read_history
 from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Failure, read_timeline
@@ -85,7 +91,9 @@ def test_a_training_that_dies_says_when_why_and_what_was_alive(
 
     (failure,) = (
         entry
-        for entry in read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+        for entry in read_timeline(
+            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+        )
         if isinstance(entry, Failure)
     )
     assert failure.record == "oom-rank0.json"
@@ -94,7 +102,7 @@ def test_a_training_that_dies_says_when_why_and_what_was_alive(
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainer_pl")]
     assert said == [
         "trainer_plugins: rank 0 ran out of memory in step 0 (train, forward):"
-        f" see {folder}/oom-rank0.json, or trainer-plugins explain {folder}"
+        f" see {folder}/_trainer_plugins/oom-rank0.json, or trainer-plugins explain {folder}"
     ]
 
 
@@ -164,7 +172,7 @@ def test_a_second_run_in_the_folder_leaves_the_first_as_it_was(
         died(long_rows(make_trainer(OOMReporter(), **TOO_MANY)))
         gc.collect()
 
-    names = sorted(path.name for path in (tmp_path / "run").glob("*.json"))
+    names = sorted(path.name for path in (tmp_path / "run" / "_trainer_plugins").glob("*.json"))
     assert names == ["oom-rank0-2.json", "oom-rank0.json", "run-2.json", "run.json"]
     first, second = records(tmp_path)
     assert first.run.time_seconds < first.time_seconds < second.run.time_seconds
@@ -185,7 +193,7 @@ def test_another_error_is_no_oom_and_is_noted_in_the_timeline_alone(
     with pytest.raises(ValueError, match="is no dataset"):
         trainer.train()
 
-    folder = tmp_path / "run"
+    folder = tmp_path / "run" / "_trainer_plugins"
     assert sorted(path.name for path in folder.iterdir()) == ["memory", "run.json"]
     (failure,) = read_timeline(folder / "memory" / "rank-0.jsonl")
     assert isinstance(failure, Failure)
@@ -254,12 +262,12 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
     died(trainer)
 
     for name in ("run.json", "oom-rank0.json"):
-        text = (tmp_path / "run" / name).read_text()
+        text = (tmp_path / "run" / "_trainer_plugins" / name).read_text()
         assert secret not in text
         assert "0123456789" not in text
         assert "swordfish" not in text
         assert "fish@" not in text
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    facts = json.loads((tmp_path / "run" / "_trainer_plugins" / "run.json").read_text())
     assert facts["command"][1:5] == ["--hub_token", "(hidden)", "--x.api_key=(hidden)", "--lr=1"]
     assert facts["command"][7] == "++a={hub_token:(hidden),seed:1}"
     assert facts["model_config"]["pad_token"] == "<pad>"
@@ -304,7 +312,32 @@ def test_every_preset_records(make_trainer, small, tmp_path, preset: str) -> Non
 
 def test_a_training_that_finishes_leaves_only_what_it_is(make_trainer, tmp_path) -> None:
     make_trainer(OOMReporter(), max_steps=1).train()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+    (ours,) = (tmp_path / "run").iterdir()
+    assert [path.name for path in ours.iterdir()] == ["run.json"]
+    # As `Trainer.push_to_hub` uploads the folder.
+    (ignored,) = re.findall(r"ignore_patterns=(\[.*?\])", inspect.getsource(Trainer.push_to_hub))
+    uploaded = filter_repo_objects(
+        [f"{ours.name}/run.json", "model.safetensors"],
+        ignore_patterns=eval(ignored, {"PREFIX_CHECKPOINT_DIR": PREFIX_CHECKPOINT_DIR}),
+    )
+    assert list(uploaded) == ["model.safetensors"]
+
+
+def test_what_an_earlier_version_wrote_is_read(make_trainer, small, tmp_path) -> None:
+    died(long_rows(make_trainer(OOMReporter(), MemoryWatchdog(), **TOO_MANY)))
+    folder = tmp_path / "run"
+    new = explain_run(folder), read_history(folder)
+    for path in (folder / "_trainer_plugins").iterdir():
+        path.rename(folder / path.name)
+    (folder / "_trainer_plugins").rmdir()
+    old = explain_run(folder), read_history(folder)
+
+    assert old[0] == new[0]
+    assert old[1].runs == new[1].runs
+    gc.collect()
+    died(long_rows(make_trainer(OOMReporter(), MemoryWatchdog(), **TOO_MANY)))
+    assert len(read_history(folder).runs) == 2
+    assert len(records(tmp_path)) == 2
 
 
 def test_what_was_planned_is_in_the_record(make_trainer, small, tmp_path) -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
 from tests.models import tiny_llama, token_rows
-from trainer_plugins import Preflight, PreflightError
-from trainer_plugins.units import MIB
+from trainer_plugins import Preflight, PreflightError, protect
+from trainer_plugins.units import MIB, size
 
 ROWS = {"per_device_train_batch_size": 8}
 
@@ -249,3 +249,26 @@ def test_a_planted_fault_is_found_by_its_code(plant, make_trainer, simgpu) -> No
     assert [code for code in found if code != "known-version"] == [PLANTED[plant]]
     assert trainer.state.global_step == 0
     assert vars(trainer).pop("ref_model", None) is not None or plant is not reference_model
+
+
+def test_no_preset_keeps_the_model_of_an_earlier_trial(make_trainer, simgpu, caplog) -> None:
+    trainer = make_trainer(model=wordy(), max_steps=1)
+    trainer.model_init = lambda: wordy()
+    protect(trainer, "survive")
+    for _ in range(3):
+        trainer.train()
+    assert "second-copy" not in caplog.text
+
+
+def test_logits_of_a_run_in_float32_are_not_copied(make_trainer, simgpu) -> None:
+    texts = {}
+    for bf16 in (False, True):
+        trainer = make_trainer(Preflight("warning"), model=wordy(), bf16=bf16, **ROWS)
+        trainer.train_dataset = rows_of([64] * 8)
+        with pytest.raises(PreflightError, match="logits-fp32") as refused:
+            trainer.train()
+        texts[bf16] = str(refused.value)
+    num_logits = 8 * 64 * 32_000
+    assert size(num_logits * (4 + 4)) in texts[False]
+    assert "logits in float32, and their gradient" in texts[False]
+    assert size(num_logits * (2 + 4 + 4)) in texts[True]

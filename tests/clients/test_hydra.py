@@ -54,7 +54,7 @@ def homes(names: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def moments(job: Path) -> list[tuple[int, str]]:
-    timeline = read_timeline(job / "memory" / "rank-0.jsonl")
+    timeline = read_timeline(job / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     return [(entry.step, entry.moment) for entry in timeline if isinstance(entry, Sample)]
 
 
@@ -124,7 +124,10 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     given = homes([f"{CALLBACKS}.{name}" for name in names])
     assert ours(tmp_path) == given
     *_, cache, _, _, watchdog, _ = given
-    assert json.loads((tmp_path / "run.json").read_text())["override"] == "++trainer.args."
+    assert (
+        json.loads((tmp_path / "_trainer_plugins" / "run.json").read_text())["override"]
+        == "++trainer.args."
+    )
     assert facts(tmp_path)["callbacks"][cache]["interval"] == 20
     assert facts(tmp_path)["callbacks"][watchdog]["every_steps"] == 2
     assert moments(tmp_path) == [

@@ -83,10 +83,10 @@ def test_sft(client: Path, recipe: str, num_ranks: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     output = client / re.findall(r"--output_dir (\S+)", command)[0]
 
-    files = {path.name for path in (output / "memory").iterdir()}
+    files = {path.name for path in (output / "_trainer_plugins" / "memory").iterdir()}
     assert files == {f"rank-{rank}.jsonl" for rank in range(num_ranks)}
     for name in files:
-        entries = read_timeline(output / "memory" / name)
+        entries = read_timeline(output / "_trainer_plugins" / "memory" / name)
         samples = [entry for entry in entries if isinstance(entry, Sample)]
         (began,) = [entry for entry in entries if isinstance(entry, Beginning)]
         assert began.strategy.world_size == num_ranks

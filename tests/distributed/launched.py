@@ -40,7 +40,7 @@ class Launched:
     @property
     def strategies(self) -> list[Strategy]:
         """As what the last training ran, by rank."""
-        files = sorted(self.output_dir.glob("memory/rank-*.jsonl"))
+        files = sorted(self.output_dir.glob("_trainer_plugins/memory/rank-*.jsonl"))
         began = [
             [e.strategy for e in read_timeline(file) if isinstance(e, Beginning)] for file in files
         ]
@@ -50,7 +50,7 @@ class Launched:
     @property
     def findings(self) -> dict[str, Finding]:
         """What rank 0 remarked, by code."""
-        entries = read_timeline(self.output_dir / "memory" / "rank-0.jsonl")
+        entries = read_timeline(self.output_dir / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         return {entry.finding.code: entry.finding for entry in entries if isinstance(entry, Remark)}
 
     def losses(self, checkpoint: str, key: str = "loss") -> list[float]:

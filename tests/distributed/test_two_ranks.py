@@ -43,7 +43,10 @@ def launch(tmp_path: Path, story: str, device: str, launcher: str) -> tuple[list
     )
     assert done.returncode == 0, done.stderr[-3000:]
     facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
-    timelines = [read_timeline(tmp_path / "memory" / f"rank-{rank}.jsonl") for rank in (0, 1)]
+    timelines = [
+        read_timeline(tmp_path / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl")
+        for rank in (0, 1)
+    ]
     for fact in facts:
         assert fact["world_size"] == 2
         assert fact["model"] == "DistributedDataParallel"

@@ -151,14 +151,14 @@ def killed(make_trainer, tmp_path, **place_of_run) -> Path:
     """A run whose timeline stops, and whose process is gone."""
     folder = tmp_path / "run"
     make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=3, dataloader_num_workers=0).train()
-    path = folder / "memory" / "rank-0.jsonl"
+    path = folder / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"end"' not in line))
-    facts = json.loads((folder / "run.json").read_text())
+    facts = json.loads((folder / "_trainer_plugins" / "run.json").read_text())
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     facts["place"] |= {"pid": gone.pid, **place_of_run}
-    (folder / "run.json").write_text(json.dumps(facts))
+    (folder / "_trainer_plugins" / "run.json").write_text(json.dumps(facts))
     return folder
 
 
@@ -205,7 +205,9 @@ def test_a_run_that_still_runs_was_not_killed(make_trainer, tmp_path) -> None:
     ],
 )
 def test_a_dead_dataloader_worker(tmp_path, words: str, code: str) -> None:
-    Timeline(tmp_path / "memory" / "rank-0.jsonl").add(Failure(step=3, words=words))
+    Timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl").add(
+        Failure(step=3, words=words)
+    )
     assert first(explain_run(tmp_path)) == code
 
 
@@ -399,7 +401,8 @@ def test_damaged_records_are_left_out(died, tmp_path, text: str) -> None:
 
 
 def test_only_a_damaged_record_is_no_folder_of_nobody(tmp_path) -> None:
-    (tmp_path / "oom-rank0.json").write_text('{"version": 1, "time_sec')
+    (tmp_path / "_trainer_plugins").mkdir()
+    (tmp_path / "_trainer_plugins" / "oom-rank0.json").write_text('{"version": 1, "time_sec')
     with pytest.raises(ValueError, match="that can be read"):
         explain_run(tmp_path)
 
@@ -419,7 +422,7 @@ def test_numbers_that_nobody_can_have_meant_cost_no_time_and_no_traceback(died, 
 
 
 def test_foreign_text_in_a_record_is_shown_and_not_obeyed(died, tmp_path) -> None:
-    path = tmp_path / "run" / "oom-rank0.json"
+    path = tmp_path / "run" / "_trainer_plugins" / "oom-rank0.json"
     value = json.loads(path.read_text())
     value["error_class"] = value["run"]["card"] = value["run"]["model"] = HOSTILE
     value["alive"]["models"] = [{"name": HOSTILE, "num_bytes": 30 * MIB}] * 2

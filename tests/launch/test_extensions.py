@@ -145,15 +145,19 @@ def test_a_torch_that_locks_the_file_itself_leaves_no_trap(left: Path, tmp_path:
         assert int(done.stdout) == num_locks
 
 
-@pytest.mark.parametrize("inserted", [False, True], ids=["given", "inserted"])
-def test_a_run_says_it_when_its_trainer_is_built(
-    left: Path, make_trainer, caplog, inserted: bool
+def test_a_run_of_deepspeed_says_it_when_its_trainer_is_built(
+    left: Path, make_trainer, caplog
 ) -> None:
     caplog.set_level(logging.WARNING, logger="trainer_plugins")
-    trainer = make_trainer(*([] if inserted else [StrategyInForce()]), max_steps=1)
-    if inserted:
-        protect(trainer, "observe")
+    for _ in range(2):  # as the trials of a search
+        make_trainer(StrategyInForce(), max_steps=1).train()
+    assert "[extension-lock]" not in caplog.text  # they build nothing
+
+    trainer = make_trainer(max_steps=1)
+    trainer.args.deepspeed = {"zero_optimization": {"stage": 2}}
+    protect(trainer, "observe")
     said = caplog.text  # DeepSpeed would build, and wait, in train()
+    trainer.args.deepspeed = None
     trainer.train()
 
     assert "[extension-lock]" in said

@@ -76,7 +76,7 @@ def said(found: Calibration) -> str:
 
 def tampered(folder: Path, change) -> Path:
     """The timeline of rank 0, each line changed."""
-    file = folder / "memory" / "rank-0.jsonl"
+    file = folder / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
     return folder
@@ -194,13 +194,13 @@ def refusals(plan: MemoryPlan, folder: Path) -> None:
 
 
 def test_runs_without_readings_are_bad_input(tmp_path):
-    (tmp_path / "memory").mkdir()
+    (tmp_path / "_trainer_plugins" / "memory").mkdir(parents=True)
     for content, line in (
         (None, "has no memory/rank-*.jsonl"),
         ("half a li", "has no reading of a training step"),
     ):
         if content is not None:
-            (tmp_path / "memory" / "rank-0.jsonl").write_text(content)
+            (tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl").write_text(content)
         done = CliRunner().invoke(
             app, ["plan", "--model", "/no/such/place", "--calibrate", str(tmp_path)]
         )
@@ -238,7 +238,9 @@ def test_the_command_compares_and_keeps(cache, make, tmp_path):
     )
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
-    entries = read_timeline(Path(trainer.args.output_dir) / "memory" / "rank-0.jsonl")
+    entries = read_timeline(
+        Path(trainer.args.output_dir) / "_trainer_plugins" / "memory" / "rank-0.jsonl"
+    )
     peaks = [
         each.reading.peak_allocated_bytes
         for each in entries

@@ -59,7 +59,7 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
     classes = " ".join(page.attributes("class"))
     signs = set(re.findall(r"sign (c-\w+)", classes))
     assert {"c-train", "c-eval", "c-flush", "c-error"} <= signs
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     codes = {entry.finding.code for entry in entries if isinstance(entry, Remark)}
     assert codes
     for code in codes:
@@ -71,7 +71,7 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
 def test_the_highest_points_of_a_picture_are_the_peaks_of_the_run(make_trainer, simgpu, tmp_path):
     make_trainer(MemoryWatchdog(), eval_strategy="steps", eval_steps=4).train()
     page = Read(page_of(tmp_path / "run"))
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     readings = [entry.reading for entry in entries if isinstance(entry, Sample)]
     used = max(r.non_torch_bytes + max(r.reserved_bytes, r.peak_allocated_bytes) for r in readings)
     peak = max(r.non_torch_bytes + r.peak_allocated_bytes for r in readings)
@@ -136,7 +136,7 @@ def test_what_is_joined_has_the_highest_of_every_figure_and_all_of_the_time(most
 
 
 def seen(folder: Path) -> list[int]:
-    entries = read_timeline(folder / "memory" / "rank-0.jsonl")
+    entries = read_timeline(folder / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     return [each.num_tokens_seen for each in entries if isinstance(each, Sample)]
 
 
@@ -167,7 +167,7 @@ def test_rows_a_second_stand_in_for_tokens_that_nobody_counts(make_trainer, tmp_
     trainer.train()
     page = Read(page_of(tmp_path / "run"))
     assert "rows a second on all ranks, 6 of each step" in page.words
-    (tmp_path / "run" / "run.json").unlink()
+    (tmp_path / "run" / "_trainer_plugins" / "run.json").unlink()
     assert "a second on all ranks" not in Read(page_of(tmp_path / "run")).words
 
 
@@ -179,7 +179,7 @@ def test_a_long_timeline_that_counts_tokens_is_thinned_and_keeps_the_count(tmp_p
         for n in range(1, 1001)
     ]
     write(tmp_path, 0, taken)
-    file = tmp_path / "memory" / "rank-0.jsonl"
+    file = tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     before = file.stat().st_size
     assert thin(file) == file.stat().st_size < 0.7 * before
     found = read_timeline(file)

@@ -21,7 +21,7 @@ def first_micro_batch(trainer) -> int:
 
 
 def remarks(tmp_path, *codes: str) -> list:
-    entries = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     return [entry for entry in entries if isinstance(entry, Remark) and entry.finding.code in codes]
 
 

@@ -53,7 +53,7 @@ def trained(
 
 
 def findings(tmp_path) -> list:
-    entries = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     return [entry.finding for entry in entries if isinstance(entry, Remark)]
 
 

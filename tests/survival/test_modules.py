@@ -65,7 +65,9 @@ def test_a_run_with_such_a_buffer_goes_on_as_it_is_where_that_was_asked_for(tmp_
     assert off_by(beside.weights, plain.weights) == 0
     assert torch.equal(trainer.model.model.norm.size, plain.trainer.model.model.norm.size)
     (entry,) = (
-        e for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl") if isinstance(e, Remark)
+        e
+        for e in read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+        if isinstance(e, Remark)
     )
     assert "a buffer of Adapted" in entry.finding.summary
 

@@ -26,7 +26,7 @@ from trainer_plugins.record.timeline import Remark, read_timeline
 
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) ** 2
+        return model(**inputs).loss ** 2
 
 
 class OwnStep(Trainer):
@@ -306,7 +306,7 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
 
     survive_oom(trainer, on_refusal="warn").detach()
     assert (vars(trainer), vars(trainer.accelerator), trainer.callback_handler.callbacks) == before
-    (entry,) = read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+    (entry,) = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
     assert entry.finding.summary in caplog.text
@@ -437,7 +437,7 @@ def test_it_can_be_told_to_train_on_and_then_checkpointing_still_helps(tmp_path)
 
     codes = [
         e.finding.code
-        for e in read_timeline(tmp_path / "memory" / "rank-0.jsonl")
+        for e in read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         if isinstance(e, Remark)
     ]
     assert codes == ["out-of-memory-refused", "out-of-memory-survived"]

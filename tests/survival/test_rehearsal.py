@@ -88,7 +88,7 @@ class Trained:
         self.trainer.add_callback(Gradients(self.gradients))
         self.trainer.train(resume_from_checkpoint=resume)
         self.weights = [parameter.detach().cpu() for parameter in self.trainer.model.parameters()]
-        file = folder / "memory" / "rank-0.jsonl"
+        file = folder / "_trainer_plugins" / "memory" / "rank-0.jsonl"
         entries = read_timeline(file) if file.exists() else []
         self.findings = [entry.finding for entry in entries if isinstance(entry, Remark)]
 

@@ -134,7 +134,7 @@ def test_the_run_is_the_one_that_it_would_have_been(tmp_path, simgpu, optim: str
     assert rehearsed.changed == []
     assert rehearsed.is_the_run(alone)
     assert {path.name for path in (tmp_path / "rehearsed").iterdir()} == {
-        *("checkpoint-2", "checkpoint-4", "memory")
+        *("checkpoint-2", "checkpoint-4", "_trainer_plugins")
     }
 
 
@@ -288,7 +288,7 @@ def test_bad_input_is_a_finding_and_the_run_goes_on(tmp_path, simgpu, caplog) ->
     assert (finding.code, finding.severity) == ("rehearsal-fails", logging.WARNING)
     assert "KeyError: 'image of this row'" in finding.evidence
     assert rehearsed.is_the_run(alone)
-    entries = read_timeline(tmp_path / "run" / "memory" / "rank-0.jsonl")
+    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     codes = [entry.finding.code for entry in entries if isinstance(entry, Remark)]
     assert codes == ["rehearsal-fails", "rehearsed"]
     with pytest.raises(RehearsalError, match="image of this row"):
@@ -304,7 +304,7 @@ def test_a_save_that_fails_is_known_before_step_1(tmp_path, simgpu) -> None:
     rehearsal = Rehearsal(refuse_on="warning")
     with pytest.raises(RehearsalError, match="No space left on device"):
         Trained(tmp_path, rehearsal, trainer_class=NoRoom)
-    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+    assert [path.name for path in tmp_path.iterdir()] == ["_trainer_plugins"]
 
 
 def test_what_a_run_does_not_have_is_not_rehearsed(tmp_path, simgpu) -> None:

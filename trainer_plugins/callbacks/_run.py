@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import ref
@@ -23,6 +23,13 @@ from trainer_plugins.upkeep.generation import inside_training
 logger = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=TrainerCallback)
+
+_said: set[str] = set()
+"""What is said once in a process, whichever callback finds it."""
+
+
+class NoModelError(TypeError):
+    """Says that a Trainer passes something that is no model to its events, as setfit's does."""
 
 
 class RunCallback(TrainerCallback):
@@ -93,6 +100,10 @@ class RunCallback(TrainerCallback):
         """
         try:
             yield
+        except NoModelError as error:
+            if str(error) not in _said:
+                _said.add(str(error))
+                logger.warning("%s", error)
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
@@ -145,19 +156,21 @@ class EvaluationCallback(RunCallback):
     `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may not fire it, as
     open-unlearning's FinetuneTrainer does not. `control.should_evaluate` is set before each
     evaluation inside training, so the end is taken from the next event that no evaluation fires.
-    Outside training, as in a final `trainer.evaluate()`, the subclass's method tells it.
+    Outside training, as in a final `trainer.evaluate()`, the method itself tells it. The beginning
+    is told by an event, and once more by the method: other callbacks act in between.
     """
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._evaluating = False
+        self._evaluating = self.is_inside = False
+        """Whether an end is due, and whether an `evaluate` of the Trainer is running."""
         self.num_evaluations = 0
         """How many evaluations and predictions have told of their end."""
 
     def before_evaluation(
         self, args: TrainingArguments, state: TrainerState, **kwargs: object
     ) -> None:
-        """Handle the beginning of an evaluation inside training."""
+        """Handle the beginning of an evaluation; inside training it may be told twice."""
 
     def after_evaluation(
         self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
@@ -255,6 +268,18 @@ class EvaluationCallback(RunCallback):
     ) -> None:
         self._settle(args, state, **kwargs)
 
+    @contextmanager
+    def evaluating(
+        self, args: TrainingArguments, state: TrainerState, **kwargs: object
+    ) -> Iterator[None]:
+        """Surround a call of the Trainer's `evaluate`, inside training or outside."""
+        self.is_inside = True
+        self._begin(args, state, **kwargs)
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
     def _begin(self, args: TrainingArguments, state: TrainerState, **kwargs: object) -> None:
         self._evaluating = True
         self.before_evaluation(args, state, **kwargs)
@@ -269,11 +294,14 @@ def model_of(event: Mapping[str, object]) -> nn.Module:
     """Return the model that the Trainer passes to an event.
 
     Raises:
-        TypeError: there is none.
+        NoModelError: there is none.
     """
     model = event.get("model")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"an event of the Trainer passes a model, got {type(model).__name__}")
+        raise NoModelError(
+            f"this Trainer passes a {type(model).__name__} to its callbacks, which is no nn.Module:"
+            " what looks at the model does nothing in its runs"
+        )
     return model
 
 
@@ -299,14 +327,14 @@ def calling_trainer() -> Trainer | None:
 
 
 def _have_evaluations_seen() -> None:
-    """Have a subclass's own `evaluate` tell the callbacks of its Trainer that it has ended.
+    """Have `evaluate` tell the callbacks of its Trainer that it begins and has ended.
 
     The class is wrapped, not the instance: so the method of a copied Trainer is its own.
     """
     trainer = calling_trainer()
     kinds = () if trainer is None else type(trainer).__mro__
     owner: Any = next((kind for kind in kinds if "evaluate" in vars(kind)), Trainer)
-    if owner is not Trainer and not getattr(owner.evaluate, "tells_callbacks", False):
+    if not getattr(owner.evaluate, "tells_callbacks", False):
         owner.evaluate = _telling(owner.evaluate)
 
 
@@ -314,14 +342,20 @@ def _telling(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(evaluate)
     def call(self: Trainer, *args: object, **kwargs: object) -> object:
         those = [
-            each for each in self.callback_handler.callbacks if isinstance(each, EvaluationCallback)
+            each
+            for each in self.callback_handler.callbacks
+            if isinstance(each, EvaluationCallback) and not each.is_inside  # `super()` is one too
         ]
         before = [each.num_evaluations for each in those]
-        metrics = evaluate(self, *args, **kwargs)
+        event = {"model": self.model, "optimizer": self.optimizer}
+        with ExitStack() as stack:
+            for each in those:
+                stack.enter_context(each.evaluating(self.args, self.state, **event))
+            metrics = evaluate(self, *args, **kwargs)
         for each, num in zip(those, before, strict=True):
-            # Inside training the next event tells it.
-            if each.num_evaluations == num and not inside_training():
-                event = {"model": self.model, "optimizer": self.optimizer}
+            # Inside training the next event tells it; a place in the list may have been emptied.
+            is_there = any(each is one for one in self.callback_handler.callbacks)
+            if is_there and each.num_evaluations == num and not inside_training():
                 each.on_evaluate(self.args, self.state, self.control, **event)
         return metrics
 

@@ -26,15 +26,15 @@ memory outside torch, so that a neighbour who came long ago is not news.
 
 
 class EvalGenerateCleanup(EvaluationCallback):
-    """Cleans up after every evaluation, prediction or generation inside training.
+    """Cleans up after every evaluation or prediction, and every generation inside training.
 
     It drops what they leave: the compiled forward of a static cache with its graph pools, and the
     manager of continuous batching with its paged cache. What it cannot drop because something else
     refers to it (a cache object, gathered predictions) is reported with its holder, in an
     `evaluation-leftover` finding. After an evaluation or prediction, cached blocks are released if
     that pays: at once in a single process. With several ranks, of which one may have evaluated
-    alone, at the end of the next step that is a multiple of 10, if all have this callback. The mode
-    of the model and its gradient checkpointing are not touched.
+    alone, at the end of the next step that is a multiple of 10, if all have this callback, and not
+    after training. The mode of the model and its gradient checkpointing are not touched.
 
     Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; if something
     was left, a garbage collection, about 0.1 s. A compiled call that was dropped is compiled again
@@ -134,7 +134,10 @@ class EvalGenerateCleanup(EvaluationCallback):
     def after_evaluation(
         self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
     ) -> None:
-        if self._release is None or not inside_training():  # outside, the caller has to clean up
+        if not inside_training():
+            self._clean_up_at_the_end(args, state, moment, **kwargs)
+            return
+        if self._release is None:
             return
         with self.harmless():
             self._drop(state, moment, model_of(kwargs))
@@ -150,6 +153,22 @@ class EvalGenerateCleanup(EvaluationCallback):
         if not has_peers():
             with self.harmless():
                 self._ask(state)
+
+    def _clean_up_at_the_end(
+        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
+    ) -> None:
+        """Drop and release after an evaluation outside training; what its caller holds is theirs.
+
+        Several ranks do not release: it may be one rank's alone.
+        """
+        device = None if self.is_second(state) else self.device_for(args)
+        with self.harmless():
+            self._drop(state, moment, model_of(kwargs))
+            if device is not None and not has_peers():
+                vote = self.vote_every(ASK_EVERY_STEPS, args)
+                release = AgreedRelease(device, self.timeline_for(args), vote)
+                release.consider(state.global_step, f"after {moment}")
+                vote.leave()
 
     def _ask(self, state: TrainerState) -> None:
         due, self._due = self._due, None

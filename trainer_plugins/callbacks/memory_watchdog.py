@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -29,9 +29,10 @@ class MemoryWatchdog(EvaluationCallback):
     """Reads the device every `every_steps` steps and after each evaluation, prediction and save.
 
     Each of these moments has its own peak, and so has what `generate` takes inside training.
-    Readings and findings go to `<output_dir>/memory/rank-<rank>.jsonl`, one line a write, so that
-    they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory, see
-    `docs/findings.md`) is logged once at its own severity, and again when it gets worse.
+    Readings and findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line a
+    write, so that they survive a kill. A finding (pressure, foreign memory, fragmentation, leak,
+    host memory, see `docs/findings.md`) is logged once at its own severity, and again when it gets
+    worse.
 
     Each line that training logs gets `memory/peak_gib` and others (`docs/watchdog.md` lists them),
     which so reach TensorBoard or whatever `report_to` names, `state.log_history` and
@@ -123,6 +124,17 @@ class MemoryWatchdog(EvaluationCallback):
         ) and state.global_step % self.every_steps:
             self._look(args, state, "train")
         super().on_epoch_end(args, state, control, **kwargs)
+
+    @contextmanager
+    def evaluating(
+        self, args: TrainingArguments, state: TrainerState, **kwargs: object
+    ) -> Iterator[None]:
+        with super().evaluating(args, state, **kwargs), ExitStack() as stack:
+            is_over = self._watch is not None and self._forget_generate is None
+            if is_over and hasattr(kwargs.get("model"), "generate"):
+                model = model_of(kwargs)
+                stack.callback(guard_generate(model, self._apart, outside_training=True))
+            yield
 
     def after_evaluation(
         self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object

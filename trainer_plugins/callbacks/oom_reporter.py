@@ -19,7 +19,7 @@ from trainer_plugins.oom import classify
 from trainer_plugins.planner.before import plan_before
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import write_new
+from trainer_plugins.record.folder import folder_of_run, write_new
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.strategy import Strategy
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 class OOMReporter(RunCallback):
     """Writes down why `train()`, `evaluate()` or `predict()` ran out of memory.
 
-    The record is `<output_dir>/oom-rank<R>.json`, one for each rank that failed, never over an
-    older one: the error's words and numbers, the frames, step and moment, what was alive and who
-    holds it, the batch's shapes, the last readings, the other ranks, the host. One line on stderr
-    says where it is, and `trainer-plugins explain <output_dir>` reads it. The error goes on
-    unchanged, even if nothing can be written.
+    The record is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, one for each rank that failed,
+    never over an older one: the error's words and numbers, the frames, step and moment, what was
+    alive and who holds it, the batch's shapes, the last readings, the other ranks, the host. One
+    line on stderr says where it is, and `trainer-plugins explain <output_dir>` reads it. The error
+    goes on unchanged, even if nothing can be written.
 
-    When training begins, rank 0 writes `<output_dir>/run.json`: arguments and the model's config
-    without secrets, the strategy in force, versions, card, driver and limits.
+    When training begins, rank 0 writes `run.json` there: arguments and the model's config without
+    secrets, the strategy in force, versions, card, driver and limits.
 
     Cost: some milliseconds when training begins, and up to a second when it has failed. The first
     reporter of a process wraps the three methods of `transformers.Trainer`; a Trainer without this
@@ -82,7 +82,9 @@ class OOMReporter(RunCallback):
             if args.process_index == 0:
                 _write(Path(args.output_dir), self._facts)
         with self.harmless():
-            if self.snapshot and not record_history(Path(args.output_dir), args.process_index):
+            if self.snapshot and not record_history(
+                folder_of_run(Path(args.output_dir)), args.process_index
+            ):
                 logger.warning("OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot")
 
     def on_train_end(

@@ -28,10 +28,10 @@ class StrategyInForce(RunCallback):
     lives, and the allocator's own settings. The first rank logs the findings; the strategy and the
     findings go into the timeline of every rank.
 
-    When the Trainer has been built, and so before DeepSpeed compiles anything, it also reports an
-    extension of torch on which this run would wait forever because an earlier build was cut off.
-    From then on each first build of an extension is a line on stderr, for which it wraps one
-    function of torch.
+    When a Trainer with DeepSpeed has been built, and so before DeepSpeed compiles anything, it also
+    reports an extension of torch on which this run would wait forever because an earlier build was
+    cut off. From then on each first build of an extension is a line on stderr, for which it wraps
+    one function of torch.
 
     It changes nothing else. Cost: some milliseconds, once.
     """
@@ -46,7 +46,8 @@ class StrategyInForce(RunCallback):
         **kwargs: object,
     ) -> None:
         with self.harmless():
-            self._found_before = tuple(lock_findings(read_locks(os.environ)))
+            if _asked(args).family == "DeepSpeed":  # the one that builds before step 1
+                self._found_before = tuple(lock_findings(read_locks(os.environ)))
             if args.process_index == 0:
                 for finding in self._found_before:
                     logger.log(finding.severity, "%s", finding)

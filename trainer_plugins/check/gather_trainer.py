@@ -152,7 +152,6 @@ def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> 
         (trainable if parameter.requires_grad else frozen)[kind] += local.nbytes
         homes[local.device.type] += local.nbytes
     config: Any = getattr(base, "config", None)
-    guards = {type(each).__name__ for each in trainer.callback_handler.callbacks}
     is_live, is_cut_off = _checkpointing(model, base)
     states = getattr(optimizer, "optimizer", optimizer)
     return ModelFacts(
@@ -168,9 +167,7 @@ def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> 
         is_cut_off=is_cut_off,
         attention=str(getattr(config, "_attn_implementation", None) or ""),
         takes_sdpa=bool(getattr(base, "_supports_sdpa", False)),
-        uses_cache=getattr(config, "use_cache", False) is True
-        and not is_live
-        and "KVCacheGuard" not in guards,
+        uses_cache=getattr(config, "use_cache", False) is True and not is_live,
         optimizer=_optimizer_name(states),
         optimizer_state_bytes=sum(each.nbytes for each in _state_tensors(states)),
         stray_bytes=_stray_bytes(trainer, model, states),

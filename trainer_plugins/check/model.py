@@ -122,7 +122,7 @@ def cache(facts: Facts) -> Line | None:
         severity=Severity.WARNING,
         summary="each training forward returns a cache of keys and values that nothing reads",
         evidence=f"config.use_cache is true: {size(need)} for the longest rows",
-        remedy="model.config.use_cache = False, or callbacks=[KVCacheGuard()]",
+        remedy="model.config.use_cache = False",
     )
     return Line("KV cache", "", (finding,))
 
@@ -134,8 +134,12 @@ def logits(facts: Facts) -> Line | None:
         return None
     if model.makes_no_logits:
         return Line("logits", "never whole")
-    # transformers/loss/loss_utils.py, ForCausalLMLoss: 16 bits, a float32 copy and its gradient
-    need = _rows(facts) * longest * model.shape.vocab_size * (2 + 4 + 4)
+    # transformers/loss/loss_utils.py, ForCausalLMLoss: 16 bits, a float32 copy and its gradient;
+    # what is float32 already is not copied.
+    widths, why = "2 + 4 + 4", "float32 is made for the loss, and its gradient"
+    if _dtype(facts, model) == "float32":
+        widths, why = "4 + 4", "logits in float32, and their gradient"
+    need = _rows(facts) * longest * model.shape.vocab_size * sum(map(int, widths.split(" + ")))
     part, seen = need / _device(facts), size(need)
     if part < MUCH:
         return Line("logits", seen)
@@ -145,7 +149,7 @@ def logits(facts: Facts) -> Line | None:
         summary=f"the logits of one micro-batch take at least {size(need)}, {percent(part)} of the"
         " device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
-        " (2 + 4 + 4) bytes: float32 is made for the loss, and its gradient",
+        f" ({widths}) bytes: {why}",
         remedy=f"{liger(None).do}, or fewer rows with more accumulation",
         amount=float(need),
     )

@@ -15,10 +15,11 @@ def exec_(
         typer.Argument(metavar="[--preset P] [--memory-... VALUE] -- COMMAND [ARGUMENT ...]"),
     ] = None,
 ) -> None:
-    """Run a command in the environment of a launch, with callbacks on every Trainer under it.
+    """Run a command with callbacks on every Trainer under it.
 
-    The environment is what `trainer-plugins env` prints, except for variables that you have set.
-    With --vllm, or TRL's --use_vllm in the command, it leaves out expandable segments.
+    A preset with guards gets the allocator settings that `trainer-plugins env` prints, unless you
+    have set some, and a line says so. With --vllm, or TRL's --use_vllm in the command, it leaves
+    out expandable segments. Nothing else is set but the hook.
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
@@ -28,10 +29,11 @@ def exec_(
     import json
     import sys
 
-    from trainer_plugins.launch.environment import ASKS_FOR_VLLM, gather, launch_environment
+    from trainer_plugins.launch.environment import gather, launch_environment
     from trainer_plugins.launch.extensions import lock_findings
     from trainer_plugins.plug_in import _site
     from trainer_plugins.plug_in.flags import Flags
+    from trainer_plugins.printable import printable
 
     flags = Flags(
         "trainer-plugins exec",
@@ -49,19 +51,37 @@ def exec_(
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
     environment = launch_environment(os.environ, facts)
-    if environment.allocator.endswith(ASKS_FOR_VLLM):
-        print(f"trainer-plugins exec: {environment.allocator}", file=sys.stderr)
-    environ = os.environ | {export.name: export.value for export in environment.exports}
-    environ["TRAINER_PLUGINS_ATTACH"] = json.dumps(given)
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [*_site.__path__, *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    changed = {
+        export.name: export.value
+        for export in environment.exports
+        if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
+    }
+    if not _has_guards(given):
+        changed = {}
+    if changed:
+        assigned = " ".join(f"{name}={value}" for name, value in changed.items())
+        line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"
+        print(printable(line), file=sys.stderr)
+    environ = os.environ | changed | {"TRAINER_PLUGINS_ATTACH": json.dumps(given)}
+    path = os.environ.get("PYTHONPATH")
+    # An exec under an exec finds the folder there already.
+    theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
+    environ["PYTHONPATH"] = os.pathsep.join([*_site.__path__, *theirs])
     try:
         os.execvpe(words[0], words, environ)
     except OSError as error:
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         flags.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+
+
+def _has_guards(given: dict[str, object]) -> bool:
+    """Return whether the preset asked for does more than observe, which changes nothing."""
+    from trainer_plugins.plug_in.options import DEFAULT_PRESET
+    from trainer_plugins.presets import preset
+
+    asked = preset(str(given.get("preset") or DEFAULT_PRESET))
+    return not {*asked.callbacks} <= {*preset("observe").callbacks}
 
 
 def _asks_for_vllm(words: list[str]) -> bool:

@@ -132,6 +132,8 @@ def say_at_exit(with_children: bool = False) -> None:
         # A fork inherits this, but was not the process that was asked.
         if _state.num_built or os.getpid() != pid:
             return
+        if hasattr(sys, "last_type"):  # it died before: its own traceback says why
+            return
         processes = sys.modules.get("multiprocessing.process")
         # A worker of the process that was asked.
         if processes is not None and processes.parent_process() is not None:

@@ -1,4 +1,4 @@
-"""Files of JSON in somebody's folder: `run.json`, then `run-2.json`; none is ever written over."""
+"""Our folder in a run's output_dir, and its JSON: `run.json`, then `run-2.json`; none is lost."""
 
 import json
 import os
@@ -14,11 +14,31 @@ from trainer_plugins.record.typed import made
 
 T = TypeVar("T")
 
+NAME = "_" + __name__.partition(".")[0]
+"""Our folder's name, `_trainer_plugins`: `Trainer.push_to_hub` leaves out what begins with `_`."""
+
 _LONGEST_BYTES = 16 << 20
 
 
-def write_new(folder: Path, stem: str, value: object) -> Path:
+def folder_of_run(output_dir: Path) -> Path:
+    """Return the folder in which we keep what we write about the runs of an output_dir."""
+    return output_dir / NAME
+
+
+def output_dir_of(folder: Path) -> Path:
+    """Return the output_dir whose folder this is; it is one itself if an earlier version wrote."""
+    return folder.parent if folder.name == NAME else folder
+
+
+def places_of_run(output_dir: Path) -> tuple[Path, Path]:
+    """Return where to read: in output_dir itself, as earlier versions wrote, and in our folder."""
+    return output_dir, folder_of_run(output_dir)
+
+
+def write_new(output_dir: Path, stem: str, value: object) -> Path:
     """Write a value to `<stem>.json`, or to the first of `<stem>-2.json` and so on that is free.
+
+    Both are in our folder of this output_dir.
 
     The file is there as a whole or not at all.
 
@@ -26,6 +46,7 @@ def write_new(folder: Path, stem: str, value: object) -> Path:
         OSError: the folder cannot be made or written, or is full.
     """
     text = json.dumps(value, indent=1, default=str)
+    folder = folder_of_run(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
@@ -56,12 +77,12 @@ def rewrite(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def read_all(folder: Path, stem: str, kind: type[T]) -> list[T]:
+def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
     """Read the values that `write_new` wrote under a stem, which is a regular expression.
 
     Files that are damaged, or of a later form, are left out.
     """
-    paths = sorted(folder.glob("*.json"))
+    paths = [path for place in places_of_run(output_dir) for path in sorted(place.glob("*.json"))]
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
     return [value for path in ours if (value := read_one(path, kind)) is not None]
 

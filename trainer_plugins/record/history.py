@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import places_of_run
 from trainer_plugins.record.timeline import Beginning, Entry, Flush, Sample, read_lines
 
 T = TypeVar("T")
@@ -84,22 +85,28 @@ def read_history(run_dir: Path) -> History:
             " had MemoryWatchdog"
         )
     runs: list[tuple[int, list[Entry]]] = []
-    num_passed_over = {}
-    for rank, path in files.items():
+    num_passed_over: dict[int, int] = {}
+    for rank, path in _files(run_dir):
         lines = [*read_lines(path)]
-        num_passed_over[rank] = lines.count(None)
+        num_passed_over[rank] = num_passed_over.get(rank, 0) + lines.count(None)
         runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
     spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
     return History([Run(each) for each in brought_together(spans)], files, num_passed_over)
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
-    """Return the timeline files of a folder by rank, in order."""
+    """Return the timeline files of a folder by rank, in order: of two the one written now."""
+    return dict(_files(run_dir))
+
+
+def _files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return all of them, with those that earlier versions wrote beside ours first."""
     found = (
         (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
-        for path in run_dir.glob("memory/rank-*")
+        for place in places_of_run(run_dir)
+        for path in place.glob("memory/rank-*")
     )
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return sorted(((int(match[1]), path) for match, path in found if match), key=lambda one: one[0])
 
 
 class Course:

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.folder import folder_of_run
 from trainer_plugins.record.regular_file import open_regular
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.typed import made
@@ -378,11 +379,11 @@ _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 
 def timeline_of_run(output_dir: str, rank: int) -> Timeline:
-    """Return the timeline of one rank of a run: `<output_dir>/memory/rank-<rank>.jsonl`.
+    """Return the timeline of one rank of a run: `memory/rank-<rank>.jsonl` in our folder there.
 
     Every caller gets the same object.
     """
-    path = Path(output_dir).absolute() / "memory" / f"rank-{rank}.jsonl"
+    path = folder_of_run(Path(output_dir).absolute()) / "memory" / f"rank-{rank}.jsonl"
     timeline = _open_timelines.get(path)
     if timeline is None:
         timeline = _open_timelines[path] = Timeline(path)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import output_dir_of
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.timeline import Beginning, Entry, Failure
 from trainer_plugins.report.summary import has_end, has_failed, peaks, releases, repeated
@@ -104,7 +105,7 @@ def _failures(run: Run, history: History) -> list[Text]:
         for rank, failure in sorted(failures, key=lambda pair: pair[1].time_seconds)
     ]
     if any(failure.record for _, failure in failures):
-        folder = next(iter(history.files.values())).parent.parent
+        folder = output_dir_of(next(iter(history.files.values())).parent.parent)
         lines.append(Text(f"Type: trainer-plugins explain {quote(printable(folder))}"))
     return lines
 

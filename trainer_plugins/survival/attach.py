@@ -1,11 +1,13 @@
 """survive_oom: attach to a Trainer, and detach again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt.marks import holds_here
 from trainer_plugins.survival.engine import Engine
+from trainer_plugins.survival.exact.delegated import Delegation
 from trainer_plugins.survival.exact.losses import VOUCH, Family, Unknown, family_of
 from trainer_plugins.survival.limit.ladder import RUNGS, STREAM, descend
 from trainer_plugins.survival.memo import SurvivalMemo
@@ -96,7 +98,10 @@ def survive_oom(
     if not isinstance(family, Family):
         reasons.append(family + VOUCH * isinstance(family, Unknown))
     if isinstance(family, Family) and not reasons:
-        originals = (trainer.compute_loss, trainer.accelerator.backward, trainer.prediction_step)
+        compute_loss: Callable[..., Any] = trainer.compute_loss
+        if family.delegated_to is not None:
+            compute_loss = Delegation(trainer, compute_loss, family.delegated_to)
+        originals = (compute_loss, trainer.accelerator.backward, trainer.prediction_step)
         is_strict = on_refusal == "error"
         options = (min_micro_batch, tuple(ladder), plan_first, is_strict, vouch_for_loss)
         return Survival(trainer, Engine(Attached(trainer, family, *options, *originals)))

@@ -19,6 +19,7 @@ Invariants, and where each is kept:
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from accelerate import Accelerator
@@ -119,6 +120,7 @@ class Engine:
             why_not = recovery.wrong_so_far()
             recovery.failed(micro.whole, micro.start, loss, "forward", why_not=why_not)
         loss = _stand_in(recovery.finish())
+        run.refuse_what_moves()
         micro.is_finished, self._current = True, micro
         micro.handed = Handed(loss, micro.scale)
         return loss
@@ -192,6 +194,12 @@ class Engine:
         if self._run is not None:
             self._run.ranks.end()
 
+    def _forget_run(self) -> None:
+        """Let go of the model of a training that has ended: the next trial makes another one."""
+        self._end_run()
+        self._run = self._current = None
+        self._evaluation.begin_run()
+
     def _run_of(
         self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
     ) -> Run:
@@ -207,6 +215,7 @@ class Engine:
             self._follow_accelerator()
             reasons = [*refusals(self._attached.trainer), *self._judged_anew()]
             self._run, self._current = Run(self._attached, model), None
+            self._run.memo.when_over = WeakMethod(self._forget_run)
             roll_call = self._run.memo.roll_call
             if absent := self._run.ranks.absent(roll_call, is_met=self._have_met(num_items)):
                 reasons.append(absent)

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -53,6 +54,11 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Whether a step is being computed: what others compute between steps is left alone."""
         self.roll_call = RollCall("survive_oom")
         """Signed when training begins, and answered at its first micro-batch."""
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        self.when_over: WeakMethod[Callable[[], None]] | None = None
+        """What the engine wants to be called when the training ends."""
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
@@ -114,6 +120,16 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        if self.when_over is not None and (forget := self.when_over()) is not None:
+            forget()
 
     def on_log(
         self,

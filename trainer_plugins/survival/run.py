@@ -13,6 +13,7 @@ from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.attempt.marks import GradientMark
 from trainer_plugins.survival.attempt.snapshot import Snapshot
 from trainer_plugins.survival.certificate.certificate import Certificate
+from trainer_plugins.survival.exact.delegated import why_not_delegated
 from trainer_plugins.survival.exact.layouts import (
     IndivisibleError,
     Inputs,
@@ -20,7 +21,7 @@ from trainer_plugins.survival.exact.layouts import (
     Packed,
     find_layout,
 )
-from trainer_plugins.survival.exact.losses import Family
+from trainer_plugins.survival.exact.losses import VOUCH, Family
 from trainer_plugins.survival.exact.modules import WatchedBuffers
 from trainer_plugins.survival.exact.own_loss import is_foreign
 from trainer_plugins.survival.memo import SurvivalMemo
@@ -85,7 +86,7 @@ class Run:
         self.card = self.memo.card
         self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
         self.is_refused = self.leftover_is_said = False
-        self.is_division_said = False
+        self.is_division_said = self.is_division_refused = False
         self.is_step_own = is_foreign(attached.trainer.training_step)
         """Whether `training_step` is the user's own."""
         self.is_scale_seen = False
@@ -93,7 +94,10 @@ class Run:
         self.is_final = False
         """Whether gradients that a failed pass has changed were found final (`finality.py`)."""
         self.what_moved: str | None = None
-        """Why buffers forbid a division: empty if none has moved, None before the first pass."""
+        """Why a pass forbids a division: it has moved a buffer, or its loss was the user's own.
+
+        It is empty if none does, and None before the first.
+        """
         # Listed once: it takes milliseconds for a large model with adapters. Recovery notices when
         # the list has become wrong.
         self._parameters = tuple(model.parameters())
@@ -137,6 +141,8 @@ class Run:
             )
         if buffers is not None:
             self.what_moved = buffers.what_moved()
+        if why := why_not_delegated(self.attached.compute_loss):
+            self.what_moved = why + VOUCH
         return loss
 
     def tiny_pass(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
@@ -160,17 +166,21 @@ class Run:
         return memo_of(self.attached.trainer)
 
     def refuse_what_moves(self) -> bool:
-        """Refuse a run whose first forward pass has moved a buffer, and tell whether it has.
+        """Refuse a run in which a forward pass forbids a division, and tell whether one has.
 
         It is said once, and nothing is divided from then on.
 
         Raises:
-            ValueError: the first pass has moved one, and the user wants an error then.
+            ValueError: one has, and the user wants an error then.
         """
-        if self.what_moved and not self.is_refused:
-            self.is_refused = True
+        is_new, self.is_division_refused = not self.is_division_refused, bool(self.what_moved)
+        if self.what_moved and is_new and not self.is_refused:
+            # Which loss is computed may depend on the rows. A rank that is refused answers no other
+            # rank any more, so one among several stays, and is not divided.
+            is_own_loss = bool(why_not_delegated(self.attached.compute_loss))
+            self.is_refused = not is_own_loss or self.attached.trainer.args.world_size == 1
             self.refuse([self.what_moved])
-        return bool(self.what_moved)
+        return self.is_refused
 
     def refuse(self, reasons: list[str]) -> None:
         """Say why this run cannot be helped, before anything of it is computed.

@@ -6,7 +6,6 @@ checkpointed layers drop `past_key_values`, but `generate` goes on feeding them 
 """
 
 import gc
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +13,6 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from trainer_plugins.upkeep.frames import code_of, frames_above
@@ -24,7 +22,8 @@ GenerateGuard = Callable[
 ]
 """Wraps each `generate` inside training; gets the model, its arguments, and keywords to change."""
 
-_guards: WeakKeyDictionary[nn.Module, list[GenerateGuard]] = WeakKeyDictionary()
+_guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKeyDictionary()
+"""The guards of each model, and whether they act outside training too."""
 
 
 @contextmanager
@@ -97,11 +96,13 @@ def drop_leftovers(model: nn.Module) -> list[str]:
     return [f"{type(module).__name__}.{name}" for module, name in found]
 
 
-def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]:
+def guard_generate(
+    model: nn.Module, guard: GenerateGuard, *, outside_training: bool = False
+) -> Callable[[], None]:
     """Wrap a guard around every `model.generate` inside training; return what removes it.
 
     Outside `Trainer.train` the guard does nothing, so one that is left behind by a training that
-    raised is inert.
+    raised is inert, unless it is meant for there.
     """
     if model not in _guards:
         _guards[model] = []
@@ -112,7 +113,8 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
         # A bound method of a function of this module: copy.deepcopy and pickle copy it with the
         # model.
         vars(model)["generate"] = MethodType(_generate, model)
-    _guards[model].append(guard)
+    entry = guard, outside_training
+    _guards[model].append(entry)
     # A guard may know its callback, which keeps `remove`: with a reference to the model in it, a
     # training that raised would keep the model for ever.
     known = ref(model)
@@ -122,8 +124,8 @@ def guard_generate(model: nn.Module, guard: GenerateGuard) -> Callable[[], None]
         if model is None:
             return
         guards = _guards.get(model, [])
-        if guard in guards:
-            guards.remove(guard)
+        if entry in guards:
+            guards.remove(entry)
             if not guards:
                 del _guards[model]
                 before = vars(model).pop("_generate_before_guards", None)
@@ -145,21 +147,6 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
-    """Build no key-value cache in this model's training forwards; return what undoes that.
-
-    Trainer sets `config.use_cache=False` since transformers 5; older versions, and models that read
-    another setting, build the keys and values of every layer for nothing.
-    """
-    base = base_model(model)
-    if "use_cache" not in inspect.signature(base.forward).parameters:
-        return lambda: None
-    remove: Callable[[], None] = base.register_forward_pre_hook(
-        _without_cache, with_kwargs=True
-    ).remove
-    return remove
-
-
 def inside_training() -> bool:
     """Return whether a `Trainer.train` is running on this thread's stack.
 
@@ -173,20 +160,11 @@ def inside_training() -> bool:
     return any(frame.f_code is code for frame in frames_above())
 
 
-def _without_cache(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    if torch.compiler.is_compiling() or not module.training or not inside_training():
-        return None  # compiled code cannot look at the stack, and is not worth a graph break
-    return args, {**kwargs, "use_cache": False}
-
-
 def _generate(self: Any, *args: object, **kwargs: object) -> object:
     generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
-    if not inside_training():
-        return generate(*args, **kwargs)
+    is_in_training = inside_training()
     with ExitStack() as stack:
-        for guard in _guards.get(self, ()):
+        for guard in [one for one, outside in _guards.get(self, ()) if outside or is_in_training]:
             stack.enter_context(guard(self, args, kwargs))
         return generate(*args, **kwargs)
 

@@ -58,7 +58,8 @@ class Scene:
 def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Record an out-of-memory error that leaves this block, for code without a Trainer.
 
-    The file is `<output_dir>/oom-rank<R>.json`, with a number behind it if there is one already.
+    The file is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, with a number behind it if there
+    is one already.
     The error goes on unchanged. Without an error it costs nothing.
 
     Args:

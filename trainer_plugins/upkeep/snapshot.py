@@ -42,6 +42,8 @@ def record_history(folder: Path, rank: int) -> bool:
         _state.is_attached = True
         attach(_on_out_of_memory)
     # An error that is survived leaves one too, which the next one replaces.
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
     return True
 

@@ -169,7 +169,7 @@ def test_what_fails_all_the_same_stops_every_rank(ranks) -> None:
     )
     (entry,) = [
         e
-        for e in read_timeline(folder / "failing" / "memory" / "rank-1.jsonl")
+        for e in read_timeline(folder / "failing" / "_trainer_plugins" / "memory" / "rank-1.jsonl")
         if isinstance(e, Remark)
     ]
     assert entry.finding.code == "out-of-memory-refused"

@@ -15,6 +15,7 @@ from trainer_plugins.survival.attempt.snapshot import Snapshot
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.evaluation.generated import Generated
 from trainer_plugins.survival.evaluation.parts import Parts, say_survived
+from trainer_plugins.survival.exact.delegated import check_delegated
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout, find_layout
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells, sizes
@@ -139,6 +140,7 @@ class Evaluation:
     def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Result:
         with self._gathers.piece(share, is_last):
             result = compute(part)
+        check_delegated(self._attached.compute_loss)
         if isinstance(result, tuple):
             loss, outputs = result
             return loss, self._kept(outputs)
@@ -175,6 +177,7 @@ class Evaluation:
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)
+                check_delegated(self._attached.compute_loss)
                 value: torch.Tensor = result[0] if isinstance(result, tuple) else result
                 return value
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from trainer_plugins.survival.exact.delegated import whose_loss
 from trainer_plugins.survival.exact.layouts import (
     ANSWERS,
     Completions,
@@ -54,6 +55,9 @@ class Family:
 
     is_vouched: bool = False
     """Whether the user says that the loss is one of these kinds."""
+
+    delegated_to: type | None = None
+    """The class whose `compute_loss` the user's has to call, and no more, in each pass."""
 
     def for_inputs(self, inputs: Inputs) -> "Family":
         """Leave out the weights that count labels if the inputs have none."""
@@ -147,7 +151,10 @@ def family_of(
     Returns:
         The family, or why it has none.
     """
-    found = _family_of(trainer, compute_loss or trainer.compute_loss)
+    compute_loss = compute_loss or trainer.compute_loss
+    found = _family_of(trainer, compute_loss)
+    if isinstance(found, Unknown) and not is_vouched:
+        found = _family_behind(trainer, compute_loss) or found
     family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
     if isinstance(found, Family) and NEXT_TOKENS in found.weights and _is_regularized(trainer):
         return (
@@ -173,12 +180,21 @@ def _is_regularized(trainer: Trainer) -> bool:
     return bool(weight) and bool(trainer.model_accepts_loss_kwargs)
 
 
+def _family_behind(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str | None:
+    """Find the family of the library's loss that a user's `compute_loss` may hand on, if any."""
+    known = whose_loss(trainer, compute_loss)
+    if known is None or callable(trainer.compute_loss_func):
+        return None
+    family = _family_of_class(trainer, known)
+    return replace(family, delegated_to=known) if isinstance(family, Family) else family
+
+
 def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
     # TRL's trainers have a second method by that name, which is the one to override.
     owner = next(
         c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"}
     )
-    name, library = owner.__name__, owner.__module__.partition(".")[0]
+    library = owner.__module__.partition(".")[0]
     if reason := next(
         (
             r
@@ -197,6 +213,11 @@ def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | s
         return (
             "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
         )
+    return _family_of_class(trainer, owner)
+
+
+def _family_of_class(trainer: Trainer, owner: type) -> Family | str:
+    name, library = owner.__name__, owner.__module__.partition(".")[0]
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)
     if (library, name) == ("trl", "SFTTrainer"):

@@ -159,8 +159,8 @@ class FSDP2(Together):
                 f"FSDP 2 of torch {torch.__version__} has no {missing[0]}, which came with "
                 "torch 2.13"
             )
-        owner = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c))
-        if owner.__module__.partition(".")[0] == "trl":
+        owners = [c for c in type(trainer).__mro__ if "compute_loss" in vars(c)]
+        if owner := next((c for c in owners if c.__module__.startswith("trl.")), None):
             yield (
                 f"{owner.__name__}.compute_loss gathers metrics over the ranks: not supported "
                 "under FSDP yet"

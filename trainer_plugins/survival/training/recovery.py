@@ -14,6 +14,7 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import leftover
 from trainer_plugins.survival.attempt.marks import frozen
 from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.exact.delegated import check_delegated
 from trainer_plugins.survival.exact.finality import what_is_never_final
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.limit.ladder import is_checkpointing
@@ -231,6 +232,8 @@ class Recovery(Measured):
             run.gathers.piece(piece.share, is_last),
         ):
             loss = self._loss(piece.inputs, model)
+            if piece is not self._micro.whole:
+                check_delegated(self._attached.compute_loss)
             self._phase = "backward"
             if loss.requires_grad:  # it does not if every gradient is final
                 scaled = loss * (piece.factor * self._micro.scale)
@@ -313,4 +316,6 @@ class Recovery(Measured):
 
 def part_raised(error: Exception) -> str:
     """Say that a part of a micro-batch raised an error of its own."""
+    if isinstance(error, IndivisibleError):
+        return str(error)
     return f"a part of it cannot be computed: {type(error).__name__}: {error}"

@@ -178,6 +178,9 @@ class Replay(Planned):
         """
         if self._run.certificate.why_broken:  # on every rank
             raise IndivisibleError(self._run.certificate.why_broken)
+        why = self._run.what_moved
+        if self._ranks.highest(bool(why)):
+            raise IndivisibleError(why or "the loss of another rank is its user's own")
         for replay in replays:
             if not self._ranks.highest(replay._lacks_weight()):
                 continue
