@@ -201,11 +201,14 @@ def _not_watched(tracker: Tracker) -> list[str]:
 
 def _left_out(request: PlanRequest) -> list[str]:
     source = request.source
-    if not isinstance(source, TrainerSource) or not source.left_out:
+    if not isinstance(source, TrainerSource):
         return []
+    if not source.left_out:
+        return [*source.unread]
     return [
+        *source.unread,
         "attributes of the Trainer that cannot be pickled were left out: "
-        f"{', '.join(source.left_out)}"
+        f"{', '.join(source.left_out)}",
     ]
 
 
