@@ -1,6 +1,7 @@
 """Finds the rows of a data set that will need the most memory, without computing."""
 
 import copy
+import importlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,28 +163,27 @@ def _of_columns(dataset: Any, names: list[str]) -> Lengths:
 
 def _num(column: Any) -> _Numbers:
     """Count the numbers and characters in each value of an Arrow array, however it is nested."""
-    import pyarrow as pa
-    from pyarrow import compute
-
+    types: Any = importlib.import_module("pyarrow.types")
     column = getattr(column, "storage", column)  # of an extension, as `Array2D` is
-    kind = column.type
-    if pa.types.is_fixed_size_list(kind):
+    kind, found = column.type, np.ones(len(column), np.int64)
+    if types.is_fixed_size_list(kind):
         width = kind.list_size
         inner = column.values.slice(column.offset * width, len(column) * width)
-        return _num(inner).reshape(len(column), width).sum(axis=1)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        offsets: _Numbers = column.offsets.to_numpy().astype(np.int64)
-        if pa.types.is_primitive(kind.value_type):
-            return np.diff(offsets)
-        inner = column.values.slice(offsets[0], offsets[-1] - offsets[0])
-        before = np.concatenate([[0], np.cumsum(_num(inner))])
-        return np.diff(before[offsets - offsets[0]])
-    if pa.types.is_struct(kind):
-        return np.sum([_num(column.field(at)) for at in range(kind.num_fields)], axis=0)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        lengths: _Numbers = compute.binary_length(column).fill_null(0).to_numpy(False)
-        return lengths.astype(np.int64)
-    return np.ones(len(column), np.int64)
+        found = _num(inner).reshape(len(column), width).sum(axis=1)
+    elif len(column) and (types.is_list(kind) or types.is_large_list(kind)):
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        if not types.is_primitive(kind.value_type):
+            inner = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+            before = np.concatenate([[0], np.cumsum(_num(inner))])
+            offsets = before[offsets - offsets[0]]
+        found = np.diff(offsets)
+    elif types.is_struct(kind):
+        fields = [_num(column.field(at)) for at in range(kind.num_fields)]
+        found = np.sum(fields, axis=0, dtype=np.int64)
+    elif types.is_string(kind) or types.is_large_string(kind):
+        lengths = importlib.import_module("pyarrow.compute").binary_length(column)
+        found = lengths.fill_null(0).to_numpy(False).astype(np.int64)
+    return found
 
 
 def _of_rows(dataset: Any, seconds: float) -> Lengths:

@@ -70,6 +70,9 @@ def details(plan: MemoryPlan) -> list[str]:
         f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak},"
         f" {cached} of it cached blocks"
     ]
+    load = plan.moments.get("load")
+    if load is not None and load.allocated_bytes + plan.context_bytes > plan.capacity_bytes:
+        lines.append(f"The weights alone take {size(load.allocated_bytes)}: fewer rows cannot help")
     if plan.failed_request_bytes is not None:
         failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
         lines.append(f"The allocator fails on {failed}")

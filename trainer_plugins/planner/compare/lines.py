@@ -19,9 +19,6 @@ ON_MANY = (
     ("zero3_offload_optimizer", True),
     ("zero3_offload_all", True),
 )
-LINES = "lines"
-"""The file, beside that of the requests, to which each line is written when it is found."""
-
 STREAMED = "stream_base"
 """The name for the strategy that streams the base of an adapter; it has no launch file."""
 
