@@ -3,8 +3,9 @@
 import copy
 import importlib
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -137,7 +138,9 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
         dataset: it has a length, and gives a row for an index.
         seconds: how long rows are fetched one by one at most.
     """
-    if hasattr(dataset, "with_format") and getattr(dataset, "format", {}).get("type") != "custom":
+    arrow = sys.modules.get("datasets")
+    is_table = arrow is not None and isinstance(dataset, arrow.Dataset)
+    if is_table and dataset.format["type"] != "custom":
         decoded = {name for name, kind in dataset.features.items() if hasattr(kind, _DECODES)}
         names = _counted([name for name in dataset.column_names if name not in decoded])
         if names:
@@ -225,10 +228,13 @@ def _size(value: object) -> int:
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))
-    if not isinstance(value, Sequence):
-        return 0
-    is_flat = not value or isinstance(value[0], int | float)
-    return len(value) if is_flat else sum(map(_size, value))
+    if isinstance(value, Sequence) and value and _holds_more(value[0]):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _holds_more(value: object) -> bool:
+    return isinstance(value, Sequence | Mapping) or getattr(value, "ndim", 0) > 0
 
 
 def _counted(names: list[str]) -> list[str]:
