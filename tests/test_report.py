@@ -48,10 +48,15 @@ def write(folder: Path, rank: int, entries: list[Entry]) -> Path:
     return path
 
 
-def run_of(steps: range, *, seconds: float, peak_gib: int = 1, begins: bool = True) -> list[Entry]:
+def run_of(
+    steps: range, *, seconds: float, peak_gib: int = 1, begins: bool = True, outside: int = 0
+) -> list[Entry]:
     """As MemoryWatchdog leaves it."""
     reading = replace(
-        READING, total_bytes=80 * GIB, free_bytes=0, peak_allocated_bytes=peak_gib * GIB
+        READING,
+        total_bytes=80 * GIB,
+        free_bytes=80 * GIB - outside - READING.reserved_bytes,
+        peak_allocated_bytes=peak_gib * GIB,
     )
     moments = [(steps[0], "begin")] * begins + [(step, "train") for step in steps[1:]]
     return [
@@ -140,13 +145,18 @@ def test_ranks_with_different_numbers_of_runs_are_brought_together_by_time(tmp_p
         [line.split()[4] for line in each if " train " in line] for each in blocks(report(tmp_path))
     ]
     assert peaks == [["31.00"], ["20.00"], ["11.00"]]
-    least = [line.split()[-4:] for line in report(tmp_path).splitlines() if " train " in line]
-    assert [" ".join(words) for words in least[::2]] == [
-        "30.00 GiB (rank 0)",
-        "10.00 GiB (rank 0)",
-    ]
+    least = [line.split()[-3:] for line in report(tmp_path).splitlines() if " train " in line]
+    assert [" ".join(words) for words in least[::2]] == ["38% (rank 0)", "12% (rank 0)"]
     assert " 31.00 " not in report(tmp_path, "--rank", "0")
     assert " 30.00 " in report(tmp_path, "--rank", "0")
+
+
+def test_of_two_ranks_the_one_with_more_outside_torch_may_be_the_fullest(tmp_path: Path) -> None:
+    write(tmp_path, 0, run_of(range(3), seconds=100, peak_gib=40))
+    write(tmp_path, 1, run_of(range(3), seconds=100, peak_gib=39, outside=20 * GIB))
+    (row,) = (line.split() for line in report(tmp_path).splitlines() if " train " in line)
+    assert (row[0], " ".join(row[4:6]), row[6]) == ("1", "39.00 GiB", "74%")
+    assert " ".join(row[-3:]) == "50% (rank 0)"
 
 
 def test_findings_that_differ_in_figures_alone_are_one_line_for_all_ranks(tmp_path: Path) -> None:

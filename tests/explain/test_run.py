@@ -1,11 +1,13 @@
 """What a run has written down explains it: the planted cause comes first, and what is printed first helps."""
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ from trainer_plugins.launch.place import place
 from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
-from trainer_plugins.record.run_facts import read_run_facts
+from trainer_plugins.record.run_facts import Launch, read_run_facts
 from trainer_plugins.record.timeline import Failure, Timeline, timeline_of_run
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import GIB, MIB, size
 
 
 def first(explanation: Explanation | None) -> str:
@@ -46,8 +48,11 @@ def died(request, kept, tmp_path) -> OomRecord:
         request.getfixturevalue("simgpu").set_capacity(200 * MIB)
         make_trainer = request.getfixturevalue("make_trainer")
         settings = {"per_device_train_batch_size": 256}
-        run(with_rows(make_trainer(*watched(), **settings), 256, 128))
+        request.getfixturevalue("monkeypatch").chdir(tmp_path)  # not where the package lies
+        with redirect_stderr(io.StringIO()) as said:
+            run(with_rows(make_trainer(*watched(), **settings), 256, 128))
         shutil.copytree(tmp_path / "run", kept)
+        (kept / "stderr").write_text(said.getvalue().replace(str(tmp_path / "run"), "run"))
     shutil.copytree(kept, tmp_path / "run", dirs_exist_ok=True)
     (record,) = read_oom_records(tmp_path / "run")
     return record
@@ -193,10 +198,88 @@ def test_a_dead_dataloader_worker(tmp_path, words: str, code: str) -> None:
     assert first(explain_run(tmp_path)) == code
 
 
+@pytest.mark.parametrize(
+    ("words", "command", "typed"),
+    [
+        (("accelerate", "launch", "x.py", "--lr", "1 2"), ("x.py",), "accelerate launch x.py --lr '1 2'"),
+        (("torchrun", "--nproc-per-node", "1", "-m", "mine"), ("x.py",), "torchrun --nproc-per-node 1 -m mine"),
+        ((), ("x.py", "--a"), "python x.py --a"),
+        ((), ("-m", "mine.train", "--a"), "python -m mine.train --a"),
+    ],
+)  # fmt: skip
+def test_the_launcher_of_a_recorded_run_is_kept(
+    died, tmp_path, words: tuple[str, ...], command: tuple[str, ...], typed: str
+) -> None:
+    facts = replace(died.run, command=command, launch=Launch(words=words))
+    said = explained(tmp_path / "launched", replace(died, run=facts))
+    assert f"trainer-plugins exec --preset survive -- {typed}" in [one.do for one in said.remedies]
+
+
+SAVES = ("transformers/trainer.py", "_save_checkpoint", "self.save_model(output_dir)")
+
+
+@pytest.mark.parametrize(
+    ("frames", "first"),
+    [
+        ([("mine.py", "save_model", "w = {k: v.float() for k, v in w.items()}")], ".cpu() before the copy at mine.py:3"),
+        ([("mine.py", "save_model", "twin = copy.deepcopy(self.model)"), ("copy.py", "deepcopy", "y = copier(memo)"), ("torch/nn/parameter.py", "__deepcopy__", "self.data.clone()")], ".cpu() before the copy at mine.py:3"),
+        ([("mine.py", "save_model", "[p.clone() for p in self.model.parameters()]")], ".cpu() in place of .clone() at mine.py:3"),
+        ([("transformers/trainer.py", "_save_optimizer_and_scheduler", "save_fsdp_optimizer(")], "--save_only_model True"),
+        ([("transformers/trainer.py", "_save", "state_dict = self.model.state_dict()")], "--optim adafactor"),
+    ],
+)  # fmt: skip
+def test_what_helps_a_save_is_what_it_copied(
+    died, tmp_path, frames: list[tuple[str, str, str]], first: str
+) -> None:
+    came = (
+        Frame(file=file, line=number, function=function, code=code)
+        for number, (file, function, code) in enumerate((SAVES, *frames), 2)
+    )
+    said = explained(tmp_path / "save", replace(died, moment="save", frames=tuple(came)))
+    assert said.causes[0].code == "save-gather"
+    assert said.remedies[0].do == first
+    assert ("--save_only_model True" in str(said.remedies)) is (first == "--save_only_model True")
+
+
+def test_our_own_frames_are_not_in_a_record(died) -> None:
+    files = [frame.file for frame in died.frames]
+    assert files[0] == "transformers/trainer.py"
+    assert not any(file.endswith(("oom_reporter.py", "_around.py")) for file in files)
+
+
 def test_a_report_begins_with_the_error(died, tmp_path) -> None:
     lines = report(tmp_path / "run").splitlines()
     assert lines[0].startswith("rank 0, step 0: OutOfMemoryError: CUDA out of memory.")
     assert lines[1] == f"Type: trainer-plugins explain {tmp_path / 'run'}"
+
+
+def test_the_reading_at_the_oom_is_in_the_peak(died, tmp_path) -> None:
+    assert died.reading is not None
+    peak = size(died.reading.peak_allocated_bytes)
+    (row,) = (line.split() for line in report(tmp_path / "run").splitlines() if " train " in line)
+    assert " ".join(row[4:6]) == peak
+    (moment,) = (
+        each
+        for each in json.loads(report(tmp_path / "run", "--json"))["runs"][0]["peaks"]
+        if each["moment"] == "train"
+    )
+    assert moment["peak_bytes"] == died.reading.peak_allocated_bytes
+    done = CliRunner().invoke(app, ["top", str(tmp_path / "run"), "--once", "--json"])
+    (rank,) = json.loads(done.stdout)["ranks"]
+    assert rank["reading"]["peak_allocated_bytes"] == died.reading.peak_allocated_bytes
+    assert rank["state"] == "failed"
+    assert max(rank["trend"]) == died.reading.pressure
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_says_what_explain_says(died, tmp_path) -> None:
+    said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--json"])
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    first = json.loads(said.stdout)["remedies"][0]
+    assert first["grade"] == "predicted"
+    assert first["do"] in page.read_text()
 
 
 def test_the_command_explains_a_folder(died, tmp_path) -> None:
@@ -205,6 +288,63 @@ def test_the_command_explains_a_folder(died, tmp_path) -> None:
     assert done.stdout.startswith("Why  the run needs more than the card has  [likely: capacity]")
     assert "Do   --per_device_train_batch_size " in done.stdout
     assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 2
+
+
+GUESSED = """Traceback (most recent call last):
+  File "/v/lib/python3.12/site-packages/torch/nn/functional.py", line 3462, in cross_entropy
+    return torch._C._nn.cross_entropy_loss(
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which 0.10 GiB is free.
+"""
+
+
+def answered(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
+    done = CliRunner().invoke(
+        app, ["explain", "--no-predict", "--json", *map(str, arguments)], input=stdin
+    )
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("cwd", ["elsewhere", "beside", "inside", "piped"])
+def test_a_log_that_names_the_record_of_its_run_is_answered_by_it(
+    died, tmp_path, monkeypatch, cwd: str
+) -> None:
+    """A later run into the folder, which died of something else, is not what the log is of."""
+    later = replace(died.run, time_seconds=died.run.time_seconds + 60)
+    saved = replace(died, moment="save", run=later, time_seconds=died.time_seconds + 60)
+    write_new(tmp_path / "run", "oom-rank0", asdict(saved))
+    log = tmp_path / ("run/train.log" if cwd == "inside" else "train.log")
+    log.write_text((tmp_path / "run" / "stderr").read_text() + GUESSED)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere" if cwd in ("elsewhere", "inside") else tmp_path)
+    said = answered("-", stdin=log.read_text()) if cwd == "piped" else answered(log)
+    assert said["causes"][0]["code"] == "capacity"
+    assert "the log names the record of its run, which was read: " in said["facts"][0]
+    assert said["facts"][0].endswith("run/oom-rank0.json")
+    assert said["facts"][1].startswith("rank 0 of 1 ran out of memory in step 0 (train, ")
+    assert answered(tmp_path / "run" / "oom-rank0.json")["causes"] == said["causes"]
+    assert answered(tmp_path / "run")["causes"][0]["code"] == "save-gather"
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged", "fifo", "of another run", "unbalanced"])
+def test_a_record_that_is_not_there_leaves_the_words(died, tmp_path, what: str) -> None:
+    path, log = tmp_path / "run" / "oom-rank0.json", tmp_path / "train.log"
+    said = (tmp_path / "run" / "stderr").read_text()
+    if what == "of another run":
+        path.write_text(json.dumps(asdict(replace(died, step=7))))
+    elif what == "unbalanced":
+        said = said.replace("explain run", "explain 'run")
+    else:
+        path.unlink()
+    if what == "damaged":
+        path.write_text("{")
+    elif what == "fifo":
+        os.mkfifo(path)
+    log.write_text(said + GUESSED)
+    found = answered(log)
+    assert found["causes"][0]["code"] == "logits-loss"
+    assert ("run/oom-rank0.json" in str(found["unknown"])) is (what != "unbalanced")
 
 
 def test_what_only_words_show_is_taken_from_them(died, tmp_path) -> None:

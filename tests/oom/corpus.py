@@ -712,6 +712,44 @@ POSITIVES = (
     ),
     Case(
         "log",
+        "Execution of replica 0 failed: Resource exhausted: Out of memory while trying to allocate 5520758552 bytes.",
+        "jax-ml/jax#788",
+        "allocator",
+    ),
+    # an inference engine that refuses to start
+    Case(
+        "log",
+        "(EngineCore_DP0 pid=6940) ValueError: Free memory on device cuda:0 (19.77/22.05 GiB) on startup is less than "
+        "desired GPU memory utilization (0.9, 19.84 GiB). Decrease GPU memory utilization or reduce GPU memory used by "
+        "other processes.",
+        "pytorch/pytorch#175666",
+        "engine",
+        survivable=False,
+    ),
+    Case(
+        "log",
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+        "initializing the engine.",
+        "QwenLM/Qwen3#12",
+        "engine",
+        survivable=False,
+    ),
+    Case(
+        RUNTIME,
+        "Not enough memory. Please try to increase --mem-fraction-static.",
+        "sgl-project/sglang#4330",
+        "engine",
+        survivable=False,
+    ),
+    Case(
+        RUNTIME,
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "seanie12/Info-HCVAE#7",
+        "library",
+        certain=False,
+    ),
+    Case(
+        "log",
         "Cuda error: out of memory at /workspace/csrc/cumem_allocator.cpp:62",
         "verl-project/verl#302",
         "driver",
@@ -844,12 +882,6 @@ NEGATIVES = (
     ),
     Case(RUNTIME, "write(): fd 29 failed with Input/output error", "pytorch/pytorch#10577"),
     # advice, settings and names that speak of it
-    Case(
-        "ValueError",
-        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
-        "engine.",
-        "QwenLM/Qwen3#12",
-    ),
     Case(
         "AttributeError",
         "module 'torch.cuda' has no attribute 'OutOfMemoryError'",

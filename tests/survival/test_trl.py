@@ -39,7 +39,7 @@ def sentence(number: int, length: int) -> str:
 
 def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **options):
     if "num_generations" not in options:
-        options["max_length"] = None
+        options.setdefault("max_length", None)
     rows = datasets.Dataset.from_list(
         [{name: column(n) for name, column in columns.items()} for n in range(32)]
     )
@@ -87,14 +87,14 @@ def dpo(tmp_path, **options):
     )
 
 
-def kto(tmp_path):
+def kto(tmp_path, **options):
     columns = {
         name: PREFERENCES[column]
         for name, column in (("prompt", "prompt"), ("completion", "chosen"))
     }
     model = tiny_llama(vocab_size=384)
     return made(trl.KTOTrainer, trl.KTOConfig, tmp_path, model, {**columns, "label": lambda n: n % 2 == 0},
-                {"ref_model": tiny_llama(vocab_size=384)})  # fmt: skip
+                {"ref_model": tiny_llama(vocab_size=384)}, **options)  # fmt: skip
 
 
 def reward(tmp_path, **options):
@@ -115,7 +115,9 @@ def generated(trainer_class, config, tmp_path, **options):
     """Some completions end early, so that a mean over tokens is none over rows."""
     torch.manual_seed(0)
     model = tiny_llama(vocab_size=259).double()
-    model.save_pretrained(tmp_path / "reference")
+    model.save_pretrained(tmp_path / "reference")  # on rank 0 alone
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     model.config._name_or_path = str(
         tmp_path / "reference"
     )  # from which TRL loads what it keeps close to

@@ -31,8 +31,8 @@ def explain(
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="Of a run's output_dir: let the planner say what each remedy brings. It takes "
-            "some seconds, or a minute.",
+            help="Of what a run wrote down: let the planner say what each remedy brings. It "
+            "takes some seconds, or a minute.",
         ),
     ] = True,
 ) -> None:
@@ -40,10 +40,11 @@ def explain(
 
     Example: trainer-plugins explain train.log, or: python train.py 2>&1 | trainer-plugins explain -
 
-    Exit codes: 0 explained; 1 no OOM in it; 2 it cannot be read.
+    Exit codes: 0 explained, or a snapshot was read; 1 no OOM in it; 2 it cannot be read.
     """
     paths = paths or [_piped()]
     try:
+        is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if html is not None:
             answer = _drawn(paths, html)
         else:
@@ -57,8 +58,9 @@ def explain(
     elif answer.causes:
         _print(answer)
     else:
-        _print_facts(answer, "no out-of-memory error was found in it" if len(paths) == 1 else "")
-    if len(paths) == 1 and (not answer.causes or answer.causes[0].code == "not-an-oom"):
+        _print_facts(answer, is_snapshot=is_snapshot)
+    is_oom = answer.causes and answer.causes[0].code != "not-an-oom"
+    if not is_oom and not is_snapshot:
         raise typer.Exit(_NO_OOM)
 
 
@@ -83,17 +85,22 @@ def _is_pickle(path: Path) -> bool:
 def _explained(path: str, predicts: bool) -> "Explanation":
     import sys
 
-    from trainer_plugins.explain.text import explain_stream
+    from trainer_plugins.explain.log import explain_log
+    from trainer_plugins.record.oom_record import read_oom_record
 
     if path == "-":
-        return explain_stream(sys.stdin.buffer, "standard input")
+        return explain_log(sys.stdin.buffer, "standard input", predicts)
     if Path(path).is_dir():
         from trainer_plugins.explain.run import explain_run
 
         return explain_run(Path(path), predicts)
+    if path.endswith(".json") and (record := read_oom_record(Path(path))) is not None:
+        from trainer_plugins.explain.run import explain_record
+
+        return explain_record(record, Path(path).parent, predicts)
     if not _is_pickle(Path(path)):
         with Path(path).open("rb") as file:
-            return explain_stream(file, path)
+            return explain_log(file, path, predicts)
     from trainer_plugins.explain.snapshot import explain_snapshot
 
     return explain_snapshot(Path(path))
@@ -130,16 +137,18 @@ def _print_json(answer: "Explanation") -> None:
     print(json.dumps(asdict(answer), indent=2))
 
 
-def _print_facts(answer: "Explanation", said: str) -> None:
+def _print_facts(answer: "Explanation", *, is_snapshot: bool) -> None:
+    """Print what is known where there is no cause; of one snapshot, what it shows comes first."""
     from rich.console import Group
     from rich.text import Text
 
     from trainer_plugins.printable import printable
     from trainer_plugins.report.page import show
 
-    facts = (Text(printable(fact), "dim") for fact in (*answer.facts, *answer.unknown))
-    heading = f"{answer.subject}: {said}" if said else answer.subject
-    show(Group(Text(printable(heading)), *facts))
+    first, *facts = answer.facts if is_snapshot and answer.facts else ("", *answer.facts)
+    said = first or "no out-of-memory error was found in it"
+    lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
+    show(Group(Text(printable(f"{answer.subject}: {said}")), *lines))
 
 
 def _print(answer: "Explanation") -> None:

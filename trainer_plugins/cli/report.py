@@ -21,11 +21,19 @@ def report(
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Print this rank alone.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    predicts: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict",
+            help="With --html, of a run that ran out of memory: let the planner say what each "
+            "remedy brings, as explain does. It takes some seconds, or a minute.",
+        ),
+    ] = True,
 ) -> None:
     """Print how a run ended, the peak of each moment, releases and findings.
 
     If several runs wrote into the folder, each gets a block, the last one first. Of several
-    ranks the fullest is shown, and how little the least full one had.
+    ranks the fullest is shown, and how full the least full one was.
 
     Example: trainer-plugins report runs/my-run
 
@@ -33,6 +41,7 @@ def report(
     """
     from trainer_plugins.explain.run.ending import how_it_ended
     from trainer_plugins.record.history import read_history
+    from trainer_plugins.report.at_oom import with_last_readings
     from trainer_plugins.report.page import show
     from trainer_plugins.report.text import history_report
 
@@ -46,9 +55,10 @@ def report(
         raise typer.BadParameter(str(error)) from error
     ending = how_it_ended(history, run_dir)
     if html is not None:
-        _write(history, run_dir, ending, html, plan)
+        _write(history, run_dir, ending, html, plan, predicts)
     elif plan is not None:
         raise typer.BadParameter("--plan is drawn on a page: give --html too")
+    history = with_last_readings(history, run_dir)
     if as_json:
         _print_json(history, ending)
     else:
@@ -70,7 +80,12 @@ def _print_json(history: "History", ending: "Finding | None") -> None:
 
 
 def _write(
-    history: "History", run_dir: Path, ending: "Finding | None", html: Path, plan: Path | None
+    history: "History",
+    run_dir: Path,
+    ending: "Finding | None",
+    html: Path,
+    plan: Path | None,
+    predicts: bool,
 ) -> None:
     """Write the page."""
     from trainer_plugins.planner.plan import MemoryPlan
@@ -85,7 +100,8 @@ def _write(
             f"--plan: {plan} is not a plan printed with --json: {error}"
         ) from error
     try:
-        html.write_text(run_page(history, run_dir, ending, planned), encoding="utf-8")
+        page = run_page(history, run_dir, ending, planned, predicts)
+        html.write_text(page, encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{error.filename or html}: {error.strerror}") from error
     except ValueError as error:

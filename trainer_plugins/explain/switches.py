@@ -27,6 +27,13 @@ SAVE_WITHOUT_GATHER = Remedy(
     grade="known",
     price="`zero_to_fp32.py` joins the parts on the CPU",
 )
+LOAD_ON_ONE_RANK = Remedy(
+    do="fsdp_cpu_ram_efficient_loading: true   # with fsdp_sync_module_states: true",
+    effect="one rank loads the model into main memory, and the others get their shards (in"
+    " accelerate's file); do not move the model to a card before",
+    grade="known",
+    price="a slower start",
+)
 FEWER_LIVE_PARAMETERS = Remedy(
     do='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
     effect="fewer parameters are gathered at once than DeepSpeed's default of 1e9, which are 2 GB"
@@ -34,7 +41,6 @@ FEWER_LIVE_PARAMETERS = Remedy(
     grade="known",
     price="they are gathered more often, with less overlap of sending and computing",
 )
-
 RELEASED = "from trainer_plugins import released; released(trainer)"
 """Empties the card of a Trainer of this process, and names who holds the rest."""
 
@@ -49,6 +55,17 @@ BEST_WORDS = (
     "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))"
 )
 """Keeps a number a token in place of its logits; T5 and others return a tuple."""
+
+DECIDING = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+    "eval_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim",
+    "optim_args", "optim_target_modules", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval",
+    "use_liger_kernel", "torch_compile", "max_grad_norm", "label_smoothing_factor", "deepspeed",
+    "fsdp", "fsdp_config", "eval_strategy", "do_eval", "prediction_loss_only",
+    "batch_eval_metrics", "predict_with_generate", "generation_max_length",
+    "generation_num_beams", "save_strategy", "save_only_model", "neftune_noise_alpha",
+)  # fmt: skip
+"""The TrainingArguments that decide about memory; others need data, accounts or folders."""
 
 
 def survive(launched: str) -> Remedy:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from trainer_plugins.launch.launcher import find_launcher
+from trainer_plugins.launch.launcher import find_launcher, launched_by
 from trainer_plugins.launch.lint.document import document_of
 from trainer_plugins.launch.masked import masked, masked_command, masked_text
 from trainer_plugins.record.run_facts import Launch
@@ -34,7 +34,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     shown = masked(exported)
     return Launch(
         file="" if file is None else masked_text(os.fspath(file)),
-        command=() if launcher is None else masked_command(launcher.arguments),
+        words=masked_command(launched_by()),
         environment=shown if isinstance(shown, dict) else {},
         deepspeed=deepspeed if isinstance(deepspeed, dict) else {},
     )

@@ -37,6 +37,18 @@ def tried(read: Callable[[], T], default: T) -> T:
         return default
 
 
+def typed(arguments: list[str], given: list[str]) -> list[str]:
+    """Return a command line as it was typed behind `python`: a module by its name, not its file.
+
+    >>> typed(["/x/mine/train.py", "--bf16"], ["/bin/python3", "-m", "mine.train", "--bf16"])
+    ['-m', 'mine.train', '--bf16']
+    >>> typed(["train.py"], ["python", "-u", "train.py"])
+    ['train.py']
+    """
+    program = given[-len(arguments) - 1 :]
+    return [*program[:2], *arguments[1:]] if program[:1] == ["-m"] else arguments
+
+
 def facts_of_process(
     device: Device | None, rank: int, world_size: int, time_seconds: float, step: int = 0
 ) -> RunFacts:
@@ -56,7 +68,7 @@ def facts_of_process(
         step=step,
         rank=rank,
         world_size=world_size,
-        command=masked_command(sys.argv),
+        command=masked_command(typed(sys.argv, sys.orig_argv)),
         launch=tried(lambda: launch_of(os.environ), None),
         device=name,
         card=tried(lambda: str(getattr(_properties(name), "name", "")), ""),

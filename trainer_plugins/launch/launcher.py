@@ -3,10 +3,17 @@
 import contextlib
 import io
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+_LAUNCHERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "deepspeed": "deepspeed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +52,44 @@ def find_launcher() -> Launcher | None:
 
     None if it is not accelerate's, or may not be looked at.
     """
-    try:
-        above = psutil.Process().parents()
-    except psutil.Error:
-        return None
-    for process in above:
-        try:
-            command, folder = process.cmdline(), Path(process.cwd())
-        except (psutil.Error, OSError):
-            continue
+    for command, folder in _commands_above():
         if (arguments := launch_arguments(command)) is not None:
             return Launcher(tuple(arguments), folder)
-        if any(
-            Path(word).stem == "torchrun" or word == "torch.distributed.run" for word in command[:4]
-        ):
+        if launcher_words(command):
             return None  # an accelerate further up did not launch these ranks
     return None
+
+
+def launched_by() -> list[str]:
+    """Return the command line of the nearest launcher above this process; empty without one."""
+    found = (launcher_words(command) for command, _ in _commands_above())
+    return next(filter(None, found), [])
+
+
+def launcher_words(command: list[str]) -> list[str]:
+    """Return the command line of a launcher as one types it; empty for any other command.
+
+    >>> launcher_words(["/venv/bin/python3", "/venv/bin/torchrun", "--nnodes", "1", "train.py"])
+    ['torchrun', '--nnodes', '1', 'train.py']
+    >>> launcher_words(["python", "-m", "torch.distributed.run", "train.py"])
+    ['torchrun', 'train.py']
+    >>> launcher_words(["python", "train.py", "--deepspeed", "ds.json"])
+    []
+    """
+    if (arguments := launch_arguments(command)) is not None:
+        return ["accelerate", "launch", *arguments]
+    for place, word in enumerate(command[:4]):
+        if name := _LAUNCHERS.get(Path(word).name):
+            return [name, *command[place + 1 :]]
+    return []
+
+
+def _commands_above() -> Iterator[tuple[list[str], Path]]:
+    """Yield command line and folder of the processes above, as far as they may be looked at."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error, OSError):
+                yield process.cmdline(), Path(process.cwd())
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:

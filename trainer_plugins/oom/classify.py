@@ -90,6 +90,8 @@ _NUMBERS = {
         rf"[Tt]ried to allocate {_SIZE}",
         rf"Requested {{0,40}}: {_SIZE}",
         rf"Unable to allocate {_SIZE}",
+        rf"desired GPU memory utilization \([\d.]{{1,9}}, {_SIZE}",
+        rf"{_SIZE} KV cache is needed",
         r"[Aa]lloc\w{0,20}(?: async| failed for size| of size)? ?:{0,2}(\d{1,20})()"
         r"(?: bytes| \(|\sfailed)",
         r"(?:mmap|allocation of) (\d{1,20})() bytes",
@@ -97,11 +99,14 @@ _NUMBERS = {
     "total_bytes": (
         rf"total capaci?ty of {_SIZE}",
         rf"{_SIZE} total capacity",
+        rf"Free memory on device.{{0,40}}\(\d{{1,9}}(?:\.\d{{1,9}})?/{_SIZE}\)",
         rf"Device limit {{0,40}}: {_SIZE}",
     ),
     "free_bytes": (
         rf"of which {_SIZE} is free",
         rf"{_SIZE} free;",
+        r"Free memory on device.{0,40}\((\d{1,9}(?:\.\d{1,9})?)/\d{1,9}(?:\.\d{1,9})? ([KMGT])iB",
+        rf"available KV cache memory \({_SIZE}\)",
         rf"Free \(according to CUDA\): {_SIZE}",
     ),
     "limit_bytes": (rf"{_SIZE} allowed;", rf"max allowed: {_SIZE}"),
@@ -114,7 +119,7 @@ _NUMBERS = {
     "reserved_bytes": (rf"{_SIZE} reserved in total by PyTorch",),
     "unused_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached\)"),
 }
-_DEVICE = re.compile(r"\b(?:[GN]PU|on device) {1,4}(\d{1,9})\b")
+_DEVICE = re.compile(r"\b(?:[GN]PU|on device) {1,4}(?:cuda:|npu:|xpu:)?(\d{1,9})\b")
 _HOLDER = re.compile(
     rf"(?:this process|[Pp]rocess (\d{{1,20}})) has {_SIZE} memory in use"
     rf"|Killed process (\d{{1,20}}) .{{0,200}}anon-rss:{_SIZE}"

@@ -3,7 +3,16 @@
 from typing import Literal, NamedTuple
 
 Source = Literal[
-    "allocator", "masked", "driver", "library", "nccl", "deepspeed", "pinned", "shared", "host"
+    "allocator",
+    "masked",
+    "driver",
+    "library",
+    "nccl",
+    "deepspeed",
+    "pinned",
+    "shared",
+    "host",
+    "engine",
 ]
 """Names who could not get memory.
 
@@ -16,6 +25,7 @@ Source = Literal[
 - `pinned`: page-locked main memory
 - `shared`: `/dev/shm`
 - `host`: main memory, and whatever kills a process for it
+- `engine`: vLLM or SGLang, which refuse to start before anything is allocated
 """
 
 
@@ -47,10 +57,23 @@ _LOST_WORKER = (
     " not help"
 )
 _ENDED = "the process was ended"
+_NOT_STARTED = "the engine did not start"
 _KILLED = "the process was killed from outside, and the words do not say by whom"
 
 # Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
-PINS = r"pin[ _]memory|to\(['\"]cpu['\"], non_blocking"
+# Unsloth's checkpointing keeps its activations in buffers that are pinned too.
+PINS = r"pin[ _]memory|to\(\\?['\"]cpu\\?['\"], ?non_blocking|CPU_BUFFERS|x\.resize_\(new_size\)"
+
+# "Killed" as bash and glibc translate it (po/*.po of both).
+KILLED = (
+    r"Killed(?:: 9)?|已杀死|强制结束|強制結束|強制終了|已砍除|죽었음|Getötet|Gekillt"
+    r"|Abgebrochen \(Killed\)|Tué|Processus arrêté|Matado"
+    r"|Terminado \(killed\)|Morto(?: \(Killed\))?|Убито?|Вбито|Вбитий"
+    r"|Ucciso|Unicestwiony|Öldürüldü|Süreç durduruldu|Bị giết"
+    r"|Bị buộc kết thúc|Geëlimineerd|Dödad|Dræbt|Drept"
+    r"|Zabit(?: \(SIGKILL\))?|Matat|Tapettu|Kilőve|Terbunuh|Ubijen"
+    r"|Σκοτώθηκε"
+)
 
 # More specific rules come first. A pattern starts where the words start and ends in the same line.
 # Each repetition is bounded and none is nested, so the time to read a log is linear in its length.
@@ -101,7 +124,8 @@ RULES = (
     ),
     Rule(
         "allocator",
-        r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor",
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Failed to alloc|XLA:TPU)"
+        r"|OOM when allocating tensor",
         "patrickbryant1/AFProfile#8, ai-models-graphcast#18, keras-team/keras#9643",
     ),
     Rule(
@@ -201,6 +225,12 @@ RULES = (
         "library",
         r"cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
         "pytorch/pytorch#81620",
+        is_certain=False,
+    ),
+    Rule(
+        "library",
+        r"cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "seanie12/Info-HCVAE#7",
         is_certain=False,
     ),
     Rule(
@@ -316,6 +346,26 @@ RULES = (
         _ENDED,
         follows_anything=True,
     ),
+    # An inference engine that refuses to start. vLLM says it as a ValueError.
+    Rule(
+        "engine",
+        r"(?:ValueError: )?Free memory on device.{0,60} on startup",
+        "pytorch/pytorch#175666",
+        _NOT_STARTED,
+    ),
+    Rule(
+        "engine",
+        r"(?:ValueError: )?(?:No available memory for the cache blocks\. Try"
+        r"|To serve at least one request with the model|The model's max seq len \(\d)",
+        "vllm-project/vllm#2248, #34076, #2418",
+        _NOT_STARTED,
+    ),
+    Rule(
+        "engine",
+        r"Not enough memory\. Please try to increase --mem-fraction-static",
+        "sgl-project/sglang#4330",
+        _NOT_STARTED,
+    ),
     # Killed by a signal: usually for main memory, but anybody may send it.
     Rule(
         "host",
@@ -336,8 +386,10 @@ RULES = (
     ),
     Rule(
         "host",
-        r"is killed by signal: Killed|: line \d{1,9}: {1,8}\d{1,9} Killed {2,30}\S|^Killed {0,4}$",
-        "thangvubk/SoftGroup#18; what a shell says",
+        rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"
+        rf"|(?:^|\])(?:{KILLED}) {{0,4}}$|^(?:\[\d{{1,4}}\])?[+-]? {{1,4}}(?:{KILLED}) {{2,30}}\S"
+        r"|\bzsh: killed {2,12}\S|terminated by signal SIGKILL",
+        "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells say",
         _KILLED,
         is_certain=False,
         follows_anything=True,

@@ -63,10 +63,11 @@ def read_all(folder: Path, stem: str, kind: type[T]) -> list[T]:
     """
     paths = sorted(folder.glob("*.json"))
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
-    return [value for path in ours if (value := _read(path, kind)) is not None]
+    return [value for path in ours if (value := read_one(path, kind)) is not None]
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
+def read_one(path: Path, kind: type[T]) -> T | None:
+    """Read a value that `write_new` wrote; None if the file is damaged, or of something else."""
     try:
         return made(kind, read_json(path))
     except (OSError, ValueError, TypeError):

@@ -6,6 +6,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from trainer_plugins.record.history import Course, brought_together, rank_files
+from trainer_plugins.record.oom_record import read_oom_record
 from trainer_plugins.record.regular_file import open_regular
 from trainer_plugins.record.timeline import (
     LONGEST_LINE_BYTES,
@@ -116,6 +117,10 @@ class _RankFile:
             run = RankRun(entry)
             self.runs.append(run)
             self._processes[process] = course, run
+        if isinstance(entry, Failure) and entry.record:
+            record = read_oom_record(self.path.parent.parent / Path(entry.record).name)
+            if record is not None and record.last_sample is not None:
+                run.add(record.last_sample)
         run.add(entry)
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import read_all
+from trainer_plugins.record.folder import read_all, read_one
 from trainer_plugins.record.run_facts import RunFacts
+from trainer_plugins.record.timeline import Sample
 
 VERSION = 1
 
@@ -172,6 +173,23 @@ class OomRecord:
         part = f", {self.part}" if self.part else ""
         return f"step {self.step} ({self.moment}{part})"
 
+    @property
+    def last_sample(self) -> Sample | None:
+        """Return the reading as a timeline has one, which does not know it; None without one."""
+        if self.reading is None:
+            return None
+        return Sample(
+            step=self.step,
+            moment=self.moment,
+            reading=self.reading,
+            time_seconds=self.time_seconds,
+        )
+
+    @property
+    def words(self) -> str:
+        """Say which rank it was, and when, as a log has it."""
+        return f"rank {self.rank} ran out of memory in {self.where}"
+
 
 def read_oom_records(folder: Path) -> list[OomRecord]:
     """Read the records of all ranks of a folder, oldest first.
@@ -181,3 +199,8 @@ def read_oom_records(folder: Path) -> list[OomRecord]:
     return sorted(
         read_all(folder, "oom-rank[0-9]+", OomRecord), key=lambda record: record.time_seconds
     )
+
+
+def read_oom_record(path: Path) -> OomRecord | None:
+    """Read one record; None if the file is not there, damaged, of a later form, or none."""
+    return read_one(path, OomRecord)

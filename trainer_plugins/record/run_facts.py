@@ -38,8 +38,8 @@ class Launch:
     file: str = ""
     """The launch file of `accelerate launch`; empty if there is none, or nobody can tell."""
 
-    command: tuple[str, ...] = ()
-    """What followed `accelerate launch`; empty if that did not start the process."""
+    words: tuple[str, ...] = ()
+    """The command line of accelerate, torchrun or DeepSpeed; empty if none started the process."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """What file and flags came to: the variables by which accelerate tells its ranks."""
@@ -65,7 +65,7 @@ class RunFacts:
     rank: int
     world_size: int
     command: tuple[str, ...]
-    """The command line, with secrets masked."""
+    """The command line behind `python`, with secrets masked: `-m mine.train`, or a script."""
 
     launch: Launch | None = None
     """How it was launched; None if an earlier version wrote this."""

@@ -12,7 +12,7 @@ from trainer_plugins.record.timeline import Beginning, Entry, Failure, Flush, Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
-    """Holds the peak of one moment on the fullest rank, beside that of the least full one."""
+    """Holds the peak of one moment on the fullest rank, beside the least full one."""
 
     moment: str
     rank: int
@@ -24,6 +24,9 @@ class MomentPeak:
     total_bytes: int
     reserved_bytes: int
     least_rank: int
+    least_pressure: float
+    """How full its card was; more of that may be in tensors than on the fullest rank."""
+
     least_peak_bytes: int
     num_readings: int
     """Of all ranks."""
@@ -122,6 +125,7 @@ def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> MomentPeak:
         total_bytes=highest[worst].total_bytes,
         reserved_bytes=max(sample.reading.reserved_bytes for sample in by_rank[worst]),
         least_rank=least,
+        least_pressure=highest[least].pressure,
         least_peak_bytes=_largest(by_rank[least]),
         num_readings=sum(each.num_readings for samples in by_rank.values() for each in samples),
     )

@@ -64,9 +64,9 @@ def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
     for column in ("readings", "peak", "full", "total", "reserved"):
         table.add_column(column, justify="right")
     if has_several:
-        table.add_column("peak of the least full rank", justify="right")
+        table.add_column("the least full rank", justify="right")
     for each in peaks(timelines):
-        least = f"{size(each.least_peak_bytes)} (rank {each.least_rank})"
+        least = f"{percent(each.least_pressure)} (rank {each.least_rank})"
         table.add_row(
             str(each.rank),
             printable(each.moment),

@@ -91,7 +91,7 @@ def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
         _say(f"the out-of-memory record cannot be written to {scene.folder}: {why}")
         return ""
     command = f"trainer-plugins explain {shlex.quote(str(scene.folder))}"
-    _say(f"rank {record.run.rank} ran out of memory in {record.where}: see {path}, or {command}")
+    _say(f"{record.words}: see {path}, or {command}")
     return path.name
 
 

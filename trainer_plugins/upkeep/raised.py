@@ -5,6 +5,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
 
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80
 _MOST_TENSORS = 20
 _OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_around.py")
@@ -82,6 +84,8 @@ def public_path(path: str) -> str:
         _, found, inside = path.rpartition(f"{os.sep}{folder}{os.sep}")
         if found:
             return inside
+    if path.startswith(_PACKAGE):
+        return os.path.join("trainer_plugins", path[len(_PACKAGE) :])
     library = sysconfig.get_paths()["stdlib"] + os.sep
     if path.startswith(library):
         return path[len(library) :]

@@ -5,6 +5,6 @@
 run's command line takes it, `ending.py` finds out that a run was killed. It imports no torch.
 """
 
-from trainer_plugins.explain.run.explained import explain_run
+from trainer_plugins.explain.run.explained import explain_record, explain_run
 
-__all__ = ["explain_run"]
+__all__ = ["explain_record", "explain_run"]

@@ -9,7 +9,8 @@ from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import cause, causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
-from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of, without_shm
+from trainer_plugins.explain.run.host import less_main_memory, without_shm
+from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.run.typed import as_typed
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
@@ -62,7 +63,19 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
                 remedies=(),
                 facts=("no run of this folder has noted that it ran out of memory",),
             )
-    return _explained(folder, _of_last_run(records), history, begun_later, predicts)
+    return _explained(folder, _of_run(records[-1], records), history, begun_later, predicts)
+
+
+def explain_record(record: OomRecord, folder: Path, predicts: bool = False) -> Explanation:
+    """Explain the run that a record is of, which need not be the last one of its folder.
+
+    Args:
+        record: one of its ranks'.
+        folder: its output_dir.
+        predicts: as in `explain_run`.
+    """
+    records = _of_run(record, [*read_oom_records(folder), record])
+    return _explained(folder, records, _history(folder), (), predicts)
 
 
 def _history(folder: Path) -> History | None:
@@ -72,10 +85,11 @@ def _history(folder: Path) -> History | None:
         return None
 
 
-def _of_last_run(records: Sequence[OomRecord]) -> list[OomRecord]:
-    """Return the records of the ranks of the last run, the one that died first at the front."""
-    began = records[-1].run.time_seconds - _SLACK_SECONDS
-    last = {each.rank: each for each in records if each.run.time_seconds >= began}
+def _of_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
+    """Return the records of the ranks of the run of one, which died first at the front."""
+    began = one.run.time_seconds
+    of_run = [each for each in records if abs(each.run.time_seconds - began) <= _SLACK_SECONDS]
+    last = {each.rank: each for each in of_run}
     return sorted(last.values(), key=lambda each: each.time_seconds)
 
 

@@ -1,5 +1,6 @@
 """Says what helps against the causes of a recorded error, as the user types it."""
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,10 +9,21 @@ from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Grade, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import kept_in, kept_logits
+from trainer_plugins.explain.run.host import less_main_memory, without_shm
 from trainer_plugins.printable import printable
+from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.units import size
 
 Remedies = list[Remedy]
+
+_COPIES = re.compile(
+    r"\.(?:clone|float|half|bfloat16|to|type|contiguous)\(|deepcopy\(|\.cat\(|\.stack\("
+    r"|merge_and_unload\("
+)
+_LIBRARIES = (
+    "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
+    "trainer_plugins/", "copy.py",
+)  # fmt: skip
 
 
 def remedies_of(causes: Sequence[Cause], case: Case) -> tuple[Remedy, ...]:
@@ -77,9 +89,13 @@ def _about(case: Case, needed: int) -> str:
 
 
 def _survive(case: Case) -> Remedy:
-    command = shlex.join(("python", *case.record.run.command)) if case.record.run.command else "..."
-    if case.record.run.world_size > 1:
+    run = case.record.run
+    if run.launch is not None and run.launch.words:
+        command = shlex.join(run.launch.words)
+    elif run.world_size > 1 or not run.command:
         command = "YOUR LAUNCH COMMAND"
+    else:
+        command = shlex.join(("python", *run.command))
     return switches.survive(printable(command))
 
 
@@ -185,21 +201,33 @@ def _optimizer(case: Case) -> Remedies:
 
 
 def _save(case: Case) -> Remedies:
-    strategy, last = case.record.run.strategy, case.record.frames[-1:]
+    """Copy in main memory, or gather nothing; the states only if it was they that were saved."""
+    strategy = case.record.run.strategy
     found = []
-    if last and ".clone()" in last[0].code:
-        do = f".cpu() in place of .clone() at {last[0].file}:{last[0].line}"
+    if (copied := _copying(case)) is not None:
+        how = "in place of .clone()" if ".clone()" in copied.code else "before the copy"
+        do = f".cpu() {how} at {copied.file}:{copied.line}"
         found.append(_remedy(do, "the copy is made in main memory"))
     if strategy is not None and strategy.family == "FSDP":
         found.append(switches.SHARDED_SAVE)
     if strategy is not None and strategy.zero_stage == 3:
         found.append(switches.SAVE_WITHOUT_GATHER)
-    only = _remedy(
-        "--save_only_model True",
-        "the optimizer's states are not saved",
-        price="the run cannot be resumed from there",
-    )
-    return [*found, only]
+    if "_save_optimizer_and_scheduler" in case.functions:
+        states = _remedy(
+            "--save_only_model True",
+            "the optimizer's states are not saved",
+            price="the run cannot be resumed from there",
+        )
+        found.append(states)
+    return found or _optimizer(case)
+
+
+def _copying(case: Case) -> Frame | None:
+    """Return the innermost line of the user's that copies a tensor or a model."""
+    for frame in reversed(case.record.frames):
+        if _COPIES.search(frame.code) and not frame.file.startswith(_LIBRARIES):
+            return frame
+    return None
 
 
 def _weights(case: Case) -> Remedies:
@@ -225,7 +253,7 @@ def _zero3(case: Case) -> Remedies:
 def _resume(case: Case) -> Remedies:
     loads = [each for each in case.record.frames if "torch.load(" in each.code]
     found = []
-    if loads and not loads[-1].file.startswith(("transformers/", "torch/")):
+    if loads and not loads[-1].file.startswith(_LIBRARIES):
         where = f"{loads[-1].file}:{loads[-1].line}"
         do = f'torch.load(..., map_location="cpu") at {where}'
         found.append(_remedy(do, "no second copy is made on the card"))
@@ -326,24 +354,8 @@ def _shm(case: Case) -> Remedies:
     return without_shm()
 
 
-def without_shm() -> Remedies:
-    """Return what helps where /dev/shm is too small."""
-    return [switches.NO_WORKERS, _remedy("docker run --shm-size=16g", "docker's default is 64 MiB")]
-
-
 def _host(case: Case) -> Remedies:
     return less_main_memory(case.argument("dataloader_num_workers", 0))
-
-
-def less_main_memory(num_workers: int) -> Remedies:
-    """Return what helps where main memory, or the limit of a container or job, is too small."""
-    found = []
-    if num_workers:
-        half = num_workers // 2
-        gone = f"{num_workers - half} processes less, each with its part of the data"
-        found.append(_remedy(f"--dataloader_num_workers {half}", gone))
-    limit = "docker run --memory=SIZE (Slurm: --mem=SIZE; Kubernetes: resources.limits.memory)"
-    return [*found, _remedy(limit, "raises what the container or the job may take")]
 
 
 def _pinned(case: Case) -> Remedies:

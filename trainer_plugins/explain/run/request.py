@@ -5,21 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.switches import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.record.run_facts import RunFacts
-
-_DECIDING = (
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "eval_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim",
-    "optim_args", "optim_target_modules", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval",
-    "use_liger_kernel", "torch_compile", "max_grad_norm", "label_smoothing_factor", "deepspeed",
-    "fsdp", "fsdp_config", "eval_strategy", "do_eval", "prediction_loss_only",
-    "batch_eval_metrics", "predict_with_generate", "generation_max_length",
-    "generation_num_beams", "save_strategy", "save_only_model", "neftune_noise_alpha",
-)  # fmt: skip
-"""The TrainingArguments that decide about memory; others need data, accounts or folders."""
 
 _DEVICES = ("cuda", "simgpu")
 _LAUNCHED = {"DeepSpeed": "deepspeed", "FSDP": "fsdp"}
@@ -118,7 +108,7 @@ def _exported(run: RunFacts) -> dict[str, str]:
 
 def _flags(arguments: Mapping[str, object]) -> tuple[str, ...]:
     flags = ["--output_dir", "runs"]
-    for name in _DECIDING:
+    for name in DECIDING:
         value = arguments.get(name)
         if value in (None, "", [], {}):
             continue

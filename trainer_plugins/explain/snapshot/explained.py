@@ -65,11 +65,16 @@ def _facts(case: Case) -> Iterator[str]:
     if case.oom is not None and case.oom_stack:
         lines = lines_of(case.snapshot.stacks[case.oom_stack])
         yield "The request that failed came from " + ", called from ".join(lines)
-    moment = "At the OOM" if case.oom is not None else "At the peak"
-    yield (
-        f"{moment} {in_bytes(case.held.allocated_bytes)} were allocated of "
-        f"{size(case.reserved_bytes)} reserved"
-    )
+    if case.oom is not None:
+        yield (
+            f"At the OOM {in_bytes(case.held.allocated_bytes)} were allocated of "
+            f"{size(case.reserved_bytes)} reserved"
+        )
+    else:
+        yield (
+            f"{size(case.peak_reserved_bytes)} were reserved at most, in "
+            f"{len(case.card.events):,} events"
+        )
     yield from _categories(case.held)
     for place, num_bytes, count in case.held.lines[:_MOST_LINES]:
         yield f"{size(num_bytes)} in {count:,} {_blocks(count)} from {place}"
@@ -93,9 +98,10 @@ def _facts(case: Case) -> Iterator[str]:
 def _ending(case: Case) -> str:
     card = f"Card {case.card.index}"
     if case.oom is None:
+        category, most = next(iter(case.held.categories.items()), ("unknown", 0))
         return (
-            f"No OOM is recorded. {card} reserved {size(case.peak_reserved_bytes)} at most, in "
-            f"{len(case.card.events):,} events"
+            f"{in_bytes(case.held.allocated_bytes)} were allocated at the peak of card "
+            f"{case.card.index}, most of it {WORDS[category]} ({size(most)}); no OOM is recorded"
         )
     more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
     how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"

@@ -220,7 +220,10 @@ class Sorter:
         return run is not None and run[2] == "backward" and life.birth != BEFORE
 
     def _sizes_of_losses(self) -> frozenset[int]:
-        """Return the size of the largest tensor of a loss: the logits have it too."""
+        """Return the size of the largest tensor of a loss, rows x vocabulary in float32.
+
+        The logits have it too, or half of it where the model computes in 16 bits.
+        """
         largest = max(
             (
                 life.requested_bytes
@@ -229,4 +232,4 @@ class Sorter:
             ),
             default=0,
         )
-        return frozenset({largest} if largest >= _LEAST_LOGITS_BYTES else ())
+        return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

@@ -1,75 +1,54 @@
 """Reads a pickle that may come from anybody: plain values only, within bounds, or not at all.
 
-A pickle is a program. Each of its instructions is looked at before the first one runs, and only
-those pass that make None, booleans, numbers, texts, lists, dicts and pairs of small numbers. That
-is what a memory snapshot is made of (all 75 of `docs/explain_snapshots.md`), and none of it runs
-code. A list of what is allowed is short enough to be checked; a list of attacks is not.
+A pickle is a program. This follows its instructions by itself, and knows only those that make None,
+booleans, numbers, texts, lists, dicts with texts for keys, and pairs of numbers. That is what a
+memory snapshot is made of (all 75 of `docs/explain_snapshots.md`), and none of it runs code. Keys
+are texts, because numbers can be chosen so that a dict of them takes hours; nobody can choose how
+Python hashes a text.
 """
 
 import gc
-import io
 import os
-import pickle
 import pickletools
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from struct import iter_unpack, unpack
+from typing import Any
 
 from trainer_plugins.printable import printable
 from trainer_plugins.units import MIB, size
 
 LARGEST_BYTES = 256 * MIB
-"""The largest file that is read; it takes ten times as much memory, and about 20 seconds."""
+"""The largest file that is read; it takes ten times as much memory, and about half a minute."""
 
 _MOST_CONTAINERS = 16_000_000  # a snapshot of 100 MB has 2 million lists and dicts
+_MOST_NOTES = 32_000_000  # of what is remembered, and of beginnings: one or two for a container
+_MOST_WAITING = 16_000_000  # of what is in no list or dict yet, a snapshot has some thousands
 
 _RECORD = (
     "make one with torch.cuda.memory._record_memory_history(max_entries=100_000) at the start "
     "and torch.cuda.memory._dump_snapshot(file) at the end"
 )
+_FILLED = "it would fill the memory with empty lists and the like; no snapshot does"
+
+# Instructions by their codes, as `pickletools` lists them: how many bytes follow.
+_LENGTHS = {ord(code): length for code, length in {
+    "h": 1, "K": 1, "M": 2, "J": 4, "\x8a": 1, "G": 8, "\x8c": 1, "X": 4, "q": 1, "r": 4,
+    "\x95": 8,
+}.items()}  # fmt: skip
+_COUNTED = b"\x8a\x8cX"  # what follows is the length of a number or a text, which comes then
+_NUMBERS = {ord("K"): False, ord("M"): False, ord("J"): True, 0x8A: True}  # whether with a sign
+_GET, _LONG_GET, _PUTS, _TEXTS = ord("h"), ord("j"), b"qr", b"\x8cX"
+_FLOAT, _FRAME, _MEMOIZE, _MARK, _STOP = ord("G"), 0x95, 0x94, ord("("), ord(".")
+_LONG_GETS = re.compile(rb"(?:j[\s\S]{4}){1,5000}")  # many in a row: the frames of a stack
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 
 
 class NotReadableError(ValueError):
     """Says in one line why a file cannot be read as a snapshot, and what to do."""
-
-
-# Instructions without an own length, or with one of a byte: a run of them is checked at once. A
-# number has at most 9 bytes and a pair holds two numbers, because a dict of longer numbers, or of
-# nested tuples, can be made as slow as one likes.
-_NUMBER = rb"K[\s\S]|M[\s\S]{2}|J[\s\S]{4}|\x8a(?:%s)" % b"|".join(
-    rb"\x%02x[\s\S]{%d}" % (length, length) for length in (6, 5, 8, 7, 9, 4, 3, 2, 1, 0)
-)
-_PLAIN = re.compile(
-    # LONG_BINGET, BINGET, MEMOIZE, marks, ends of lists and dicts, None and booleans, numbers
-    rb"(?:j[\s\S]{4}|h[\s\S]|[]}\x94(uNaes\x88\x89]|(?:%s)(?:(?:%s)\x86)?|G[\s\S]{8}){1,5000}"
-    % (_NUMBER, _NUMBER)
-)
-_FRAME, _STOP = 0x95, 0x2E
-_SHORT_TEXT, _TEXT, _PUT, _LONG_PUT = 0x8C, 0x58, 0x71, 0x72
-
-_DAMAGED = (
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    OverflowError,
-    MemoryError,
-)
-
-
-class _NoClasses(pickle.Unpickler):
-    """Builds values only. `_check` has let nothing else through; this holds if it is wrong."""
-
-    def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        raise NotReadableError(_classes("GLOBAL"))
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise NotReadableError(_classes("PERSID"))
 
 
 def load(path: Path) -> Any:
@@ -79,12 +58,17 @@ def load(path: Path) -> Any:
         NotReadableError: it is not one, it is damaged or too large, or it would run code.
     """
     data = _bytes_of(path)
-    _check(data)
+    if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        what = "it is empty" if not data else "it is not a pickle of protocol 2 to 5"
+        raise NotReadableError(f"{what}; {_RECORD}")
+    num_notes = data.count(b"\x94") + data.count(b"(")
+    if data.count(b"]") + data.count(b"}") > _MOST_CONTAINERS or num_notes > _MOST_NOTES:
+        raise NotReadableError(_FILLED)
     try:
-        return _NoClasses(io.BufferedReader(io.BytesIO(data))).load()
+        return _Program().run(data)
     except NotReadableError:
         raise
-    except _DAMAGED as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise NotReadableError(
             f"it is damaged ({type(error).__name__}: {printable(error)}); copy it again, or "
             "write a new one"
@@ -109,62 +93,106 @@ def _bytes_of(path: Path) -> bytes:
     return data
 
 
-def _check(data: bytes) -> None:
-    """Look at every instruction of a pickle.
+class _Program:
+    """Follows the instructions of a pickle."""
 
-    Raises:
-        NotReadableError: one is not needed for plain values, or the end is missing.
-    """
-    if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        what = "it is empty" if not data else "it is not a pickle of protocol 2 to 5"
-        raise NotReadableError(f"{what}; {_RECORD}")
-    if data.count(b"]") + data.count(b"}") > _MOST_CONTAINERS:
-        raise NotReadableError("it would fill the memory with empty lists; no snapshot does")
-    position = 2
-    while position < len(data):
-        plain = _PLAIN.match(data, position)
-        if plain is not None:
-            position = plain.end()
-            continue
-        code = data[position]
-        if code == _STOP:
-            return
-        position = _behind(data, position, code)
-    raise NotReadableError(
-        f"its end is missing: it stops after {len(data):,} bytes, as if it were still being "
-        "written, or the disk was full; copy it again, or write a new one"
-    )
+    def __init__(self) -> None:
+        self._made: list[Any] = []
+        """What is in no list or dict yet, the newest last."""
+
+        self._marks: list[int] = []
+        """How much there was where each list or dict began that is not filled yet."""
+
+        self._memo: list[Any] = []
+
+    def run(self, data: bytes) -> Any:
+        """Return what it makes.
+
+        Raises:
+            NotReadableError: an instruction is not needed for plain values, or the end is missing.
+            ValueError, TypeError, LookupError, AttributeError: they do not fit together.
+        """
+        made, memo, at, end = self._made, self._memo, 2, len(data)
+        while at < end and len(made) <= _MOST_WAITING:
+            code = data[at]
+            if code == _LONG_GET:
+                gets = _LONG_GETS.match(data, at)
+                if gets is None:
+                    break
+                made += [memo[place] for (place,) in iter_unpack("<xI", gets[0])]
+                at = gets.end()
+                continue
+            at += 1
+            if code == _MEMOIZE:
+                memo.append(made[-1])
+            elif code in _LENGTHS:
+                start, at = at, at + _LENGTHS[code]
+                if code in _COUNTED:
+                    start, at = at, at + int.from_bytes(data[start:at], "little")
+                if at > end:
+                    break
+                if code == _GET:
+                    made.append(memo[data[start]])
+                elif code in _NUMBERS:
+                    made.append(int.from_bytes(data[start:at], "little", signed=_NUMBERS[code]))
+                else:
+                    self._take(code, data[start:at])
+            elif code == _STOP:
+                return made[-1]
+            else:
+                self._compose(code)
+        if len(made) > _MOST_WAITING:
+            raise NotReadableError(_FILLED)
+        raise NotReadableError(
+            f"its end is missing: it stops after {end:,} bytes, as if it were still being written, "
+            "or the disk was full; copy it again, or write a new one"
+        )
+
+    def _take(self, code: int, operand: bytes) -> None:
+        if code in _TEXTS:
+            self._made.append(operand.decode())
+        elif code == _FLOAT:
+            self._made.append(unpack(">d", operand)[0])
+        elif code in _PUTS and int.from_bytes(operand, "little") == len(self._memo):
+            self._memo.append(self._made[-1])
+        elif code != _FRAME:  # a place behind the next one of the memo: it has room up to there
+            raise NotReadableError(_no_value(code))
+
+    def _compose(self, code: int) -> None:
+        made = self._made
+        if code == _MARK:
+            self._marks.append(len(made))
+        elif code in b"]}":
+            made.append([] if code in b"]" else {})
+        elif code in b"uesa":  # SETITEMS, APPENDS; SETITEM, APPEND without a mark
+            start = self._marks.pop() if code in b"ue" else len(made) - (2 if code in b"s" else 1)
+            items = made[start:]
+            del made[start:]
+            _fill(made[-1], items, is_dict=code in b"us")
+        elif code in _CONSTANTS:
+            made.append(_CONSTANTS[code])
+        elif code == 0x86 and set(map(type, made[-2:])) == {int}:  # TUPLE2
+            made[-2:] = [tuple(made[-2:])]
+        else:
+            raise NotReadableError(_no_value(code))
 
 
-def _behind(data: bytes, position: int, code: int) -> int:
-    """Return where the next instruction begins, behind one that names a length or a place."""
-    if code == _SHORT_TEXT:
-        return position + 2 + int.from_bytes(data[position + 1 : position + 2], "little")
-    number = int.from_bytes(data[position + 1 : position + 5], "little")
-    if code == _TEXT:
-        return position + 5 + number
-    if code == _PUT:
-        return position + 2
-    if code == _LONG_PUT and number <= position:  # a memo has room up to its highest place
-        return position + 5
-    if code == _FRAME:
-        if int.from_bytes(data[position + 1 : position + 9], "little") > len(data):
-            return len(data)
-        return position + 9
-    if code in b"jhKMJG\x8a" and len(data) - position < 11:  # a number that is cut off
-        return len(data)
-    raise NotReadableError(_classes(_name_of(code)))
+def _fill(container: Any, items: list[Any], *, is_dict: bool) -> None:
+    if not is_dict:
+        container.extend(items)
+    elif set(map(type, items[::2])) <= {str}:
+        container.update(zip(items[::2], items[1::2], strict=True))
+    else:
+        raise NotReadableError(
+            f"a key of one of its dicts is no text, so it is not a snapshot; {_RECORD}"
+        )
 
 
-def _name_of(code: int) -> str:
+def _no_value(code: int) -> str:
     names = {ord(each.code): each.name for each in pickletools.opcodes}
-    return names.get(code, f"0x{code:02x}")
-
-
-def _classes(instruction: str) -> str:
     return (
-        f"it holds more than plain values (instruction {instruction}), so it is not a snapshot, "
-        f"and reading it could run foreign code; {_RECORD}"
+        f"it holds more than plain values (instruction {names.get(code, f'0x{code:02x}')}), so it "
+        f"is not a snapshot, and reading it could run foreign code; {_RECORD}"
     )
 
 

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
+from trainer_plugins.explain.ours import is_ours
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
@@ -47,6 +49,9 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
     ("loss", "/transformers/loss/", ""),
     ("loss", "", "cross_entropy"),
 )
+_HEAD = re.compile(r"logit|lm_head|logps|log_?probs?|log_softmax")
+_MODEL_FILE = re.compile(r"/modeling_\w+\.py$")
+_LINEAR = re.compile(r"/torch/nn/(?:modules/linear|functional)\.py$|/bitsandbytes/nn/")
 _PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|parameter\.py)")
 
 
@@ -77,9 +82,10 @@ def line_of(frame: Frame) -> str:
 
 
 def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
-    """Return all frames, and those of Python."""
+    """Return all frames, and those of Python, without ours if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
-    return frames, [frame for frame in frames if _PYTHON.search(frame.file)]
+    python = [frame for frame in frames if _PYTHON.search(frame.file)]
+    return frames, [frame for frame in python if not is_ours(frame.file)] or python
 
 
 def _own(python: Iterable[Frame]) -> Iterable[Frame]:
@@ -95,11 +101,29 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
     in_module = any(frame.name in ("_call_impl", "forward") for frame in python)
     if not in_module and any(_is_engine(frame) for frame in frames):
         return "backward"
+    if _is_head(python):
+        return "loss"
     if in_module:  # also what a checkpoint computes again, within the backward pass
         return "forward"
     if any(frame.name == "__init__" or _makes_parameters(frame) for frame in python):
         return "parameters"
     return "other"
+
+
+def _is_head(python: Sequence[Frame]) -> bool:
+    """Say whether it is the product of the head, by a name, or by who called the linear layer.
+
+    In transformers only the head is a layer of the outermost module itself: all other layers are
+    called from a `forward` of the same file that another one of it has called.
+    """
+    of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
+    inner = [frame.name for frame in of_layer if not _TORCH.search(frame.file)]
+    if any(map(_HEAD.search, inner[:2])):
+        return True
+    of_model = [
+        frame.file for frame in python if frame.name == "forward" and _MODEL_FILE.search(frame.file)
+    ]
+    return bool(of_model and _LINEAR.search(python[0].file)) and of_model.count(of_model[0]) == 1
 
 
 def _is_engine(frame: Frame) -> bool:

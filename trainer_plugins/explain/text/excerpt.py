@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 from trainer_plugins.explain.text.lines import Line, clean_line, clean_lines
 from trainer_plugins.oom import OutOfMemory, classify
+from trainer_plugins.oom.rules import KILLED
 
 _BLOCK_BYTES = 1 << 20
 _KEPT_CHARACTERS = 1 << 16
@@ -21,6 +22,8 @@ _HINTS = re.compile(
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
     r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
+    r"|Free memory on|cache blocks|max seq len|mem-fraction-static|Resource exhausted|zsh: killed"
+    rf"|{KILLED}"
 )
 _LONGEST_HINT = 32
 _MOST_UNKNOWN = 0.3
@@ -31,10 +34,17 @@ _TRIED = re.compile(
     r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
     r"|MPS backend out of memory \(MPS)"
 )
+# accelerate's find_executable_batch_size, which the Trainer's auto_find_batch_size uses.
+_GAVE_UP = re.compile(r"RuntimeError: No executable batch size found")
 # A terminal has broken a message where it was full; this is how its last line ends.
-_COMPLETE = re.compile(r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory")
+_COMPLETE = re.compile(
+    r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory"
+    r"|initializing the engine|by other processes"
+)
 _ANOTHER = re.compile(r"^(?:Traceback|\s+File |[\w.]+Error\b|\s*\d{1,3}%\||\s*$)")
-_ONE_LINE = re.compile(r"ried to allocate|(?:CUDA|HIP|XPU|NPU|backend) out of")
+_ONE_LINE = re.compile(
+    r"ried to allocate|(?:CUDA|HIP|XPU|NPU|backend) out of|Free memory on|max seq len"
+)
 _MOST_BROKEN_LINES, _NUM_BEFORE, _NUM_AFTER = 12, 12, 40
 
 
@@ -76,7 +86,17 @@ def find_first(stream: BinaryIO) -> Excerpt:
         drop = max(0, scanned - _KEPT_CHARACTERS)
         buffer, scanned, is_cut = buffer[drop:], scanned - drop, is_cut or drop > 0
     tail = buffer[-_KEPT_CHARACTERS:]
-    return Excerpt(None, tuple(clean_lines(head + "\n" + tail if is_cut else tail)))
+    return _swallowed(tuple(clean_lines(head + "\n" + tail if is_cut else tail)))
+
+
+def _swallowed(lines: tuple[Line, ...]) -> Excerpt:
+    """Take the words of who caught every OOM and gave up; no OOM if there are none."""
+    for at in range(len(lines) - 1, -1, -1):
+        if said := _GAVE_UP.search(lines[at].text):
+            text = lines[at].text[said.start() :]
+            oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=text)
+            return Excerpt(oom, lines, at)
+    return Excerpt(None, lines)
 
 
 def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:

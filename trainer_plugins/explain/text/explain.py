@@ -2,28 +2,43 @@
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import BinaryIO
 
-from trainer_plugins.explain.answer import Cause, Explanation
-from trainer_plugins.explain.text.causes import causes_of
+from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
 from trainer_plugins.explain.text.facts import Facts, gather
-from trainer_plugins.explain.text.remedies import remedies_of
+from trainer_plugins.explain.text.remedies import batch, remedies_of
+from trainer_plugins.explain.text.vendor import translated, vendor_of
+from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import size
 
-# Errors that people take for an OOM of the card, and what they are.
-_LOOKALIKES = (
-    (r"No space left on device", "a disk is full, not the card"),
+# Words that people take for an OOM of the card, what they are, and what to do about them.
+_LOOKALIKES: tuple[tuple[str, str, Callable[[Facts], list[Remedy]] | None], ...] = (
+    (r"No space left on device", "a disk is full, not the card", None),
     (
         r"out of resource: shared memory",
         "a Triton kernel asks for more shared memory than a multiprocessor has",
+        None,
     ),
-    (r"an illegal memory access was encountered", "a kernel read or wrote outside its tensors"),
-    (r"device-side assert triggered", "an index is out of range in a kernel"),
-    (r"No executable batch size found", "auto_find_batch_size gave up; the OOM stands further up"),
+    (
+        r"an illegal memory access was encountered",
+        "a kernel read or wrote outside its tensors",
+        None,
+    ),
+    (r"device-side assert triggered", "an index is out of range in a kernel", None),
+    (
+        r"allocator cache flushes since last step",
+        "the card was full, and torch gave its cache back to go on, which is slow (DeepSpeed)",
+        batch.cache_flushes,
+    ),
 )
+
+
+_NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
 def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
@@ -42,33 +57,52 @@ def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
     Raises:
         ValueError: it is empty, or is not text.
     """
-    excerpt = find_first(stream)
+    return explain_excerpt(find_first(stream), subject)
+
+
+def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
+    """Explain what was found in a log."""
     if excerpt.oom is None:
-        return Explanation(subject=subject, causes=_lookalike(excerpt), remedies=())
+        return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
-    causes = causes_of(facts)
+    found = causes_of(facts)
+    causes, remedies = translated(found, remedies_of(found, facts), vendor_of(facts))
     return Explanation(
         subject=subject,
         causes=causes,
-        remedies=remedies_of(causes, facts),
+        remedies=remedies,
         facts=_known(facts),
         unknown=_unknown(facts),
     )
 
 
-def _lookalike(excerpt: Excerpt) -> tuple[Cause, ...]:
+def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
+    """Explain a table of nvidia-smi, or words that are taken for an OOM."""
+    facts = gather(excerpt, _NO_OOM)
+    causes = tuple(
+        cause for rule in (others.ddp_gpu0, others.data_parallel) if (cause := rule(facts))
+    )
+    if causes:
+        remedies = remedies_of(causes, facts)
+        return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line in excerpt.lines:
-        for pattern, meaning in _LOOKALIKES:
+        for pattern, meaning, remedies_for in _LOOKALIKES:
             if re.search(pattern, line.text):
-                return (
-                    Cause(
-                        code="not-an-oom",
-                        grade="certain",
-                        summary=f"this is no OOM: {meaning}",
-                        evidence=(f"The words are: {line.text.strip()[:200]}",),
+                cause = Cause(
+                    code="not-an-oom",
+                    grade="certain",
+                    summary=f"this is no OOM: {meaning}",
+                    evidence=(f"The words are: {line.text.strip()[:200]}",),
+                )
+                return Explanation(
+                    subject=subject,
+                    causes=(cause,),
+                    remedies=tuple(
+                        replace(one, cause=cause.code)
+                        for one in (remedies_for(facts) if remedies_for else ())
                     ),
                 )
-    return ()
+    return Explanation(subject=subject, causes=(), remedies=())
 
 
 def _known(facts: Facts) -> tuple[str, ...]:
@@ -97,8 +131,12 @@ def _known(facts: Facts) -> tuple[str, ...]:
 
 def _unknown(facts: Facts) -> tuple[str, ...]:
     lines = []
-    if not facts.frames and facts.oom.source in ("allocator", "driver", "library", "masked"):
+    has_a_place = ("allocator", "driver", "library", "masked")
+    is_host = facts.oom.source == "host" and facts.oom.is_certain and not facts.oom.fatal
+    if not facts.frames and (is_host or facts.oom.source in has_a_place):
         lines.append("where it failed: the text has no traceback")
     if facts.oom.source == "allocator" and facts.total is None:
         lines.append("the card's numbers: the message is cut, or its library prints none")
+    if facts.hides_processes:
+        lines.append("what each process holds: 17179869184 GiB is the driver's word for not known")
     return tuple(lines)

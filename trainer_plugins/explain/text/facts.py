@@ -4,33 +4,27 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import Frame, frames_around
-from trainer_plugins.explain.text.lines import Line
+from trainer_plugins.explain.text.progress import progress
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
 
 NOT_AVAILABLE_BYTES = 1 << 60
 """More than any process holds: what NVML writes where it does not know."""
 
-_BAR = re.compile(r"(?:^|[\s:])\d{1,3}%\|[^|]{0,300}\| *(\d{1,9})/(\d{1,9}) ?\[")
-_FAR = 3
-"""After so many steps nothing happens for the first time."""
-
+# How the Trainer and Unsloth print them before the first step.
+_IN_BANNERS = {
+    "per_device_train_batch_size": r"|[Bb]atch size per device",
+    "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
+}
 _NUM_LAST_WORDS, _NUM_NEAR = 4, 600
-_NOT_STEPS = re.compile(r"shard|Download|Map|Filter|Tokeniz|Generating|Saving|Fetching|Load", re.I)
-_STEP = re.compile(r"(?:\b(?:global_?)?(?:step|iter(?:ation)?)s?[ =:#]{1,3})(\d{1,9})\b", re.I)
-_EPOCH = re.compile(r"'epoch': '?(\d+\.\d+)")
 _SMI_PROCESS = re.compile(
     r"^\|\s+(\d{1,3})\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d{2,9})\s+(?:C|G|C\+G|M\+C)\s+(\S.*?)\s+"
     r"(\d{1,7})MiB\s*\|"
 )
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
-# A command of one line with nothing in it that a shell would obey.
-_COMMAND = (
-    r"(?m)(?:^|[$#%>] )((?:CUDA_VISIBLE_DEVICES=[\d,]{1,40} )?(?:python3?|torchrun|deepspeed"
-    r"|accelerate launch) [\w./=,:@+ -]{0,300}?\.py(?: [\w./=,:@+ -]{0,500})?)$"
-)
 _SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
@@ -81,7 +75,26 @@ class Facts:
 
     @property
     def free(self) -> int | None:
-        return self.oom.free_bytes
+        free = self.oom.free_bytes
+        return None if free is not None and free >= NOT_AVAILABLE_BYTES else free
+
+    @property
+    def hides_processes(self) -> bool:
+        """Return whether the driver does not say what each process holds: Windows, and WSL."""
+        return any(size >= NOT_AVAILABLE_BYTES for _, size in self.oom.process_bytes)
+
+    @property
+    def has_tried_one_row(self) -> bool:
+        return "No executable batch size" in self.oom.text
+
+    @property
+    def framework(self) -> str:
+        """Return the name of another framework whose words these are; empty if it is torch."""
+        if not re.search(r"(?i)resource.exhausted|OOM when allocating", self.oom.text):
+            return ""
+        if self.called("torch_xla") or self.says("torch_xla"):
+            return ""
+        return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
 
     @property
     def live(self) -> int | None:
@@ -164,23 +177,17 @@ class Facts:
 
     @property
     def is_wsl(self) -> bool:
-        return bool(self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users"))
+        told = self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users")
+        return bool(told) or self.hides_processes
 
     @property
     def launched(self) -> str:
-        """Return the command line of the run: as the text shows it, else by the outermost frame."""
-        if shown := self.says(_COMMAND):
-            return re.sub(r"^CUDA_VISIBLE_DEVICES=\S+ ", "", shown[1].strip())
-        frame = next((one for one in self.frames if one.function == "<module>"), None)
-        if not frame or not frame.is_users or not re.fullmatch(r"[\w./-]+\.py", frame.path):
-            return "python train.py"
-        path = frame.path.rsplit("/", 1)[-1] if frame.path.startswith("/") else frame.path
-        several = self.writer.isdigit() or self.says(r"local_rank|torch[/\\]distributed[/\\]run")
-        return f"{'accelerate launch' if several else 'python'} {path}"
+        """Return the command line of the run, its launcher included."""
+        return launched(f"{self.command}\n{self.text}", self.frames, self.writer)
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
-        found = self.says(_SIZE_OF_ROWS.format(name=name))
+        found = self.says(_SIZE_OF_ROWS.format(name=f"(?:{name}{_IN_BANNERS.get(name, '')})"))
         return int(found[1]) if found else None
 
 
@@ -201,7 +208,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> Facts:
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
         cards=tuple((int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
-        progress=_progress(lines[:at]),
+        progress=progress(lines[: at + 1]),
         num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 
@@ -213,19 +220,3 @@ def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
     return tuple(
         Frame("", None, "", one.strip()) for one in words if re.search(r"\w\(|\", line \d", one)
     )
-
-
-def _progress(before: Sequence[Line]) -> str:
-    """Say how far the run had come; empty if at its start, or if the text does not tell."""
-    for line in reversed(before):
-        bar = _BAR.search(line.text)
-        if bar and not _NOT_STEPS.search(line.text[: bar.start() + 1]):
-            far, told = int(bar[1]) >= _FAR, f"the last progress bar is at {bar[1]} of {bar[2]}"
-        elif epoch := _EPOCH.search(line.text):
-            far, told = float(epoch[1]) > 0, f"the run was at epoch {epoch[1]}"
-        elif step := _STEP.search(line.text):
-            far, told = int(step[1]) >= _FAR, f"the run was at step {step[1]}"
-        else:
-            continue
-        return told if far else ""
-    return ""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer_plugins.explain.ours import is_ours
 from trainer_plugins.explain.text.lines import Line
 
 _MOST_LINES = 600
@@ -53,7 +54,8 @@ class Frame:
 def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
     """Return the frames of the traceback that ends at a line, outermost first.
 
-    Some loggers write the message first: if no frame precedes it, those that follow are taken.
+    Some loggers write the message first: if no frame precedes it, those that follow are taken. Our
+    own are left out: they are neither the user's nor where it failed.
     """
     writer = lines[at].writer
     before: list[str] = []
@@ -98,7 +100,7 @@ def _frames(texts: Sequence[str]) -> list[Frame]:
             last = frames[-1]
             source = arrow["source"].replace("│", "").strip()
             frames[-1] = Frame(last.path, last.line, last.function, source)
-    return frames
+    return [frame for frame in frames if not is_ours(frame.path)]
 
 
 def _source(following: Sequence[str]) -> str:

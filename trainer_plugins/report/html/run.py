@@ -1,7 +1,7 @@
 """Renders the runs of a folder as one page: the last one in full, the others in a table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer_plugins.explain.answer import Explanation
@@ -17,11 +17,11 @@ from trainer_plugins.planner.calibrate import (
 )
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Beginning, Entry, Failure, Sample
+from trainer_plugins.report.at_oom import records_of, with_records
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
@@ -63,7 +63,11 @@ class Peak:
 
 
 def run_page(
-    history: History, folder: Path, ending: Finding | None = None, plan: MemoryPlan | None = None
+    history: History,
+    folder: Path,
+    ending: Finding | None = None,
+    plan: MemoryPlan | None = None,
+    predicts: bool = False,
 ) -> Page:
     """Render what happened to memory in the last run of a folder.
 
@@ -72,6 +76,7 @@ def run_page(
         folder: the output_dir that they wrote into.
         ending: how the last run ended, if it left no word of its own.
         plan: what was predicted for it.
+        predicts: whether the planner says what each remedy brings, as in `explain_run`.
 
     Raises:
         ValueError: no run has left an entry, or the plan is of another run.
@@ -81,11 +86,11 @@ def run_page(
     run = history.runs[-1]
     if plan is not None:
         refuse_another_run(plan, run.timelines, "the plan")
-    records = _records_of(run, folder)
+    records = records_of(run, read_oom_records(folder))
     record = records[0] if records else None
     died = ending is not None or any(failure.record for _, failure in failures_of(run))
-    answer = explain_run(folder) if died else None
-    run = _with_records(run, records)
+    answer = explain_run(folder, predicts) if died else None
+    run = with_records(run, records)
     began, ended = run.seconds
     span = Span(began_seconds=began, seconds=max(ended - began, 1e-3))
     noted = noted_in(run.timelines)
@@ -151,14 +156,6 @@ def failures_of(run: Run) -> list[tuple[int, Failure]]:
     return sorted(found, key=lambda pair: pair[1].time_seconds)
 
 
-def _records_of(run: Run, folder: Path) -> list[OomRecord]:
-    """Return the records of the ranks that ran out of memory in this run, the first one first."""
-    if not any(failure.record for _, failure in failures_of(run)):
-        return []
-    began = run.seconds[0] - _SLACK_SECONDS
-    return [each for each in read_oom_records(folder) if each.time_seconds >= began]
-
-
 def _num_rows_a_step(run: Run, folder: Path) -> int:
     """Return the rows of a step as the run wrote it down when it began; 0 if it did not."""
     began, ended = run.seconds
@@ -168,32 +165,6 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
         if began - _SLACK_SECONDS <= each.time_seconds <= ended
     ]
     return of_run[-1] if of_run else 0
-
-
-def _with_records(run: Run, records: Sequence[OomRecord]) -> Run:
-    """Date each out-of-memory error when it arrived, and add what was read then.
-
-    The timeline notes it later, when all that was alive has been counted.
-    """
-    timelines = {rank: [*entries] for rank, entries in run.timelines.items()}
-    for record in records:
-        entries = timelines.get(record.rank, [])
-        for at, entry in enumerate(entries):
-            if isinstance(entry, Failure) and entry.record:
-                entries[at] = replace(entry, time_seconds=record.time_seconds)
-                if record.reading is not None:
-                    entries.insert(at, _last_reading(record, record.reading))
-                break
-    return Run(timelines)
-
-
-def _last_reading(record: OomRecord, reading: MemoryReading) -> Sample:
-    return Sample(
-        step=record.step,
-        moment=record.moment,
-        reading=reading,
-        time_seconds=record.time_seconds,
-    )
 
 
 def _rank_in_full(run: Run, record: OomRecord | None) -> int:

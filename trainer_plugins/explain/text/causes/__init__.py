@@ -7,7 +7,7 @@ comes before what a place in the code suggests.
 from collections.abc import Callable
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes import frames, host, numbers, others
+from trainer_plugins.explain.text.causes import engine, frames, host, numbers, others
 from trainer_plugins.explain.text.facts import Facts
 
 RULES: tuple[Callable[[Facts], Cause | None], ...] = (
@@ -16,9 +16,12 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     numbers.contradictory,
     # Who else is on the card.
     others.ddp_gpu0,
-    others.engine_share,
+    others.data_parallel,
+    engine.engine_share,
     numbers.spilled,
     others.kept_after_catch,
+    others.gave_up,
+    others.other_framework,
     # Not the card's memory.
     host.shm,
     host.host_limit,
@@ -34,7 +37,9 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     frames.eval_batch,
     frames.save_gather,
     frames.resume_load,
+    frames.shard_too_large,
     frames.load_too_large,
+    frames.adapter_delta,
     frames.logits_loss,
     frames.image_size,
     frames.quadratic_attention,
@@ -43,6 +48,7 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     frames.zero3_gather,
     others.leftover,
     frames.move_too_large,
+    frames.before_training,
     frames.generation,
     # What is left: pieces, a shape, growth, size.
     numbers.fragmentation,

@@ -19,7 +19,13 @@ TRAINING = (
 )
 LOADING = (
     r"from_pretrained|load_checkpoint_and_dispatch|_load_pretrained_model|dispatch_model"
-    r"|into_meta_model|set_module_tensor"
+    r"|into_meta_model|set_module_tensor|core_model_loading"
+)
+SHARDING = (
+    r"init_param_handle|_init_flat_param|flatten_params|_get_shard\b|chunk\.clone\(\)"
+    r"|shards\[.{1,40}\]\.clone\(\)|_shard_tensor|distribute_tensor|_init_sharded_param"
+    r"|_sync_module_params|sync_params_and_buffers|load_full_state_dict|_move_states_to_device"
+    r"|_materialize_meta_module"
 )
 _MOVING = (
     r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
@@ -31,12 +37,12 @@ _LOGITS = (
     r"|logprobs|log_probs|entropy_from"
 )
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
-_ATTENTION = (
+ATTENTION = (
     r"scaled_dot_product|attn_weights|attention_scores|attention_mask|\battn\b|\bsim = "
     r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)softmax\("
     r"|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
 )
-_LEAST_QUADRATIC_BYTES = 4 * GIB
+LEAST_QUADRATIC_BYTES = 4 * GIB
 _LARGE_FRACTION = 0.02
 _NEEDLE_BYTES = 256 * MIB
 
@@ -103,7 +109,7 @@ save_gather = ByFrame(
     r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
     r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
     innermost=20,
-    unless=r"load_state_dict|torch\.load|load_checkpoint|load_model"
+    unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
     r"|from_pretrained|\bevaluate\b|evaluation_loop",
     summary="saving gathers the whole state on one card",
     doubt="How large the gathered state is, is not in the text: weights in fp32 take 4 bytes for"
@@ -123,12 +129,27 @@ resume_load = ByFrame(
 load_too_large = ByFrame(
     code="load-too-large",
     pattern=LOADING + r"|load_weights|create_weights|initialize_model|load_model\b|from_single_file"
-    r"|init_param_handle|_init_flat_param|materialize|prepare_model_for_kbit_training",
+    r"|materialize|prepare_model_for_kbit_training",
     innermost=None,
     unless=r"training_step|\bforward\b|backward",
     summary="the weights alone do not fit on the card",
     doubt="Whether something else was on the card already is not in the text: compare parameters x"
     " bytes with what `nvidia-smi` shows as free before the start",
+)
+shard_too_large = ByFrame(
+    code="load-too-large",
+    pattern=SHARDING,
+    unless=r"training_step|\bforward\b|backward|_unshard|save",
+    summary="the whole weights do not fit on the card, on which they are before they are sharded",
+    doubt="Whether each rank loads the whole model onto its card or only one does is not in the"
+    " text: `nvidia-smi` while it starts shows which cards are full",
+)
+adapter_delta = ByFrame(
+    code="adapter-delta",
+    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py|get_weight_norm",
+    summary="LoRA makes a delta as large as the weights that it adapts",
+    doubt="How large the delta is, is not in the text: all experts of a layer at once if"
+    " target_parameters names them, however few rows there are",
 )
 move_too_large = ByFrame(
     code="load-too-large",
@@ -138,6 +159,16 @@ move_too_large = ByFrame(
     summary="the model does not fit when it is moved to the card",
     doubt="Whether something else was on the card already is not in the text: `nvidia-smi` before"
     " the start settles it",
+)
+before_training = ByFrame(
+    code="load-too-large",
+    pattern=r"prepare_model\b|_ddp_init_helper|dist\.Reducer\(|_wrap_model|DistributedDataParallel\("
+    r"|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
+    innermost=8,
+    unless=r"training_step|\bforward\b|backward|optim",
+    summary="the weights, or a copy of them, do not fit before the first step",
+    doubt="What is copied, and in which dtype, is not in the text: print"
+    " model.get_memory_footprint() before that line",
 )
 image_size = ByFrame(
     code="image-size",
@@ -209,8 +240,8 @@ def logits_loss(facts: Facts) -> Cause | None:
 
 def quadratic_attention(facts: Facts) -> Cause | None:
     """A matrix of length x length."""
-    frame = facts.called(_ATTENTION, innermost=3)
-    if not frame or (facts.asked or 0) < _LEAST_QUADRATIC_BYTES:
+    frame = facts.called(ATTENTION, innermost=3)
+    if not frame or (facts.asked or 0) < LEAST_QUADRATIC_BYTES:
         return None
     asked = facts.asked or 0
     lengths = ", ".join(

@@ -49,6 +49,8 @@ def contradictory(facts: Facts) -> Cause | None:
     free, total, asked = facts.free, facts.total, facts.asked
     if free is None or asked is None or facts.oom.limit_bytes is not None:
         return None
+    if facts.oom.source == "engine":
+        return None  # it has asked for nothing yet
     is_absurd = total is not None and free > total
     # A neighbour may give memory back between the refusal and the message.
     slack = asked if is_held_by_others(facts) else 0.05 * asked
@@ -65,7 +67,7 @@ def contradictory(facts: Facts) -> Cause | None:
         ),
         doubt="Which limit it was is not in the text: the system's (WSL, Windows, ROCm, unified"
         " memory), the number of mappings, or a neighbour that gave memory back before the message"
-        " was written. `nvidia-smi` or `rocm-smi` during the run, and `dmesg`, settle it",
+        " was written. `nvidia-smi` during the run, and `dmesg`, settle it",
     )
 
 

@@ -1,66 +1,101 @@
-"""Causes outside this process: neighbours on the card, engines, ranks, earlier runs."""
+"""Causes outside this run: neighbours on the card, other ranks, frameworks, earlier runs."""
 
-import re
 from collections import defaultdict
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes.numbers import is_held_beside_torch, is_held_by_others
+from trainer_plugins.explain.text.causes.numbers import is_held_by_others
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.units import percent, size
 
 _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
-_ENGINE = r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|EngineCore|cumem_allocator"
+_UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
 
 
 def ddp_gpu0(facts: Facts) -> Cause | None:
-    """Processes of other cards hold a context on card 0."""
-    cards_of = defaultdict(set)
-    for one in facts.processes:
-        cards_of[one.pid].add(one.card)
-    stray = [one for one in facts.processes if one.card == 0 and len(cards_of[one.pid]) > 1]
+    """Processes of other cards hold a context on the first card."""
+    cards_of = _cards_of(facts)
+    first = min((one.card for one in facts.processes), default=0)
+    stray = [one for one in facts.processes if one.card == first and len(cards_of[one.pid]) > 1]
     if len(stray) < 2:
         return None
     return Cause(
         code="ddp-gpu0",
         grade="likely",
-        summary="several ranks hold memory on card 0 beside their own card",
+        summary=f"several ranks hold memory on card {first} beside their own card",
         evidence=(
-            f"nvidia-smi lists {len(stray)} processes on card 0 that hold another card too, with"
-            f" {size(sum(one.num_bytes for one in stray))} on card 0.",
+            f"nvidia-smi lists {len(stray)} processes on card {first} that hold another card too,"
+            f" with {size(sum(one.num_bytes for one in stray))} on card {first}.",
         ),
         doubt="Where the context is opened is not in the text: look for torch.load without"
         " map_location and for CUDA calls before torch.cuda.set_device",
     )
 
 
-def engine_share(facts: Facts) -> Cause | None:
-    """An inference engine has a fixed share of the card."""
-    inside = facts.called(r"[/\\](?:vllm|sglang)[/\\]|\b(?:vllm|sglang)\.")
-    engine = inside or re.search(_ENGINE, facts.writer + facts.oom.text.split("\n")[0])
-    warming = "warming up" in facts.oom.text
-    if facts.called(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
+def data_parallel(facts: Facts) -> Cause | None:
+    """One process drives several cards, and gathers what they make on the first."""
+    frame = facts.called(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
+    evidence = [f"It failed in {frame}."] if frame else []
+    for pid, cards in _cards_of(facts).items():
+        held = sorted(
+            ((one.card, one.num_bytes) for one in facts.processes if one.pid == pid),
+        )
+        rest = max((num_bytes for _, num_bytes in held[1:]), default=0)
+        if len(cards) > 1 and held[0][1] > _UNEVEN * rest:
+            evidence.append(
+                f"nvidia-smi shows one process (pid {pid}) on {len(cards)} cards, with"
+                f" {size(held[0][1])} on card {held[0][0]} and at most {size(rest)} on the others."
+            )
+    if not evidence:
         return None
-    if not warming and not engine and not (_no_room(facts) and facts.says(_ENGINE)):
-        return None
-    evidence = [_sum_of(facts)] if facts.others is not None else []
-    if warming:
-        evidence.append("vLLM says that its sampler did not fit when it was warmed up.")
-    elif engine:
-        evidence.append(f"It failed in {inside or facts.writer or 'vLLM, as the words say'}.")
-    else:
-        evidence.append("The text speaks of vLLM or SGLang on the same card.")
     return Cause(
-        code="engine-share",
-        grade="certain" if warming else "likely",
-        summary="the inference engine's share of the card leaves too little",
-        evidence=tuple(evidence),
-        doubt=""
-        if warming
-        else "Whether the engine or the training takes too much is not in the text: the engine's"
-        " log says what it reserved for its KV cache",
+        code="data-parallel",
+        grade="likely",
+        summary="one process drives all cards (DataParallel): the first holds more than the others",
+        evidence=tuple(evidence[:2]),
+        doubt="A model that device_map spreads over the cards looks alike in nvidia-smi: print"
+        " type(trainer.model_wrapped), or see whether torchrun started the script",
+    )
+
+
+def _cards_of(facts: Facts) -> dict[int, set[int]]:
+    cards: dict[int, set[int]] = defaultdict(set)
+    for one in facts.processes:
+        cards[one.pid].add(one.card)
+    return cards
+
+
+def gave_up(facts: Facts) -> Cause | None:
+    """Whoever looks for a batch size that fits caught each OOM, and found none."""
+    if not facts.has_tried_one_row or facts.progress:
+        return None
+    return Cause(
+        code="capacity",
+        grade="likely",
+        summary="not even one row fits: auto_find_batch_size has tried all sizes down to it",
+        evidence=(f"The words are: {facts.oom.text[:200]}",),
+        doubt="The OOM that was caught is not in the text, nor whether the tries before have left"
+        " something: the run prints it with --auto_find_batch_size False and one row",
+    )
+
+
+def other_framework(facts: Facts) -> Cause | None:
+    """JAX or TensorFlow got no memory: what is known of torch does not apply."""
+    if not facts.framework:
+        return None
+    asked = f"It asked for {size(facts.asked)} at once." if facts.asked else ""
+    return Cause(
+        code="capacity",
+        grade="likely",
+        summary=f"{facts.framework}, not torch, found no room on the card",
+        evidence=tuple(filter(None, (f"The words are: {facts.oom.text.strip()[:200]}", asked))),
+        doubt="What fills the card is not in the text:"
+        " jax.profiler.save_device_memory_profile('memory.prof') shows it"
+        if facts.framework == "JAX"
+        else "What fills the card is not in the text:"
+        " tf.config.experimental.get_memory_info('GPU:0') shows what is this program's",
     )
 
 
@@ -78,7 +113,7 @@ def foreign(facts: Facts) -> Cause | None:
             grade="certain" if sure else "likely",
             summary="another process holds the card",
             evidence=(
-                _sum_of(facts),
+                sum_of(facts),
                 *_names(facts),
                 *(
                     ["It is not this run: no batch size, no allocator setting helps."]
@@ -94,18 +129,12 @@ def foreign(facts: Facts) -> Cause | None:
     return _by_table(facts) or _at_first_touch(facts)
 
 
-def _no_room(facts: Facts) -> bool:
-    """Return whether others hold the card, or the engine counts what it has given back."""
-    held = is_held_by_others(facts) or is_held_beside_torch(facts)
-    return held or (facts.live or 0) > (facts.total or facts.live or 0)
-
-
 def _ranks_on_one_card(facts: Facts) -> Cause:
     return Cause(
         code="ddp-gpu0",
         grade="likely",
         summary="a checkpoint is loaded onto the card it was saved from, on which others are",
-        evidence=(_sum_of(facts), f"It failed in {facts.called(_DESERIALISES)}."),
+        evidence=(sum_of(facts), f"It failed in {facts.called(_DESERIALISES)}."),
         doubt="Whether the others are ranks of this run, which load onto the same card, or somebody"
         " else's is not in the text: `nvidia-smi` settles it",
     )
@@ -116,7 +145,8 @@ def _would_fit_alone(facts: Facts) -> bool:
     return (facts.asked or 0) <= room
 
 
-def _sum_of(facts: Facts) -> str:
+def sum_of(facts: Facts) -> str:
+    """Say whose the card's memory is."""
     return (
         f"{size(facts.total or 0)} card: {size(facts.own or 0)} yours, {size(facts.free or 0)}"
         f" free, so {size(facts.others or 0)} are others'. You asked for {size(facts.asked or 0)}."

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.explain.text.remedies import batch, card, host
+from trainer_plugins.explain.text.remedies import batch, card, engine, host
 
 REMEDIES: dict[str, Callable[[Facts], list[Remedy]]] = {
+    "adapter-delta": card.adapter_delta,
     "api-misuse": card.wrong_shape,
     "capacity": batch.capacity,
     "contradictory": card.contradictory,
+    "data-parallel": card.data_parallel,
     "ddp-gpu0": card.ddp_gpu0,
-    "engine-share": card.engine_share,
+    "engine-share": engine.engine_share,
     "eval-batch": batch.eval_batch,
     "eval-logits": batch.eval_logits,
     "foreign": card.foreign,

@@ -1,19 +1,60 @@
 """Remedies where this run is too large for its card: fewer rows at once, less kept of them."""
 
+import re
 from dataclasses import replace
 from math import ceil
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.units import GIB, size
+from trainer_plugins.explain.text.remedies.planned import plan_command
+from trainer_plugins.units import size
 
+_SHORTER_ROWS = Remedy(
+    do="--max_length 1024   # max_length=1024, truncation=True in your tokenizer's call",
+    effect="the longest row decides what one row needs",
+    grade="known",
+    price="rows are cut",
+)
+_PRINT_THE_OOM = Remedy(
+    do="--auto_find_batch_size False --per_device_train_batch_size 1",
+    effect="prints the OOM itself, which says where it fails and what it asked for",
+    grade="known",
+)
+# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+_JAX_SHARE = Remedy(
+    do="export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+    effect="JAX takes 95 % of the card at its start, and not 75 %",
+    grade="known",
+    price="no room for another program",
+)
+_JAX_GROWS = Remedy(
+    do="export XLA_PYTHON_CLIENT_PREALLOCATE=false",
+    effect="JAX takes only what it uses, where others are on the card",
+    grade="known",
+    price="slower, and more in pieces",
+)
+_REMAT = Remedy(
+    do="jax.checkpoint(layer)   # around each layer",
+    effect="activations are computed again in the backward pass",
+    grade="known",
+    price="about a third more time",
+)
+_TENSORFLOW_GROWS = Remedy(
+    do="export TF_FORCE_GPU_ALLOW_GROWTH=true",
+    effect="TensorFlow takes only what it uses, where others are on the card",
+    grade="known",
+)
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
 
 
 def capacity(facts: Facts) -> list[Remedy]:
     """Make the training smaller; where it only runs a model, say what makes that smaller."""
+    if facts.framework:
+        return not_torch(facts)
+    if facts.has_tried_one_row:
+        return [switches.checkpointing(), _SHORTER_ROWS, _PRINT_THE_OOM, plan(facts)]
     if _only_runs(facts):
         return [
             Remedy(
@@ -33,10 +74,38 @@ def capacity(facts: Facts) -> list[Remedy]:
     return [*fewer_rows(facts), survive(facts), switches.checkpointing(), plan(facts)]
 
 
+def cache_flushes(facts: Facts) -> list[Remedy]:
+    """Give the cache back on all ranks at once, or leave room for it."""
+    return [
+        Remedy(
+            do="--torch_empty_cache_steps 1",
+            effect="all ranks give their cache back at the same time, so none waits for another",
+            grade="known",
+            price="about a tenth slower",
+        ),
+        *fewer_rows(facts),
+    ]
+
+
+def not_torch(facts: Facts) -> list[Remedy]:
+    """Say what JAX and TensorFlow have; the Trainer's flags and torch's settings do nothing."""
+    fewer = Remedy(
+        do="pass fewer rows at once, or shorter ones",
+        effect=f"{size(facts.asked)} were asked for at once" if facts.asked else "less is kept",
+        grade="arithmetic" if facts.asked else "known",
+        price="more passes",
+    )
+    if facts.framework != "JAX":
+        return [fewer, _TENSORFLOW_GROWS]
+    if re.search(r"TPU|\bhbm\b", facts.oom.text):
+        return [fewer, _REMAT]
+    return [_JAX_SHARE, _REMAT, fewer, _JAX_GROWS]
+
+
 def fewer_rows(facts: Facts) -> list[Remedy]:
     """Divide the micro-batch and accumulate more, so that the effective batch stays the same."""
     rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
-    if rows == 1:
+    if rows == 1 or facts.has_tried_one_row:
         return []
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
     if rows:
@@ -45,7 +114,10 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
         do = f"halve --{_ROWS}, and double --{_STEPS}"
     else:
         do = "halve the rows of a micro-batch, and double the steps of gradient accumulation"
-    effect = "activations shrink with the rows; the effective batch stays the same"
+    effect = (
+        "activations shrink with the rows; the effective batch stays the same; one halving may not"
+        " be enough"
+    )
     has_rows = bool(facts.asked and facts.called(r"\bforward\b|backward|loss|logits", innermost=4))
     if has_rows:
         asked = facts.asked or 0
@@ -70,10 +142,11 @@ def survive(facts: Facts) -> Remedy:
 
 def plan(facts: Facts) -> Remedy:
     """Let the planner try what would fit."""
-    gpu = f" --gpu {facts.total / GIB:.2f}GiB" if facts.total else ""
+    do, missing = plan_command(facts)
+    unknown = f" (the text does not show {' and '.join(missing)})" if missing else ""
     return Remedy(
-        do=f"trainer-plugins plan --model path/to/config.json{gpu} <your flags>",
-        effect="predicts this run, and tries what makes it fit",
+        do=do,
+        effect=f"predicts this run, and tries what makes it fit{unknown}",
         grade="known",
     )
 
@@ -103,7 +176,7 @@ def logits_loss(facts: Facts) -> list[Remedy]:
     """Never make the logits whole, or make fewer of them."""
     if not uses_trainer(facts):
         return fewer_rows(facts)
-    return [switches.liger(facts.asked), *fewer_rows(facts), survive(facts)]
+    return [switches.liger(facts.asked), *fewer_rows(facts), survive(facts), plan(facts)]
 
 
 def eval_logits(facts: Facts) -> list[Remedy]:
@@ -209,15 +282,15 @@ def image_size(facts: Facts) -> list[Remedy]:
     ]
 
 
-def quadratic_attention(facts: Facts) -> list[Remedy]:
+def quadratic_attention(facts: Facts, kernel: str = "flash_attention_2") -> list[Remedy]:
     """Use a kernel that makes no matrix of length x length."""
     asked = size(facts.asked) if facts.asked else "the matrix"
     return [
         Remedy(
-            do='from_pretrained(..., attn_implementation="flash_attention_2")',
+            do=f'from_pretrained(..., attn_implementation="{kernel}")',
             effect=f"{asked} of length x length is never made",
             grade="arithmetic",
-            price="half precision only; other rounding",
+            price="other rounding" if kernel == "sdpa" else "half precision only; other rounding",
         ),
         Remedy(
             do="halve the longest length (max_length)",

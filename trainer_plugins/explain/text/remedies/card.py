@@ -1,11 +1,21 @@
 """Remedies that leave the training as it is: who holds the card, what is loaded onto it."""
 
+import re
+
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.text.causes.frames import SHARDING
 from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.explain.text.remedies.batch import capacity, fewer_rows, plan, uses_trainer
+from trainer_plugins.explain.text.vendor import vendor_of
 from trainer_plugins.units import size
 
+_CONVERT_IN_MAIN_MEMORY = Remedy(
+    do='from_pretrained(..., device_map="cpu").to("cuda")',
+    effect="what transformers 5 stacks and joins of a checkpoint is made beside no weights",
+    grade="known",
+    price="main memory for the whole model; a slower load",
+)
 _EXPANDABLE = r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)"
 _SEE = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 
@@ -39,8 +49,9 @@ def foreign(facts: Facts) -> list[Remedy]:
 
 def ddp_gpu0(facts: Facts) -> list[Remedy]:
     """Keep ranks off card 0."""
-    stray = sum(one.num_bytes for one in facts.processes if one.card == 0)
-    told = f"; nvidia-smi shows {size(stray)} on card 0" if stray else ""
+    first = min((one.card for one in facts.processes), default=0)
+    stray = sum(one.num_bytes for one in facts.processes if one.card == first)
+    told = f"; nvidia-smi shows {size(stray)} on card {first}" if stray else ""
     return [
         Remedy(
             do='torch.load(path, map_location="cpu")',
@@ -50,42 +61,6 @@ def ddp_gpu0(facts: Facts) -> list[Remedy]:
         Remedy(
             do='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
             effect="each rank opens a context on its own card only",
-            grade="known",
-        ),
-    ]
-
-
-def engine_share(facts: Facts) -> list[Remedy]:
-    """Give the engine less."""
-    if facts.says(r"\bverl\b|actor_rollout_ref"):
-        share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"
-    elif facts.says(r"(?i)\btrl\b|GRPO|colocate|use_vllm"):
-        share = "--vllm_gpu_memory_utilization 0.3"
-    else:
-        share = "--gpu-memory-utilization 0.8"
-    found = [
-        Remedy(
-            do=share,
-            effect="the engine reserves this share of the card, weights and KV cache together",
-            grade="known",
-            price="fewer sequences at once in the engine",
-        )
-    ]
-    if share.startswith("--gpu"):
-        return [
-            *found,
-            Remedy(
-                do="--max-num-seqs 64",
-                effect="the sampler and the graphs are warmed up for fewer sequences",
-                grade="known",
-                price="fewer sequences at once",
-            ),
-        ]
-    return [
-        *found,
-        Remedy(
-            do='eval "$(trainer-plugins env --vllm)"',
-            effect="allocator settings that go with vLLM in the training process",
             grade="known",
         ),
     ]
@@ -103,10 +78,9 @@ def fragmentation(facts: Facts) -> list[Remedy]:
     padded = [pad] if uses_trainer(facts) else []
     if facts.is_windows or facts.is_wsl or facts.says(_EXPANDABLE):
         return [*padded, *fewer_rows(facts)]
-    name = "PYTORCH_HIP_ALLOC_CONF" if "HIP" in facts.oom.text else "PYTORCH_CUDA_ALLOC_CONF"
     return [
         Remedy(
-            do=f"export {name}=expandable_segments:True",
+            do="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             effect=f"up to {pieces} in pieces become usable, {size(facts.asked or 0)} are needed",
             grade="arithmetic",
             price="none as a rule; it does not go with vLLM's sleep mode",
@@ -117,7 +91,7 @@ def fragmentation(facts: Facts) -> list[Remedy]:
 
 def contradictory(facts: Facts) -> list[Remedy]:
     """Name the check; a smaller batch would not help."""
-    if facts.says(r"\bHIP\b|(?i:rocm|amdgpu)"):
+    if vendor_of(facts).name == "HIP":
         checks = [
             ("rocm-smi --showmeminfo vram gtt", "shows which memory the driver counts"),
             ("dmesg | grep -i amdgpu", "shows why the driver refused"),
@@ -187,8 +161,62 @@ def kept_after_catch(facts: Facts) -> list[Remedy]:
     ]
 
 
+def data_parallel(facts: Facts) -> list[Remedy]:
+    """Start one process a card, so that nothing is gathered on the first."""
+    num_cards = len({one.card for one in facts.processes}) or len(facts.cards) or "NUM_CARDS"
+    script = re.search(r"\S+\.py\b.*", facts.launched)
+    return [
+        Remedy(
+            do=f"torchrun --nproc_per_node {num_cards} {script[0] if script else 'train.py'}",
+            effect="one process a card (DDP): outputs and losses stay where they are made",
+            grade="known",
+        ),
+        Remedy(
+            do=f"CUDA_VISIBLE_DEVICES=0 {facts.launched}",
+            effect="one card, with per_device_train_batch_size rows and not that many times cards",
+            grade="known",
+        ),
+    ]
+
+
+def adapter_delta(facts: Facts) -> list[Remedy]:
+    """Make no delta of the size of the weights; rows have no part in it."""
+    if facts.called(r"\bmerge"):
+        return [
+            Remedy(
+                do='model.to("cpu").merge_and_unload()',
+                effect="the deltas are made in main memory, one layer at a time",
+                grade="known",
+                price="some minutes",
+            )
+        ]
+    if facts.called(r"\bdora\.py|get_weight_norm"):
+        return [
+            Remedy(
+                do="LoraConfig(..., use_dora=False)",
+                effect="only DoRA needs the whole delta in each forward pass",
+                grade="known",
+                price="another adapter",
+            )
+        ]
+    no_experts = Remedy(
+        do="LoraConfig(..., target_modules=[...], target_parameters=None)",
+        effect="attention and dense layers are adapted, and no expert: linear layers need no delta",
+        grade="known",
+        price="another adapter",
+    )
+    if facts.called(r"baddbmm\(W"):
+        return [no_experts]
+    newer = Remedy(
+        do="pip install -U peft",
+        effect="since peft#3577 (2026-08) one adapter's delta of experts is never made",
+        grade="known",
+    )
+    return [newer, no_experts]
+
+
 def load_too_large(facts: Facts) -> list[Remedy]:
-    """Load fewer bytes a parameter; what PEFT has prepared is in 4 or 8 bits already."""
+    """Load fewer bytes a parameter, or never all of them onto one card."""
     if facts.called("prepare_model_for_kbit_training"):
         unprepared = Remedy(
             do="leave out prepare_model_for_kbit_training(model)",
@@ -198,6 +226,14 @@ def load_too_large(facts: Facts) -> list[Remedy]:
             price="norms compute in 16 bits; pass --gradient_checkpointing True, which it had done",
         )
         return [unprepared, plan(facts)]
+    if facts.called(SHARDING):
+        return [switches.LOAD_ON_ONE_RANK, *_fewer_bytes(facts)]
+    if facts.called(r"core_model_loading"):
+        return [*_fewer_bytes(facts), _CONVERT_IN_MAIN_MEMORY]
+    return _fewer_bytes(facts)
+
+
+def _fewer_bytes(facts: Facts) -> list[Remedy]:
     return [
         Remedy(
             do="from_pretrained(..., dtype=torch.bfloat16)",

@@ -1,10 +1,27 @@
 """Remedies for memory that is not the card's."""
 
+from dataclasses import replace
+
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.text.causes.frames import ATTENTION, LEAST_QUADRATIC_BYTES, LOADING
 from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.remedies.batch import fewer_rows, quadratic_attention
 from trainer_plugins.units import size
 
+_PRINT_THE_SHAPES = Remedy(
+    do="print(model.device, {name: rows.shape for name, rows in batch.items()})",
+    effect="so much at once is a length or a number of rows; it was asked of main memory, so the"
+    " model is not on a card",
+    grade="known",
+)
+_NOT_UNSLOTHS_CHECKPOINTING = Remedy(
+    do='use_gradient_checkpointing=True   # in get_peft_model, not "unsloth"',
+    effect='activations stay on the card; with "unsloth" each is kept in pinned main memory',
+    grade="known",
+    price="more of the card; or pip install -U unsloth_zoo, which pins less (unsloth-zoo#1257)",
+)
+_GROWS = "it had run for some time: each worker's copy of the data set grows as it is read"
 _TAKERS = r"(?i)dataloader|offload|cpu_?adam"
 
 
@@ -62,24 +79,31 @@ def host_commit(facts: Facts) -> list[Remedy]:
 
 
 def host_alloc(facts: Facts) -> list[Remedy]:
-    """Look at the line that asked, then need less."""
+    """Say what makes the tensor smaller where its place tells what it is; then look."""
     asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
     frame = facts.users_frame
-    return [
-        Remedy(
-            do=f"look at {frame.path.rsplit('/', 1)[-1]}:{frame.line}"
-            if frame
-            else "free -h   # while it runs",
-            effect=asked or "shows how much main memory is left",
-            grade="arithmetic" if asked else "known",
-        ),
-        *_less(facts),
-    ]
+    look = Remedy(
+        do=f"look at {frame.path.rsplit('/', 1)[-1]}:{frame.line}"
+        if frame
+        else "free -h   # while it runs",
+        effect=asked or "shows how much main memory is left",
+        grade="arithmetic" if asked else "known",
+    )
+    if facts.called(ATTENTION, innermost=3) and (facts.asked or 0) >= LEAST_QUADRATIC_BYTES:
+        return [*quadratic_attention(facts, kernel="sdpa"), *fewer_rows(facts), look]
+    if facts.called(r"\bforward\b|backward|loss", innermost=4):
+        return [*fewer_rows(facts), look]
+    if not facts.frames and (facts.asked or 0) >= LEAST_QUADRATIC_BYTES:
+        look = replace(look, effect="shows how much main memory is left", grade="known")
+        return [_PRINT_THE_SHAPES, look]
+    return [look, *_less(facts)]
 
 
 def pinned(facts: Facts) -> list[Remedy]:
     """Pin less."""
     found = [switches.NO_PINNED_BATCHES]
+    if facts.called(r"(?i)unsloth") or facts.says(r"CPU_BUFFERS"):
+        found = [_NOT_UNSLOTHS_CHECKPOINTING]
     if facts.called(r"deepspeed") or facts.says(r"(?i)deepspeed"):
         found.insert(
             0,
@@ -97,6 +121,8 @@ def _less(facts: Facts) -> list[Remedy]:
     """Say what takes less main memory, as far as the text shows what took it."""
     if facts.says(r"DataLoader worker|dataloader"):
         return [switches.NO_WORKERS]
+    if facts.progress and not facts.says(r"(?i)offload"):
+        return [replace(switches.NO_WORKERS, effect=_GROWS)]
     if facts.says(r"(?i)offload|cpu_adam|CPUAdam"):
         return [
             Remedy(
@@ -111,6 +137,8 @@ def _less(facts: Facts) -> list[Remedy]:
                 price="much slower steps; a fast local disk",
             ),
         ]
+    if facts.oom.is_certain and not facts.called(LOADING):
+        return []
     return [
         Remedy(
             do="from_pretrained(..., low_cpu_mem_usage=True)",

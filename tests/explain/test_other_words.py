@@ -1,0 +1,291 @@
+"""Engines, other vendors, other frameworks, other languages, weights: each gets its own words."""
+
+import pytest
+
+from tests.explain.test_text import FULL, TRAINER, command, explained, said, todo
+
+
+def startup(free: float, total: float, share: float, device: str = " cuda:1") -> str:
+    return (
+        f"ValueError: Free memory on device{device} ({free}/{total} GiB) on startup is less than"
+        f" desired GPU memory utilization ({share}, {share * total:.2f} GiB). Decrease GPU memory"
+        " utilization or reduce GPU memory used by other processes."
+    )
+
+
+NO_BLOCKS = (
+    "(EngineCore pid=6) ERROR 12-23 23:34:23 [core.py:708] ValueError: No available memory for the"
+    " cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+)
+TOO_LONG = (
+    "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV"
+    " cache is needed, which is larger than the available KV cache memory ({free} GiB). Based on the"
+    " available memory, the estimated maximum model length is 5632. Try increasing"
+    " `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
+)
+SGLANG = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+WARM_UP = (
+    "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests."
+)
+ENGINE = '  File "/v/vllm/v1/worker/gpu_worker.py", line 1, in initialize_cache\n    x()\n'
+TORCHS = "torch.OutOfMemoryError: "
+SHORT = said("2.00 GiB", "40.00 GiB", "0.50 GiB", "30.00 GiB", "0.50 GiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        # Lowered to what is free.
+        (startup(19.77, 22.05, 0.9), "--gpu-memory-utilization 0.89"),
+        (startup(12.18, 23.56, 0.92, ""), "--gpu-memory-utilization 0.51"),
+        (startup(61.05, 119.7, 0.52), "--gpu-memory-utilization 0.51"),
+        ("trl GRPO\n" + startup(20, 80, 0.3), "--vllm_gpu_memory_utilization 0.25"),
+        # No share fits in what others have left: who they are comes first.
+        (startup(2.02, 63.59, 0.92), "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"),
+        # Lowered below the text's own, by what is missing.
+        (f"vllm serve x --gpu-memory-utilization 0.9\n{ENGINE}{SHORT}", "--gpu-memory-utilization 0.85"),
+        (f"verl actor_rollout_ref.rollout.gpu_memory_utilization=0.25\n{ENGINE}{SHORT}", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"),
+        (f"--mem-fraction-static 0.8\nException: Capture cuda graph failed: {SHORT.removeprefix(TORCHS)}", "--mem-fraction-static 0.75"),
+        (f'llm = LLM("x", gpu_memory_utilization=0.25)\n{WARM_UP}', "gpu_memory_utilization=0.2"),
+        # More is missing than a share has: it is halved, and the training has to take less too.
+        (f"colocate, vllm_gpu_memory_utilization=0.3\n{ENGINE}" + said("30.00 GiB", "80.00 GiB", "1.00 GiB", "40.00 GiB", "0.50 GiB"), "vllm_gpu_memory_utilization=0.15"),
+        # Raised above the text's own, by what is missing.
+        (f"--gpu-memory-utilization 0.5\n{NO_BLOCKS}", "--gpu-memory-utilization 0.55"),
+        (f"--gpu-memory-utilization 0.5 total_gpu_memory=40.00GiB\nAvailable KV cache memory: -6.00 GiB\n{NO_BLOCKS}", "--gpu-memory-utilization 0.65"),
+        (f"--vllm_mode colocate --vllm_gpu_memory_utilization 0.3\n{NO_BLOCKS}", "--vllm_gpu_memory_utilization 0.35"),
+        (SGLANG + " Current value: mem_fraction_static=0.3", "mem_fraction_static=0.35"),
+        (f"python -m sglang.launch_server --mem-fraction-static 0.84\n{SGLANG}", "--mem-fraction-static 0.89"),
+        # There is no room above it.
+        (f"--gpu-memory-utilization 0.95 --max-num-seqs 32\n{NO_BLOCKS}", "--max-num-seqs 16"),
+        # The length that the engine has measured.
+        (TOO_LONG.format(free="0.71"), "--max-model-len 5632"),
+        ("ValueError: The model's max seq len (4096) is larger than the maximum number of tokens that can be stored in KV cache (3664). Try", "--max-model-len 3664"),
+    ],
+)  # fmt: skip
+def test_an_engine_gets_a_share_that_its_own_numbers_allow(text: str, advice: str) -> None:
+    answer = explained(text)
+
+    assert answer.causes[0].code == "engine-share"
+    assert answer.remedies[0].do == advice
+    assert "batch_size" not in todo(answer)
+
+
+def test_what_is_raised_says_how_much_is_missing() -> None:
+    text = "total_gpu_memory=80.00GiB gpu_memory_utilization=0.60\n" + TOO_LONG.format(free="4.00")
+    shorter, higher, *_ = explained(text).remedies
+
+    assert (shorter.grade, higher.grade) == ("arithmetic", "arithmetic")
+    assert higher.do == "gpu_memory_utilization=0.75"  # 12 of 80 GiB more
+    assert "12.00 GiB are missing" in higher.effect
+
+
+OF = " out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 40.00 GiB of which 0.50 GiB is free. Of the allocated memory {} GiB is allocated by PyTorch, and {} GiB is reserved by PyTorch but unallocated."
+OF_NPU = " out of memory. Tried to allocate {} GiB (NPU 0; 40.00 GiB total capacity; {} GiB already allocated; 0.50 GiB free; {} GiB reserved in total by PyTorch)"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "form", "words"),
+    [
+        ("HIP", OF, ("rocm-smi --showpids", "HIP_VISIBLE_DEVICES=1 ", "export PYTORCH_HIP_ALLOC_CONF=")),
+        ("XPU", OF, ("xpu-smi ps", "ZE_AFFINITY_MASK=1 ", "export PYTORCH_ALLOC_CONF=")),
+        ("NPU", OF_NPU, ("npu-smi info", "ASCEND_RT_VISIBLE_DEVICES=1 ", "export PYTORCH_NPU_ALLOC_CONF=")),
+    ],
+)  # fmt: skip
+def test_a_vendor_is_spoken_to_in_its_own_words(
+    vendor: str, form: str, words: tuple[str, str, str]
+) -> None:
+    held = "1" if form is OF else "3"  # cached, or reserved in total
+    others = explained("RuntimeError: " + vendor + form.format("2", "2", held))
+    pieces = explained(
+        "RuntimeError: " + vendor + form.format("6", "29", "10" if form is OF else "39")
+    )
+    load = '  File "/v/torch/serialization.py", line 1, in load\n    return _load(\n'
+    resumed = explained(load + "RuntimeError: " + vendor + form.format("2", "36", "38"))
+
+    assert (others.causes[0].code, pieces.causes[0].code) == ("foreign", "fragmentation")
+    assert others.remedies[0].do == words[0]
+    assert others.remedies[1].do.startswith(words[1])
+    assert pieces.remedies[0].do.startswith(words[2])
+    assert resumed.causes[0].code == "resume-load"
+    everything = str((others, pieces, resumed))
+    assert not [word for word in ("nvidia", "CUDA") if word in everything]
+    assert ("torch.cuda" in everything) is (vendor == "HIP")  # as torch calls it there
+
+
+def test_the_words_of_a_mac_have_no_command_of_a_card() -> None:
+    load = '  File "/v/torch/serialization.py", line 1, in load\n    return _load(\n'
+    message = "RuntimeError: MPS backend out of memory (MPS allocated: 16.00 GiB, other allocations: 1.0 GiB, max allowed: 27.20 GiB). Tried to allocate 12.00 GiB on private pool."
+
+    assert "torch.mps.empty_cache()" in todo(explained(load + message))
+
+
+def frame(path: str, function: str, source: str) -> str:
+    return f'  File "{path}", line 7, in {function}\n    {source}\n'
+
+
+HUGE = "RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 237494511600 bytes. Error code 12 (Cannot allocate memory)"
+SCORES = frame(
+    "/v/lib/python3.12/site-packages/transformers/models/bert/modeling_bert.py",
+    "forward",
+    "attention_scores = torch.matmul(query_layer, key_layer.transpose(-1, -2))",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "never"),
+    [
+        (SCORES + HUGE, 'from_pretrained(..., attn_implementation="sdpa")', "low_cpu_mem_usage"),
+        (frame("/v/lib/python3.12/site-packages/torch/nn/modules/linear.py", "forward", "return F.linear(") + HUGE, "halve the rows of a micro-batch", "low_cpu_mem_usage"),
+        (HUGE, "print(model.device, ", "low_cpu_mem_usage"),
+        (frame("/app/prepare.py", "<module>", "table = torch.zeros(n, n)") + HUGE, "look at prepare.py:7", "low_cpu_mem_usage"),
+        (frame("/v/lib/python3.12/site-packages/transformers/modeling_utils.py", "from_pretrained", "x") + HUGE, "free -h", "batch_size"),
+    ],
+)  # fmt: skip
+def test_main_memory_is_answered_by_what_was_made_in_it(text: str, first: str, never: str) -> None:
+    answer = explained(text)
+
+    assert answer.causes[0].code == "host-alloc"
+    assert answer.remedies[0].do.startswith(first)
+    assert never not in todo(answer)
+
+
+FSDP = "/v/lib/python3.12/site-packages/torch/distributed/fsdp/_flat_param.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "first"),
+    [
+        (frame(FSDP, "_get_shard", "shard = chunk.clone()"), "load-too-large", "fsdp_cpu_ram_efficient_loading"),
+        (frame("/v/torch/distributed/tensor/placement_types.py", "_select_shard", "return shards[shard_index].clone()"), "load-too-large", "fsdp_cpu_ram_efficient_loading"),
+        (frame("/v/accelerate/utils/fsdp_utils.py", "fsdp2_load_full_state_dict", "sharded_tensor = distribute_tensor("), "load-too-large", "fsdp_cpu_ram_efficient_loading"),
+        (frame("/v/torch/nn/parallel/distributed.py", "_ddp_init_helper", "self.reducer = dist.Reducer("), "load-too-large", "from_pretrained(..., dtype="),
+        (frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", "from_pretrained(..., dtype="),
+        (frame("/v/transformers/core_model_loading.py", "_materialize_copy", "tensor = tensor.to(device=device, dtype=dtype)"), "load-too-large", "from_pretrained(..., dtype="),
+        (frame("/v/peft/tuners/lora/layer.py", "get_delta_weight", 'delta_weight = torch.einsum("o r e, e r i -> e i o", weight_B, weight_A)'), "adapter-delta", "pip install -U peft"),
+        (frame("/v/peft/tuners/lora/model.py", "merge_and_unload", "x") + frame("/v/peft/tuners/lora/layer.py", "get_delta_weight", "x"), "adapter-delta", 'model.to("cpu").merge'),
+    ],
+)  # fmt: skip
+def test_what_is_made_of_weights_is_not_answered_with_fewer_rows(
+    frames: str, code: str, first: str
+) -> None:
+    start = frame("/app/train.py", "<module>", "trainer.train()")
+    answer = explained(start + frames + FULL)
+
+    assert answer.causes[0].code == code
+    assert answer.remedies[0].do.startswith(first)
+    # A plan may say how many rows there were.
+    advice = [one.do for one in answer.remedies if not one.do.startswith("trainer-plugins plan")]
+    assert not [word for word in ("batch_size", "rows", "survive") if word in "\n".join(advice)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "已杀死",
+        "Getötet",
+        "Terminado (killed)",
+        "./run.sh: 第 3 行:  1234 已杀死               python train.py --x",
+        "run.sh: Zeile 3:  1234 Getötet                 python train.py",
+        "[1]+  已杀死               nohup python train.py",
+        " 31%|████   | 331/1063 [01:06<03:59,  3.06it/s]Killed",
+        "zsh: killed     python train.py",
+        "fish: Job 1, 'python train.py' terminated by signal SIGKILL (Forced quit)",
+    ],
+)
+def test_a_shell_says_killed_in_its_own_language(text: str) -> None:
+    assert explained(text).causes[0].code == "host-kill"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "success: 已杀死服务器进程: 1234",
+        "Das Tier wurde getötet",
+        "Tué par qui ?",
+        "Killed by whom",
+    ],
+)
+def test_a_sentence_about_killing_is_no_kill(text: str) -> None:
+    assert not explained(text).causes
+
+
+def test_unsloths_buffers_are_pinned() -> None:
+    path = "/v/lib/python3.12/site-packages/unsloth_zoo/gradient_checkpointing.py"
+    for source in (
+        "if new_size > x.numel(): x.resize_(new_size)",
+        'x = torch.empty(new_size, dtype = arg.dtype, device = "cpu", pin_memory = True)',
+        'saved_hidden_states = hidden_states.to("cpu", non_blocking = True)',
+    ):
+        answer = explained(
+            frame(path, "forward", source) + "RuntimeError: CUDA error: out of memory"
+        )
+        assert answer.causes[0].code == "pinned"
+        assert answer.remedies[0].do.startswith("use_gradient_checkpointing=True")
+
+
+@pytest.mark.parametrize(
+    ("message", "first"),
+    [
+        ("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 20029400304 bytes.", "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
+        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.0G of 15.48G hbm.", "pass fewer rows at once"),
+        ("RuntimeError: Resource exhausted: Out of memory while trying to allocate 5520758552 bytes.", "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
+        ("tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with shape[16,1024] and type float", "pass fewer rows at once"),
+    ],
+)  # fmt: skip
+def test_another_framework_gets_its_own_settings(message: str, first: str) -> None:
+    answer = explained(frame("/app/run.py", "train_step", "loss, grads = step(x)") + message)
+
+    assert "not torch" in answer.causes[0].summary
+    assert answer.remedies[0].do.startswith(first)
+    assert not [word for word in ("--per_device", "trainer-plugins") if word in todo(answer)]
+
+
+def test_who_tried_one_row_is_not_told_to_halve_it() -> None:
+    gave_up = "RuntimeError: No executable batch size found, reached zero."
+    answer = explained(TRAINER + gave_up)
+
+    assert answer.causes[0].summary.startswith("not even one row fits")
+    assert "halve" not in todo(answer)
+    assert "--gradient_checkpointing True" in todo(answer)
+    ran = " 41%|████      | 4100/10000 [2:30:00<7:00:00, 4.4s/it]\n"
+    assert explained(ran + TRAINER + gave_up).causes[0].code == "long-sample"
+
+
+def test_pressure_is_no_oom_and_has_remedies() -> None:
+    code, out, _ = command("-", stdin=b"2 pytorch allocator cache flushes since last step.\n")
+
+    assert code == 1
+    assert "torch gave its cache back to go on, which is slow" in " ".join(out.split())
+    assert "--torch_empty_cache_steps 1" in out
+
+
+def test_a_table_alone_tells_dataparallel_from_ranks_on_one_card() -> None:
+    def code(*rows: tuple[int, int, int]) -> list[str]:
+        table = "".join(
+            f"|  {card}  N/A  N/A  {pid}  C  python  {mib}MiB |\n" for card, pid, mib in rows
+        )
+        return [cause.code for cause in explained(table).causes]
+
+    assert code((0, 11, 10505), (1, 11, 4991), (4, 11, 4925)) == ["data-parallel"]
+    assert code((5, 11, 2885), (5, 12, 1387), (5, 13, 1387), (6, 12, 2889), (7, 13, 2889)) == [
+        "ddp-gpu0"
+    ]
+    assert code((0, 11, 9000), (1, 12, 9000)) == []
+
+
+def test_a_size_that_the_driver_does_not_know_is_said() -> None:
+    unknown = "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use."
+    answer = explained(said("2.00 GiB", "24.00 GiB", "0 bytes", "12.00 GiB", "0.30 GiB", unknown))
+
+    assert "17179869184" in " ".join(answer.unknown)
+    assert "nvidia-smi" not in todo(answer)  # on Windows it does not say it either
+    assert "Task Manager" in todo(answer)
+    free = said("2.00 GiB", "24.00 GiB", "17179869184.00 GiB", "12.00 GiB", "0.30 GiB")
+    assert explained(free).causes[0].code == "capacity"
+
+
+def test_a_cudnn_that_is_not_initialised_in_backward_is_a_full_card() -> None:
+    backward = frame("/app/train.py", "train", "loss.backward()")
+    answer = explained(backward + "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+
+    assert (answer.causes[0].code, answer.causes[0].grade) == ("capacity", "possible")

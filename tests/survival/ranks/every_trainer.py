@@ -1,0 +1,166 @@
+"""Every trainer under every strategy: does survival attach, and is a divided step then that of the whole?
+
+Launched by test_every_trainer.py on two ranks; on one card it calls `cells` itself. Steps are taken
+by plain SGD, whose weights move by the gradient.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from tests.models import tiny_llama
+from tests.survival import test_trl
+from tests.survival.failing import off_by, small_trainer
+from trainer_plugins import survive_oom
+from trainer_plugins.survival.run import memo_of
+
+LIMIT = 40
+"""Tokens at once: fewer than any micro-batch here has, and more than any row."""
+
+
+def preference(trainer_class, config, path, **options):
+    model = tiny_llama(vocab_size=384).double()
+    return test_trl.made(trainer_class, config, path, model, test_trl.PREFERENCES, **options)
+
+
+def seq2seq(path, **options):
+    classes = {"trainer_class": Seq2SeqTrainer, "args_class": Seq2SeqTrainingArguments}
+    return small_trainer(path, **classes, **options)
+
+
+def online_dpo(path, **options):
+    model, prompts = tiny_llama(vocab_size=259).double(), {"prompt": lambda n: "a stone"}
+    more, options = {"reward_funcs": test_trl.wordy}, {"max_length": 64, **options}
+    return test_trl.made(OnlineDPOTrainer, OnlineDPOConfig, path, model, prompts, more, **options)
+
+
+TRAINERS: dict[str, Callable[..., Trainer]] = {
+    "Trainer": small_trainer,
+    "Seq2SeqTrainer": seq2seq,
+    "SFTTrainer": test_trl.sft,
+    "DPOTrainer": test_trl.dpo,
+    "RewardTrainer": test_trl.reward,
+    "GRPOTrainer": test_trl.grpo,
+    "RLOOTrainer": test_trl.rloo,
+    "KTOTrainer": test_trl.kto,
+    "CPOTrainer": partial(preference, CPOTrainer, CPOConfig),
+    "ORPOTrainer": partial(preference, ORPOTrainer, ORPOConfig),
+    "OnlineDPOTrainer": online_dpo,
+}
+SETTINGS = {"steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+WRAP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+ZERO = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    whole = {
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_param_persistence_threshold": 0,
+    }
+    return {
+        "deepspeed": {
+            **ZERO,
+            "zero_optimization": {"stage": stage, **(whole if stage == 3 else {})},
+        }
+    }
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "1 card": {},
+    "DDP": {},
+    "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False, **WRAP}},
+    "FSDP2": {"fsdp": True, "fsdp_config": {"version": 2, **WRAP}},
+    "ZeRO-2": zero(2),
+    "ZeRO-3": zero(3),
+}
+initialise = PartialState.__init__
+
+
+def initialise_for_fsdp(self, *args, **kwargs):
+    """accelerate takes FSDP to accelerators only, and calls two gloo ranks MULTI_CPU (accelerate/state.py)."""
+    initialise(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        self._shared_state["device"] = torch.device("cpu")  # FSDP1 takes no cpu:0
+
+
+class KnownLimit(TrainerCallback):
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        memo_of(self.trainer).limit = LIMIT
+
+
+def trained(trainer) -> list[torch.Tensor]:
+    """By how much a step has moved each weight; empty on a rank that has no whole weights."""
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.train()
+    after = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return [after[name].double() - before[name] for name in sorted(before)] if after else []
+
+
+def cell(make) -> dict[str, Any]:
+    """What becomes of one trainer under one strategy."""
+    try:
+        trainer = make()
+    except ValueError as error:  # TRL's own
+        return {"not tried": str(error)}
+    try:
+        survive_oom(trainer, plan_first=False)
+    except ValueError as error:
+        return {"refused": str(error)}
+    trainer.add_callback(KnownLimit(trainer))
+    divided, whole = trained(trainer), trained(make())
+    return {
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "world_size": trainer.args.world_size,
+        "zero": getattr(trainer.model_wrapped, "zero_optimization_stage", int)(),
+        "divided": sum(e.get("memory/divided_micro_batches", 0) for e in trainer.state.log_history),
+        "off_by": off_by(divided, whole) if whole else None,
+    }
+
+
+def cells(folder: Path, strategy: str) -> dict[str, dict[str, Any]]:
+    """What becomes of every trainer under one strategy."""
+    facts = {}
+    for name, make in TRAINERS.items():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        unset_hf_deepspeed_config()
+        gc.collect()
+        facts[name] = cell(partial(make, folder / name, **SETTINGS, **STRATEGIES[strategy]))
+    return facts
+
+
+def main(folder: Path, rank: str) -> None:
+    facts = {}
+    for strategy in [*STRATEGIES][1:]:
+        PartialState.__init__ = initialise_for_fsdp if "FSDP" in strategy else initialise
+        facts[strategy] = cells(folder / strategy, strategy)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo now and then aborts a process at its end
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), os.environ["RANK"])

@@ -1,0 +1,72 @@
+"""Every trainer under every strategy: docs/survival.md's table says what was seen here, cell by cell."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import processes, rounding
+from tests.distributed import extensions
+from tests.distributed.launched import environment, torchrun
+from tests.survival.failing import TERMS
+from tests.survival.ranks.test_fsdp2 import IS_REFUSED, WHY_NOT
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("trl", minversion="1.0")
+if IS_REFUSED:
+    pytest.skip(WHY_NOT, allow_module_level=True)
+
+HERE, PAGE = Path(__file__).parent, Path(__file__).parents[3] / "docs" / "survival.md"
+WRAPPED = {
+    "1 card": r"Llama\w+",
+    "DDP": "DistributedDataParallel",
+    "FSDP1": "FullyShardedDataParallel",
+    "FSDP2": "FSDPLlamaForCausalLM",
+    "ZeRO-2": "DeepSpeedEngine",
+    "ZeRO-3": "DeepSpeedEngine",
+}
+MAY = rounding.of_sums(TERMS)  # TRL takes its losses in float32, DeepSpeed its gradients
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, dict[str, list[dict]]]:
+    """By strategy and trainer what each rank has seen."""
+    from tests.survival.ranks import every_trainer
+
+    folder = tmp_path_factory.mktemp("every_trainer")
+    extensions.build("cpu")
+    done = processes.run(
+        [*torchrun(2), HERE / "every_trainer.py", folder], cwd=folder, environ=environment()
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    alone = every_trainer.cells(folder / "alone", "1 card")
+    return {"1 card": {name: [facts] for name, facts in alone.items()}} | {
+        strategy: {name: [rank[strategy][name] for rank in ranks] for name in alone}
+        for strategy in ranks[0]
+    }
+
+
+def verdict(strategy: str, facts: list[dict]) -> str:
+    for word in ("refused", "not tried"):
+        if all(word in each for each in facts):
+            return word
+    for each in facts:
+        assert re.fullmatch(WRAPPED[strategy], each["wrapped"])
+        assert each["world_size"] == len(facts)
+        assert each["zero"] == {"ZeRO-2": 2, "ZeRO-3": 3}.get(strategy, 0)
+        assert each["divided"] == 2, "both micro-batches of the step"
+    off_by = [each["off_by"] for each in facts if each["off_by"] is not None]
+    assert off_by, "one rank has the whole weights"
+    return "exact" if max(off_by) <= MAY else f"off by {max(off_by):.1e}"
+
+
+def test_the_page_says_what_was_seen(told) -> None:
+    names = list(told["1 card"])
+    table = [f"| | {' | '.join(told)} |", f"|{' --- |' * (len(told) + 1)}"]
+    for name in names:
+        cells = [verdict(strategy, told[strategy][name]) for strategy in told]
+        table.append(f"| `{name}` | {' | '.join(cells)} |")
+
+    assert "\n".join(table) in PAGE.read_text(), "\n".join(table)

@@ -1,0 +1,97 @@
+"""Reads off a text how a run was launched: its command line, as one types it again."""
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from trainer_plugins.explain.text.frames import Frame
+
+_UNKNOWN = "YOUR LAUNCH COMMAND"
+_MOST_CHARACTERS = 2000
+# A line of a shell or a notebook, or one that says what it runs. What stands before the launcher,
+# variables and wrappers, is not repeated.
+_PROMPT = r"[^\n]{0,80}?[$#%>!] ?|\+ |(?i:[^\n:]{0,30}(?:running|command|cmd)[^\n:]{0,20}: ?)"
+_WRAPPER = (
+    r"\w+=\S*|nohup|time|srun(?: -\S+)*|(?:uv|poetry|pixi) run"
+    r"|trainer-plugins exec [^\n]{0,200}? --"
+)
+_SHOWN = re.compile(
+    rf"(?m)^(?:{_PROMPT})?(?:(?:{_WRAPPER}) +)*((?:\S*/)?(?:python[\d.]*|torchrun|deepspeed"
+    r"|accelerate[ -]launch|axolotl train|llamafactory-cli train|trl \w+|swift \w+) +[^\n]*)$"
+)
+_CONTINUED = re.compile(r" *\\\n(?:> )?\s*")
+_END = re.compile(r"\s\d?(?:[|<]|>[>&]?|&)|;")
+# How a launcher's own traceback, or its last line, shows what each rank was.
+_LISTED = re.compile(
+    r"(?:Command '|cmd = |sigkill_handler\] )\[((?:'[^'\n]{0,500}'(?:, )?){2,200})\]"
+)
+_GIVEN_BY_LAUNCHER = re.compile(r"-u|--local[_-]rank=\d+")
+_LAUNCHERS = (
+    ("accelerate launch", r"accelerate[/\\]commands|bin/accelerate\b|accelerate\.commands"),
+    ("deepspeed", r"deepspeed[/\\]launcher|bin/deepspeed\b|\[launch\.py:"),
+    (
+        "torchrun --nproc-per-node gpu",
+        r"torch[/\\]distributed[/\\](?:run|launcher|elastic)|bin/torchrun\b|torch\.distributed\.run",
+    ),
+)
+
+
+def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
+    """Return the command line of a run, its launcher included.
+
+    It is the one that the text shows, else one made of what a launcher says of its ranks, else of
+    the outermost frame. Nothing in it is left for a shell to obey.
+
+    Args:
+        text: what is known of the log.
+        frames: of the traceback, outermost first.
+        writer: the rank that failed; empty if the log does not say.
+    """
+    if words := shown(text):
+        return shlex.join(words)
+    several = writer.isdigit() or "local_rank" in text
+    launcher = next(
+        (name for name, pattern in _LAUNCHERS if re.search(pattern, text)),
+        "accelerate launch" if several else "python",
+    )
+    if listed := _LISTED.search(text):
+        _, *words = re.findall(r"'([^'\n]*)'", listed[1])
+        words = [word for word in words if not _GIVEN_BY_LAUNCHER.fullmatch(word)]
+        if words[:1] and not words[0].startswith("-"):
+            return f"{launcher} {shlex.join(words)}"
+    return _by_frames(launcher, text, frames)
+
+
+def shown(text: str) -> list[str]:
+    """Return the words of the first command line in a text; empty if it shows none."""
+    for match in _SHOWN.finditer(_CONTINUED.sub(" ", text)):
+        line = _END.split(match[1][:_MOST_CHARACTERS])[0]
+        try:
+            words = shlex.split(line)
+        except ValueError:  # a quote without its other half
+            words = line.split()
+        if _names_a_program(words):
+            return words
+    return []
+
+
+def _names_a_program(words: Sequence[str]) -> bool:
+    """Tell a command line from a sentence that begins with the same word."""
+    launcher, *others = words
+    if launcher.rpartition("/")[2].startswith("python"):
+        others = [word for word in others if word == "-m" or not word.startswith("-")][:1]
+    elif not launcher.endswith(("torchrun", "deepspeed", "accelerate", "accelerate-launch")):
+        return True
+    return any(word == "-m" or word.endswith(".py") for word in others)
+
+
+def _by_frames(launcher: str, text: str, frames: Sequence[Frame]) -> str:
+    """Name the script of the outermost frame; a module's name is not in its path."""
+    main = next((one for one in frames if one.function == "<module>"), None)
+    is_ours = re.search(r"trainer_plugins[/\\]run\.py", text)
+    if any("runpy" in one.path for one in frames) and not is_ours:
+        return _UNKNOWN
+    if not main or not main.is_users or not re.fullmatch(r"[\w./-]+\.py", main.path):
+        return f"{launcher} train.py"
+    path = main.path.rsplit("/", 1)[-1] if main.path.startswith("/") else main.path
+    return f"{launcher} {path}"

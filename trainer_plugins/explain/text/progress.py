@@ -1,0 +1,148 @@
+"""progress: how far a run had come before its OOM, by the shape that lines of progress have.
+
+A number beside the word "step" is no progress: banners and configs are full of them ("Gradient
+accumulation steps = 8", "warmup steps: 100"). A bar of tqdm counts in steps, not in examples or
+bytes; a line of a logger has the step and what was measured in it, or the step and the last one.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from trainer_plugins.explain.text.lines import Line
+
+_FAR = 3
+"""After so many steps nothing happens for the first time."""
+
+# tqdm, with its total and without; Lightning's and Keras's bars; the Trainer's bar in a notebook.
+_BARS = (
+    r"\d{1,3}%\|[^|]{0,300}\| *(\d{1,9})/(\d{1,9}) ?\[([^\]]{0,200})",
+    r"(?:^|[:\s])()(\d{1,9})it \[(\d[^\]]{0,200})",
+    r"━{2,300} *(\d{1,9})/(\d{1,9}) +(\d+:\d\d.{0,200})",
+    r"^ *(\d{1,9})/(\d{1,9}) \[[=>. ]{4,200}\](.{0,200})",
+    r"\[ *(\d{1,9})/(\d{1,9}) (\d+:\d\d.{0,200})",
+)
+_BAR = re.compile("|".join(_BARS))
+# examples/s, toks/s, MB/s; steps are it/s.
+_OTHER_UNITS = re.compile(r"(?<![a-zA-Z])(?!it/|iter|step|batch|ba/)[a-zA-Z]{2,20}/s")
+_TITLES = re.compile(r"train|epoch|step|iter|tun(?:e|ing)|\bfit|loss|\brun|progress", re.IGNORECASE)
+_OTHER_TITLES = re.compile(
+    r"shard|download|fetch|map\b|filter|tokeni[sz]|dataset|generat|sav|load|captur|quanti"
+    r"|sanity|valid|eval|test|predict|process|convert|pack|cache|extract|merg|profil|warm|calibrat",
+    re.IGNORECASE,
+)
+_EPOCH_TITLE = re.compile(r"\bepoch\D{0,8}(\d{1,6})", re.IGNORECASE)
+
+# A logger's dict, as the Trainer, TRL, LLaMA-Factory, ms-swift and axolotl print it.
+_LOSS = re.compile(r"[\"'](?:\w{1,20}_)?loss[\"']: [\"']?[\d.-]")
+_SUMMARY = re.compile(r"[\"']train_runtime[\"']: |\btrain_runtime +=|Training completed")
+_EPOCH = re.compile(r"[\"']epoch[\"']: [\"']?(\d{1,6}\.\d{1,9})")
+# The Trainer's table in a notebook.
+_TABLE = re.compile(r"\bStep\b.{0,40}\bLoss\b")
+_ROW = re.compile(r"^\W{0,8}(\d{1,9})[\s|]+\d{1,9}\.\d{2,9}\b")
+
+# "step 12/300", "iter 120: loss 2.5", "Step [100/600], Loss: 0.1". What stands before the word
+# decides: "warmup steps" and "save_steps" are settings.
+_STEP = re.compile(
+    r"(?:^|[^\w\s-]\s{0,9}|\s-\s{1,9}|\b\d{1,9}\s{1,9}"
+    r"|\b(?:at|current|epoch|finished|global|optimizer|train|training)[ _-])"
+    r"(?:step|iter|iteration|(?P<batch>batch))(?P<many>s?)(?:\(train\))?(?:/max_steps)?"
+    r"[\"']?[\s=:#\[(]{1,8}[\"']?(?P<done>\d{1,9})(?P<of> {0,8}(?:/|of) {0,8}\d)?(?P<alone>\W*$)?",
+    re.IGNORECASE,
+)
+# "Epoch: [0][ 120/5000]", "epoch 001:    10 / 500 loss=3.1", "Epoch(train) [1][ 50/1000]".
+_STEP_OF_EPOCH = re.compile(
+    r"\bepoch(?:\(train\))?:? {0,4}\[?\d{1,6}[\]: ]{1,3}\[? {0,8}(?P<done>\d{1,9}) ?/ {0,8}\d",
+    re.IGNORECASE,
+)
+# "Epoch 2/10, loss: 0.5", as it is printed at the end of one.
+_WHOLE_EPOCH = re.compile(r"\bepoch[ :=#\[]{1,3}(?P<done>\d{1,6})\b.{1,200}loss", re.IGNORECASE)
+_MEASURED = re.compile(
+    r"loss|\bppl\b|perplexity|grad_?norm|\blr\b|learning.rate|\bmem(?:ory)?\b|elapsed|time\b"
+    r"|\bacc|samples|tokens|\btps\b|mfu|it/s|s/it|\bms\b|reward",
+    re.IGNORECASE,
+)
+# `RUN` of a Dockerfile, a run that is resumed, and arguments that are printed.
+_NOT_PROGRESS = re.compile(
+    r"Step \d+/\d+ : [A-Z]|(?i:continu|resum|will |start(?:ing)? )|(?:Namespace|Arguments|Config)\("
+)
+
+
+def progress(before: Sequence[Line]) -> str:
+    """Say how far the run had come; empty if at its start, or if the text does not tell."""
+    num_losses = sum(bool(_LOSS.search(line.text)) for line in before)
+    has_table = any(_TABLE.search(line.text) for line in before)
+    for line in reversed(before):
+        if _SUMMARY.search(line.text):
+            return ""  # it had ended: what follows is no step of it
+        row = _ROW.match(line.text) if has_table else None
+        if row and int(row[1]) >= _FAR:
+            return f"the table of losses is at step {row[1]}"
+        for sign in (_of_bar, _of_step, _of_dict(num_losses)):
+            told = sign(line.text)
+            if told is not None:
+                return told
+    return ""
+
+
+def _of_bar(text: str) -> str | None:
+    """Read a bar that counts steps; None if there is none, empty if it is at its start."""
+    bar = _BAR.search(text)
+    if not bar:
+        return None
+    done, total, rest = (one or "" for one in _groups_of(bar))
+    title = text[: bar.start() + 1]
+    is_other = re.search("[a-zA-Z]{2}", title) and not _TITLES.search(title)
+    if is_other or _OTHER_TITLES.search(title) or _OTHER_UNITS.search(rest):
+        return None
+    epoch = _EPOCH_TITLE.search(title)
+    far = int(done or total) >= _FAR
+    if done == total and not epoch:
+        return None  # what was complete was not what failed
+    if not far and epoch and int(epoch[1]) > 1:
+        return f"the run was in epoch {epoch[1]}"
+    return (
+        f"the last progress bar is at {done or total}{f' of {total}' * bool(done)}" if far else ""
+    )
+
+
+def _groups_of(bar: re.Match[str]) -> tuple[str | None, ...]:
+    """Return done, total and what follows, of the form that matched."""
+    first = next(at for at in range(2, len(_BARS) * 3 + 1, 3) if bar[at] is not None) - 1
+    return bar.group(first, first + 1, first + 2)
+
+
+def _of_dict(num_losses: int) -> Callable[[str], str | None]:
+    """Read a dict of a logger: a positive epoch, or as many of them as steps are far."""
+
+    def told(text: str) -> str | None:
+        epoch = _EPOCH.search(text)
+        if epoch and float(epoch[1]) > 0:
+            return f"the run was at epoch {epoch[1]}"
+        if _LOSS.search(text) or epoch:
+            return f"{num_losses} lines before it report a loss" if num_losses >= _FAR else ""
+        return None
+
+    return told
+
+
+def _of_step(text: str) -> str | None:
+    """Read a line that names a step, with what was measured in it or with the last step."""
+    step = _STEP_OF_EPOCH.search(text)
+    if not step and (step := _STEP.search(text)) and not _tells(step):
+        step = None
+    if step and not _NOT_PROGRESS.search(text):
+        return f"the run was at step {step['done']}" if int(step["done"]) >= _FAR else ""
+    epoch = _WHOLE_EPOCH.search(text)
+    if not epoch:
+        return None
+    return f"the run was at epoch {epoch['done']}" if int(epoch["done"]) else ""
+
+
+def _tells(step: re.Match[str]) -> bool:
+    """Return whether a number beside the word is a step of the run, and no setting."""
+    if step["batch"]:
+        return bool(step["of"])
+    if step["many"]:
+        return "loss" in step.string.lower()
+    is_alone = step["alone"] is not None and not re.search("[a-zA-Z]", step.string[: step.start()])
+    return is_alone or bool(step["of"] or _MEASURED.search(step.string))

@@ -1,0 +1,147 @@
+"""Vendor: whose card ran out, and how its commands and settings are called.
+
+Causes and remedies are written for CUDA; what they say is translated in one place, here.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from trainer_plugins.explain.answer import Cause, Remedy
+from trainer_plugins.explain.text.facts import Facts
+
+_PROCESSES = r"nvidia-smi --query-compute-apps=\S+ --format=csv"
+_MEMORY = r"nvidia-smi --query-gpu=\S+ --format=csv(?: -l 1)?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vendor:
+    """Names what stands for CUDA's words; what is empty does not exist there."""
+
+    name: str
+    seen: str
+    """A pattern of the words by which it is known."""
+
+    processes: str
+    """The command that lists processes with their memory."""
+
+    memory: str
+    """The command that shows how full the cards are."""
+
+    visible: str
+    """The variable that chooses cards."""
+
+    expandable: str
+    """The variable that makes the segments of torch's allocator expandable."""
+
+    module: str
+    """torch's module for these cards."""
+
+    def said(self, words: str) -> str:
+        """Translate words for CUDA; empty if they need what does not exist there."""
+        own = {
+            _PROCESSES: self.processes,
+            _MEMORY: self.memory,
+            r"nvidia-smi": self.memory.split(" -")[0].split(" info")[0],
+            r"CUDA_VISIBLE_DEVICES": self.visible,
+            r"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": self.expandable,
+            r"torch\.cuda\b": self.module,
+            r'"cuda"': f'"{self.module.removeprefix("torch.")}"',
+            r"CUDA call": f"{self.name} call",
+        }
+        for pattern, name in own.items():
+            if not name and re.search(pattern, words):
+                return ""
+            words = re.sub(pattern, name, words)
+        return words
+
+
+# rocm-smi: rocm.docs.amd.com. npu-smi, ASCEND_RT_VISIBLE_DEVICES and PYTORCH_NPU_ALLOC_CONF:
+# hiascend.com (envref_07_0053). xpu-smi: intel.github.io/xpumanager; XPU's segments:
+# pytorch#166292. hl-smi: docs.habana.ai. HPU and MPS have no such segments.
+_VENDORS = (
+    Vendor(
+        name="HIP",
+        seen=r"\bHIP (?:out of memory|error)|hipError|\+rocm\d|/opt/rocm|\bamdgpu\b",
+        processes="rocm-smi --showpids",
+        memory="rocm-smi --showmeminfo vram",
+        visible="HIP_VISIBLE_DEVICES",
+        expandable="PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
+        module="torch.cuda",
+    ),
+    Vendor(
+        name="NPU",
+        seen=r"\bNPU out of memory|torch_npu[/\\.]|\bnpu-smi\b",
+        processes="npu-smi info",
+        memory="npu-smi info",
+        visible="ASCEND_RT_VISIBLE_DEVICES",
+        expandable="PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
+        module="torch.npu",
+    ),
+    Vendor(
+        name="XPU",
+        seen=r"\bXPU out of memory|level_zero|torch\.xpu|\bxpu-smi\b",
+        processes="xpu-smi ps",
+        memory="xpu-smi stats -d 0",
+        visible="ZE_AFFINITY_MASK",
+        expandable="PYTORCH_ALLOC_CONF=expandable_segments:True  # torch 2.10 or later",
+        module="torch.xpu",
+    ),
+    Vendor(
+        name="HPU",
+        seen=r"MODULE:(?:PT_DEVMEM|SYNHELPER)|habana_frameworks|\bhl-smi\b",
+        processes="hl-smi",
+        memory="hl-smi",
+        visible="HABANA_VISIBLE_MODULES",
+        expandable="",
+        module="torch.hpu",
+    ),
+    Vendor(
+        name="MPS",
+        seen=r"MPS backend out of memory",
+        processes="Activity Monitor, Memory",
+        memory="Activity Monitor",
+        visible="",
+        expandable="",
+        module="torch.mps",
+    ),
+)
+CUDA = Vendor(
+    name="CUDA",
+    seen="",
+    processes="",
+    memory="",
+    visible="CUDA_VISIBLE_DEVICES",
+    expandable="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    module="torch.cuda",
+)
+# Windows does not tell nvidia-smi what each process holds, nor does WSL.
+_WINDOWS = replace(
+    CUDA,
+    processes="Task Manager, Details, with the column 'Dedicated GPU memory'",
+    memory="nvidia-smi --query-gpu=memory.used,memory.total --format=csv",
+)
+
+
+def vendor_of(facts: Facts) -> Vendor:
+    """Tell whose card it is: by the message, else by frames and what else the text says."""
+    for read in (lambda words: re.search(words, facts.oom.text), facts.called, facts.says):
+        for one in _VENDORS:
+            if read(one.seen):
+                return one
+    return _WINDOWS if facts.is_windows or facts.is_wsl else CUDA
+
+
+def translated(
+    causes: tuple[Cause, ...], remedies: tuple[Remedy, ...], vendor: Vendor
+) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
+    """Say causes and remedies in the vendor's words; a remedy that needs others is left out."""
+    if vendor is CUDA:
+        return causes, remedies
+    return (
+        tuple(replace(one, doubt=vendor.said(one.doubt) or one.doubt) for one in causes),
+        tuple(
+            replace(one, do=do, effect=vendor.said(one.effect) or one.effect)
+            for one in remedies
+            if (do := vendor.said(one.do))
+        ),
+    )
