@@ -190,6 +190,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("trl.trainer.grpo_trainer", "trl<1.16"),
     "_total_train_tokens": ("trl.trainer.sft_trainer",),
     "_use_triton": ("trl.trainer.utils", "trl<1.16"),
+    # datasets
+    "_indices": ("datasets.arrow_dataset",),
     # the standard library
     "_FIELD": ("dataclasses",),
     "_FIELD_CLASSVAR": ("dataclasses",),

@@ -395,6 +395,15 @@ def test_skipped_batches_are_a_leak() -> None:
     assert explained(FULL + "\n" + lines).causes[0].code == "leak"
 
 
+def test_a_base_in_4_bits_that_fails_as_it_is_prepared_is_not_answered_with_4_bits() -> None:
+    prepare = '  File "/v/lib/python3.12/site-packages/peft/utils/other.py", line 209, in prepare_model_for_kbit_training\n    param.data = param.data.to(torch.float32)\n'
+
+    answer = explained(prepare + FULL)
+    assert answer.causes[0].code == "load-too-large"
+    assert answer.remedies[0].do == "leave out prepare_model_for_kbit_training(model)"
+    assert "4bit" not in todo(answer)
+
+
 def test_what_an_optimizer_calls_is_not_its_state() -> None:
     """Lightning computes the loss within the optimizer's step."""
     step = '  File "/v/lib/python3.12/site-packages/torch/optim/adamw.py", line 150, in step\n    loss = closure()\n'

@@ -24,6 +24,10 @@ from trainer_plugins.planner.rehearse.gather import request_of
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1024}
 initialise = PartialState.__init__
+try:
+    import peft
+except ImportError:
+    peft = None
 
 
 def initialise_as_multi_gpu(self, *args, **kwargs):
@@ -32,7 +36,7 @@ def initialise_as_multi_gpu(self, *args, **kwargs):
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def make(folder: Path, **arguments) -> Trainer:
+def make(folder: Path, model=None, **arguments) -> Trainer:
     AcceleratorState._reset_state()
     settings = {
         "max_steps": 3,
@@ -47,7 +51,8 @@ def make(folder: Path, **arguments) -> Trainer:
         "dataloader_pin_memory": False,
     }
     args = TrainingArguments(output_dir=str(folder), **settings, **quiet, **arguments)
-    return Trainer(model=tiny_llama(**WIDE), args=args, train_dataset=token_rows())
+    model = tiny_llama(**WIDE) if model is None else model
+    return Trainer(model=model, args=args, train_dataset=token_rows())
 
 
 def asked(trainer: Trainer) -> bytes:
@@ -75,6 +80,27 @@ def ddp(folder: Path, **arguments) -> tuple[dict, bytes]:
         "first": [int(size) for size in said["bucket_sizes"].split(",")],
         "buckets": [int(size) for size in rebuilt.split(",")],
     }, request
+
+
+def adapter(folder: Path, **arguments) -> str:
+    """What such a run says that trains an adapter on a base that PEFT has prepared as a quantised one."""
+    model = tiny_llama()
+    model.is_loaded_in_4bit = True
+    model = peft.prepare_model_for_kbit_training(model)
+    model.is_loaded_in_4bit = False  # the Trainer asks for a card else
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trainer = make(folder, model, **arguments)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return f"{trainer.state.global_step} steps of {type(trainer.model_wrapped).__name__}"
+
+
+NON_REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
 
 
 def fsdp2(folder: Path, **arguments) -> tuple[dict, bytes]:
@@ -144,6 +170,13 @@ def main(folder: Path) -> None:
         facts[name], requests[name] = run()
         facts[name] |= {"world_size": dist.get_world_size(), "backend": dist.get_backend()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
+    if "ddp" in cases and peft is not None:
+        adapters = [
+            adapter(folder),
+            adapter(folder, ddp_find_unused_parameters=False),
+            adapter(folder, **NON_REENTRANT),
+        ]
+        (folder / f"adapters-{rank}.json").write_text(json.dumps(adapters))
     if rank == 0:
         (folder / "requests").write_bytes(
             pickle.dumps([pickle.loads(each) for each in requests.values()])

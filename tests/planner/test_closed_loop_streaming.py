@@ -3,6 +3,8 @@
 The base is most of each model, so that a layer more or less on the card would be seen.
 """
 
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +17,17 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
 )
 
 from tests.planner.loop import Loop
 from tests.planner.test_closed_loop import run
-from trainer_plugins import StreamBase
+from tests.processes import ENDS_A_HANG
+from trainer_plugins import MemoryPlan, StreamBase
+from trainer_plugins.planner.rehearse.gather import request_of
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.run import predict_all
+from trainer_plugins.units import GIB
 
 peft = pytest.importorskip("peft")
 
@@ -101,3 +109,62 @@ def test_the_card_holds_what_was_predicted(simgpu, tmp_path, name):
 
     assert plan.streamed is not None
     assert plan.breakdown["frozen weights"] < 0.9 * plan.streamed.num_bytes
+
+
+class Peaks(TrainerCallback):
+    """What the card holds at most while a run saves, and while one resumes."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.found["resume"] = torch.accelerator.max_memory_allocated()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        torch.accelerator.reset_peak_memory_stats()
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.found["save"] = torch.accelerator.max_memory_allocated()
+
+
+SAVES: dict[str, Any] = {**CHECKPOINTING, "save_strategy": "steps", "save_steps": 3}
+
+
+def as_config(trainer) -> PlanRequest:
+    model = trainer.model.get_base_model()
+    flags = ("--output_dir", "runs", "--save_strategy", "steps", "--gradient_checkpointing", "True")
+    lora = trainer.model.peft_config["default"]
+    adapter = {"peft_type": "LORA", "r": lora.r, "target_modules": sorted(lora.target_modules)}
+    source = ConfigSource(
+        config=model.config.to_dict(),
+        arguments=(*flags, "--per_device_train_batch_size", "4"),
+        sequence_length=32,
+        dtype="float32",
+        peft=adapter,
+    )
+    asked = request_of(trainer, None, "", 1, None)
+    return replace(asked, source=source, has_padding=False)
+
+
+def test_a_streamed_run_saves_and_resumes_without_its_base(simgpu, tmp_path):
+    simgpu.set_capacity(4 * GIB)
+    held, saved, resumed = torch.accelerator.memory_allocated(), Peaks(), Peaks()
+    make = streamed(llama, 2, **SAVES)
+    trainer = make(tmp_path)
+    asked = request_of(trainer, None, "", 1, None)
+    plans = predict_all([asked, as_config(trainer)], ENDS_A_HANG)
+    trainer.add_callback(saved)
+    trainer.train()
+    del trainer
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    again = make(tmp_path)
+    again.args.max_steps = 4
+    again.add_callback(resumed)
+    again.train(resume_from_checkpoint=True)
+
+    for plan in plans:
+        assert isinstance(plan, MemoryPlan), plan
+        peaks = {name: plan.moments[name].allocated_bytes for name in ("save", "resume")}
+        assert peaks["save"] == pytest.approx(saved.found["save"] - held, rel=0.01)
+        assert peaks["resume"] == pytest.approx(resumed.found["resume"] - held, rel=0.01)

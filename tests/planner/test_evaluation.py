@@ -11,6 +11,7 @@ import pytest
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.run import plan_run, predict_all
+from trainer_plugins.report.plan import details, verdict
 from trainer_plugins.units import GIB, MIB
 
 VOCABULARY, WIDTH = 32128, 64
@@ -36,9 +37,9 @@ ENCODER_BYTES = ROWS * LENGTH * WIDTH * 4
 """The last hidden state of the encoder, which T5 returns too."""
 
 
-def request(metrics: bool, *more: str):
+def request(metrics: bool, *more: str, gpu: str | None = "1GiB"):
     data = ((*FLAGS, *more), LENGTH, TARGET, None, None, None, NUM_BATCHES, metrics)
-    return request_of(T5, ConfigInputs(*data), RunInputs("1GiB", calibration=False))
+    return request_of(T5, ConfigInputs(*data), RunInputs(gpu, calibration=False))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,8 @@ def plans() -> dict[str, MemoryPlan]:
     requests = {
         "losses": request(False),
         "metrics": replace(request(True), proposes=True),
+        "no card": request(True, gpu=None),
+        "4 GiB": request(True, gpu="4GiB"),
     }
     answers = zip(requests, predict_all(list(requests.values())), strict=True)
     found = {name: plan for name, plan in answers if isinstance(plan, MemoryPlan)}
@@ -71,6 +74,20 @@ def test_with_metrics_the_logits_of_all_batches_are_kept_twice_and_it_does_not_f
     assert more == pytest.approx(kept, rel=0.02)
     assert plan.host_ram_bytes_per_node == pytest.approx(NUM_BATCHES * LOGITS_BYTES, rel=0.1)
     assert not any("compute_metrics" in line for line in plan.assumptions)
+
+
+def test_without_a_card_a_run_needs_its_tensors_and_a_card_that_holds_them_shows_that_it_does(
+    plans,
+):
+    """Blocks that no later batch can use are given back by a full card, and by no other."""
+    needs, plan = plans["no card"], plans["4 GiB"]
+    assert needs.allocated_peak_bytes == plan.allocated_peak_bytes
+    said = f"{needs.allocated_peak_bytes / GIB:.2f} GiB"
+    assert verdict(needs) == f"Needs {said}, in the evaluation"
+    assert details(needs)[0].startswith(f"{said} of tensors at the peak of each GPU")
+    assert plan.fits
+    assert plan.num_flushes
+    assert needs.reserved_peak_bytes > 3 * plan.reserved_peak_bytes
 
 
 def test_an_encoder_decoder_without_a_first_token_is_bad_input():

@@ -1,6 +1,7 @@
 """The command `trainer-plugins plan`, and the way into fake CUDA where nothing can be compiled."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
     compiled = MemoryPlan.from_json(plan(*asked).stdout)
     assert found.allocated_peak_bytes == compiled.allocated_peak_bytes
     assert not list((tmp_path / "empty").glob("*.so")), "nothing was compiled"
+
+
+def test_weights_that_do_not_fit_alone_are_said_before_the_plan_is_made(tmp_path: Path):
+    """Of 70B in 4 bits on 24 GiB the plan takes a minute, and the line some seconds."""
+    wide = {"n_embd": 256, "vocab_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, **wide}))
+    done = plan("--model", str(tmp_path), "--seq-length", "8", "--gpu", "513MiB")
+    assert done.exit_code == 3, done.output
+    assert done.stderr.startswith("513MiB cannot hold the weights alone: ")
+    assert "once the model is loaded, beside a context of 512.0 MiB" in done.stderr
+    assert re.search(r"The weights alone take [\d.]+ MiB: fewer rows cannot help", done.stdout)
 
 
 @pytest.mark.skipif(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from tests.planner.test_plans import CHECKPOINTING, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.compare.switches import IN_4_BITS, source_of, with_base_in_4_bits
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.run import predict_all
+from trainer_plugins.units import size
 
 pytest.importorskip("peft")
 IS_TOO_OLD = transformers.__version__.startswith("4.")
@@ -54,6 +57,36 @@ def planned(quantisation=None, *flags, peft=LORA, prepares=True, **changed):
     )
 
 
+EXPERTS, BYTES_OF_EXPERTS = (
+    {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 512),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+        "head_dim": 128,
+        "num_experts": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 3,
+        "vocab_size": 1024,
+        "tie_word_embeddings": False,
+    },
+    2 * 3 * 96 * 3 * 512 * 512,
+)
+"""A mixture of which bitsandbytes quantises no expert, and what they take in bf16."""
+
+
+def of_experts(quantisation, gpu: str):
+    asked = request(
+        EXPERTS,
+        *("--bf16", "True", *CHECKPOINTING),
+        gpu=gpu,
+        sequence_length=32,
+        peft={**LORA, "target_modules": ["q_proj"]},
+        quantisation=quantisation,
+    )
+    return replace(asked, proposes=True)
+
+
 REQUESTS = {
     "whole": planned(None, *CHECKPOINTING),
     "nf4": planned(NF4),
@@ -67,6 +100,7 @@ REQUESTS = {
     ),
     "int8": planned(INT8),
     "no adapter": planned(NF4, peft=None),
+    "experts": of_experts(NF4, "1300MiB"),
     "gptq": planned(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
     "unknown": planned(quantization_config={"quant_method": "foo"}),
     "trained in int8": planned({**INT8, "llm_int8_has_fp16_weight": True}),
@@ -104,6 +138,27 @@ def test_a_quantised_base_takes_what_its_bits_take(frozen):
     assert frozen["with its MLPs whole"] == pytest.approx(
         (QUANTISED - mlps) * (1 / 2 + 4 / 64) + 4 * (mlps + SKIPPED), rel=near
     )
+
+
+@needs_5
+def test_experts_that_stay_in_32_bits_are_said_and_what_leaves_them_in_16_is_offered(outcomes):
+    plan = outcomes["experts"]
+    assert plan.fits is False
+    (said,) = [line for line in plan.assumptions if "of experts" in line]
+    assert said.startswith(f"{size(2 * BYTES_OF_EXPERTS)} of experts stay in 32 bits")
+    assert "--no-prepare-kbit" in said
+    assert (
+        f"but for {size(2 * BYTES_OF_EXPERTS)} of experts in 32 bits" in plan.planned["quantised"]
+    )
+    best = plan.proposals[0]
+    assert best.flags == "--no-prepare-kbit"
+    assert plan.reserved_peak_bytes - best.reserved_peak_bytes > 0.9 * BYTES_OF_EXPERTS
+
+
+def test_a_base_in_4_bits_is_proposed_as_nf4():
+    assert source_of(with_base_in_4_bits(REQUESTS["whole"])).quantisation == NF4
+    flags = IN_4_BITS.split()
+    assert flags[flags.index("--bnb-4bit-quant-type") + 1] == NF4["bnb_4bit_quant_type"]
 
 
 @needs_5

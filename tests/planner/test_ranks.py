@@ -129,6 +129,14 @@ def test_ddp_has_the_buckets_of_real_ranks(real, predicted, name):
     )  # gradients are no views of buckets
 
 
+def test_real_ranks_fail_of_reentrant_checkpointing_and_not_with_what_a_plan_names(real):
+    """What a plan says of an adapter on a quantised base under DDP is in test_search.py."""
+    pytest.importorskip("peft")
+    as_it_is, *others = json.loads((real[1] / "adapters-0.json").read_text())
+    assert as_it_is.startswith("Expected to mark a variable ready only once")
+    assert others == ["3 steps of DistributedDataParallel"] * 2
+
+
 def file_like(
     folder: Path, name: str, shipped: str = "fsdp2", without: str = "", **changed: Any
 ) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -181,6 +182,21 @@ def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Pat
     assert (found["effective_batch"], found["num_gpus"]) == (16, 16)
     allocated = {line["strategy"]: line["allocated_peak_bytes"] for line in found["lines"]}
     assert allocated["fsdp2_multinode"] < allocated["ddp_multinode"]
+
+
+def test_a_way_that_fails_is_a_line_with_its_reason_and_not_the_end(short_llama: Path):
+    """Real ranks fail of it, and do not with what is named: `tests/planner/test_ranks.py`."""
+    flags = ("--dtype", "bf16", "--lora-r", "4", "--load-in-4bit", "--num-gpus", "2")
+    more = ("--seq-length", "16", "--gpu", "24GiB", "--search", "--per_device_train_batch_size")
+    done = plan(short_llama, *flags, *more, "1", "--bf16", "True")
+    if IS_TOO_OLD:
+        assert "its collectives take no fake tensors" in done.output
+        return
+    assert done.exit_code == 0, done.output
+    assert re.search(r"ddp +on +1 ", done.output), "with checkpointing it runs"
+    assert re.search(r"ddp +off +not", done.output)
+    assert "ddp: the rehearsal of the run failed, as the run will: DDP looks for" in done.output
+    assert "--ddp_find_unused_parameters False" in done.output
 
 
 def test_cards_that_share_rows_have_one_batch_between_them() -> None:

@@ -118,7 +118,7 @@ def test_a_plan_of_one_moment_without_a_card_is_drawn():
     fields = json.loads(plan_of([("forward", 2)]).to_json())
     fields |= {"capacity_bytes": None, "fits": None, "gpu": None, "context_bytes": 0}
     page = Read(plan_page(MemoryPlan.from_json(json.dumps(fields))))
-    assert page.titles[0] == "Memory plan: Needs 3.50 GiB, in the forward pass"
+    assert page.titles[0] == "Memory plan: Needs 2.00 GiB, in the forward pass"
     assert 2 * GIB in page.figures
 
 

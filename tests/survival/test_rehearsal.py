@@ -24,10 +24,10 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from trainer_plugins import survive_oom
+from trainer_plugins.longest import longest_rows
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.units import MIB
-from trainer_plugins.upkeep.longest import longest_rows
 
 LARGE = 256
 
@@ -281,7 +281,7 @@ TABLE = Dataset.from_dict(
     [
         (TABLE, [1, 3, 2]),
         (TABLE.select([4, 3, 2]), [1, 0, 2]),
-        (TABLE.add_column("length", [5, 1, 1, 1, 9]), [4, 0, 1]),
+        (TABLE.remove_columns("input_ids").add_column("length", [5, 1, 1, 1, 9]), [4, 0, 1]),
         (TABLE.with_format("torch"), [1, 3, 2]),
         ([{"prompt_ids": [1] * n, "chosen_ids": [1]} for n in LENGTHS], [1, 3, 2]),
         ([torch.ones(3)] * 4, [0, 1, 0]),

@@ -33,17 +33,17 @@ from trainer_plugins.check.gather_here import (
 from trainer_plugins.check.shape import predicts_tokens, shape_of
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.in_force import read_in_force
+from trainer_plugins.longest import Lengths, has_rows, lengths_of
 from trainer_plugins.planner.rehearse.gather import undisturbed
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.upkeep.generation import base_model
 from trainer_plugins.upkeep.holders import root_modules
-from trainer_plugins.upkeep.longest import lengths_of
 from trainer_plugins.watch.memory_watch import own_pids
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 256
-"""Rows that are fetched where no column tells lengths; pictures are decoded for it."""
+_SECONDS = 1.0
+"""How long rows are fetched one by one where no column tells lengths."""
 
 _MOST_MASKS = 64
 
@@ -272,11 +272,12 @@ def _data(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
     loader = trainer.callback_handler.train_dataloader
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
-    if not _has_rows(dataset):
+    if not has_rows(dataset):
         why = f"{type(dataset).__name__} cannot be asked for single rows"
         return replace(_evaluation(trainer, model, run), unseen=why)
     with undisturbed(trainer):
-        lengths = _lengths(dataset)
+        read = _lengths(dataset)
+        lengths = dict(zip(read.rows.tolist(), read.tokens.tolist(), strict=True))
         masks = [_mask_of(dataset[index]) for index in list(lengths)[:_MOST_MASKS]]
         pads = sum(mask.count(0) for mask in masks)
         if pads:  # what lengths say then is padding too
@@ -284,7 +285,7 @@ def _data(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
         order = sorted(lengths, key=lambda index: -lengths[index])
         order = order[: run.number("per_device_train_batch_size", 8)]
         batch_bytes, error = _collated(model, dataset, collate, order)
-        targets = _targets(model, dataset, lengths)
+        targets = _targets(model, read)
     inner = getattr(collate, "data_collator", collate)
     packs = getattr(inner, "padding_free", False) is True or "Flattening" in type(inner).__name__
     return replace(
@@ -299,15 +300,10 @@ def _data(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
     )
 
 
-def _has_rows(dataset: object) -> bool:
-    return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
-
-
-def _lengths(dataset: Any) -> dict[int, int]:
-    """Return the tokens of rows by index; empty if rows have none, as pictures."""
-    if not len(dataset) or not any(lengths_of([dataset[0]]).values()):
-        return {}
-    return lengths_of(dataset, _MOST_ROWS)
+def _lengths(dataset: Any) -> Lengths:
+    """Return the lengths of rows; of none if rows have no tokens, as pictures."""
+    first = lengths_of([dataset[0]] if len(dataset) else [])
+    return lengths_of(dataset, _SECONDS) if first.tokens.any() else lengths_of([])
 
 
 def _mask_of(row: object) -> list[int]:
@@ -333,14 +329,12 @@ def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) 
     return sum(each.nbytes for each in values if isinstance(each, torch.Tensor)), ""
 
 
-def _targets(model: nn.Module, dataset: Any, lengths: Mapping[int, int]) -> int:
+def _targets(model: nn.Module, lengths: Lengths) -> int:
     """Return the most tokens for which logits are made: of labels in an encoder-decoder."""
     config = getattr(base_model(model), "config", None)
-    if not getattr(config, "is_encoder_decoder", False):
-        return max(lengths.values(), default=0)
-    rows = (dataset[index] for index in list(lengths)[:_MOST_ROWS])
-    labels = [row["labels"] for row in rows if isinstance(row, Mapping) and "labels" in row]
-    return max(map(len, labels), default=0)
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    tokens = lengths.columns.get("labels", ()) if is_encoder_decoder else lengths.tokens
+    return int(max(tokens, default=0))
 
 
 def _evaluation(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
@@ -350,8 +344,8 @@ def _evaluation(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
         dataset = max(
             dataset.values(), key=lambda each: len(each) if isinstance(each, Sized) else 0
         )
-    if not run.evaluates or not _has_rows(dataset):
+    if not run.evaluates or not has_rows(dataset):
         return DataFacts()
     with undisturbed(trainer):
-        longest = _targets(model, dataset, _lengths(dataset))
+        longest = _targets(model, _lengths(dataset))
     return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))

@@ -331,7 +331,7 @@ def _one_plan(
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.run import predict_one
 
-    outcome = predict_one(_in_full(context), timeout_seconds)
+    outcome = predict_one(_in_full(context), timeout_seconds, _say)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
         from trainer_plugins.report.html.plan import plan_page
@@ -343,6 +343,10 @@ def _one_plan(
     else:
         _show(outcome, compared)
     return outcome.fits
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _show_beside(a: Path, b: Path, as_json: bool) -> int:

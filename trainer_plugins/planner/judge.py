@@ -25,6 +25,7 @@ from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 
 _TOP_TENSORS = 10
+_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def rules_of(request: PlanRequest) -> AllocatorRules:
@@ -87,6 +88,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
     shown = on_card if on_card is not None and on_card.failed is None else unlimited
     context = card.context_bytes if card is not None else 0
     live = live_at_peak(trace, unlimited)
+    planned, said = _about_experts(request, watched, live)
     shortage = request.host.shortage(watched.host)
     return MemoryPlan(
         allocated_peak_bytes=unlimited.allocated_peak_bytes,
@@ -104,7 +106,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         breakdown=_breakdown(live),
         top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
         groups_at_peak=_groups(live),
-        planned=watched.planned,
+        planned=planned,
         streamed=watched.streamed,
         moments=shown.moments,
         num_flushes=on_card.num_flushes if on_card is not None else 0,
@@ -114,6 +116,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         not_reliable=(*untried(versions), *watched.not_reliable),
         assumptions=(
             *watched.assumptions,
+            *said,
             *_about_card(card),
             *_about_order(trace, rules, unlimited),
         ),
@@ -210,6 +213,31 @@ def _failed_request(on_card: Replay | None) -> str | None:
         return None
     failed = on_card.failed
     return f"{failed.operation} in {failed.module or 'the model'}, {failed.moment}"
+
+
+def _about_experts(
+    request: PlanRequest, watched: Watched, live: list[tuple[Storage, int]]
+) -> tuple[Mapping[str, str], list[str]]:
+    """Return what was planned, and what to know of it, with the experts that are not quantised."""
+    experts = [
+        (storage.dtype, num_bytes)
+        for storage, num_bytes in live
+        if storage.category == "frozen weights"
+        and storage.dtype in _BITS
+        and "experts" in storage.module.split(".")
+    ]
+    if "quantised" not in watched.planned or not experts:
+        return watched.planned, []
+    dtype, _ = experts[0]
+    many = f"{size(sum(num_bytes for _, num_bytes in experts))} of experts"
+    line = (
+        f"{many} stay in {_BITS[dtype]} bits: bitsandbytes quantises layers of the class Linear,"
+        " and these are one tensor for all experts of a layer"
+    )
+    if dtype == "float32" and getattr(request.source, "prepares_kbit", False):
+        line += "; --no-prepare-kbit leaves them in the dtype that they are loaded in"
+    quantised = f"{watched.planned['quantised']}, but for {many} in {_BITS[dtype]} bits"
+    return {**watched.planned, "quantised": quantised}, [line]
 
 
 def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list[str]:

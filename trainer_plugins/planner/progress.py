@@ -3,12 +3,15 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 _STARTING = "starting Python and importing torch and transformers"
 _OVER = "\r\x1b[K"  # to the beginning of the line, and erase it
+_LINES = "lines"
+"""The file, beside that of the step, to which each line is written when it is found."""
+
 _file: Path | None = None
 _part = _step = ""
 
@@ -43,17 +46,23 @@ def inside(place: str) -> None:
         _file.write_text(f"{_step}, in {place}")
 
 
+def tell(line: Mapping[str, object]) -> None:
+    """Write down what is known before the end, for the process that waits, if one does."""
+    if _file is not None:
+        with _file.with_name(_LINES).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 class Progress:
     """Reads the current step, and shows it on standard error if that is a terminal.
 
     Args:
         file: the file to which the subprocess writes.
-        lines: the file to which it adds a line of JSON for each result.
-        found: gets each of them, read.
+        found: gets each line that it tells.
     """
 
-    def __init__(self, file: Path, lines: Path, found: Callable[[Any], None]) -> None:
-        self._path, self._lines, self._found = file, lines, found
+    def __init__(self, file: Path, found: Callable[[Any], None]) -> None:
+        self._path, self._lines, self._found = file, file.with_name(_LINES), found
         self._num_read = 0
         self._is_shown = False
 

@@ -169,6 +169,9 @@ class TrainerSource:
     left_out: tuple[str, ...] = ()
     """Attributes of the Trainer that cannot be pickled."""
 
+    unread: tuple[str, ...] = ()
+    """Which rows of its data sets were not read, in words."""
+
     device_map: Mapping[str, int] = field(default_factory=dict)
     """The card of each part of a model that is spread over the cards of a process, by its name."""
     replaced: tuple[Replaced, ...] = ()

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from trainer_plugins.planner.before import remember
-from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
+from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
@@ -101,14 +101,22 @@ def plan_run(
 
 
 def predict_one(
-    request: PlanRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    request: PlanRequest,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
 ) -> MemoryPlan:
     """Predict one run in a subprocess.
+
+    Args:
+        request: the run.
+        timeout_seconds: after which the prediction is given up.
+        say: gets what is known long before the plan is, in one line.
 
     Raises:
         PlanError: there is no plan for it, or the subprocess ended early.
     """
-    (outcome,) = predict_all([request], timeout_seconds)
+    (result,) = _results([request], timeout_seconds, lambda line: say(line["said"]))
+    outcome = _outcome(result)
     if isinstance(outcome, PlanError):
         raise outcome
     return outcome
@@ -142,7 +150,8 @@ def search_run(
     Raises:
         PlanError: the input is wrong, or the subprocess ended early.
     """
-    (result,) = _results([request], timeout_seconds * request.num_ways, show)
+    timeout_seconds *= request.num_ways
+    (result,) = _results([request], timeout_seconds, lambda line: show(SearchLine(**line)))
     if "search" not in result:
         raise _refusal(result)
     return SearchResult.from_dict(result["search"])
@@ -151,7 +160,7 @@ def search_run(
 def _results(
     requests: Sequence[PlanRequest | SearchRequest],
     timeout_seconds: float,
-    show: Callable[[SearchLine], None] = lambda line: None,
+    found: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     if len({request.device for request in requests}) != 1:
         raise ValueError("the requests of one subprocess need the same type of device")
@@ -175,7 +184,7 @@ def _results(
         command += [str(at), str(timeout_seconds)]
         # TMPDIR is this folder: what a killed subprocess leaves behind is deleted with it.
         environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
-        progress = Progress(at, Path(folder) / LINES, lambda line: show(SearchLine(**line)))
+        progress = Progress(at, found)
         try:
             code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
         except (KeyboardInterrupt, _TooLargeError):

@@ -19,14 +19,16 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.compare.lines import LINES, SearchLine, SearchRequest, SearchResult
+from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.units import size
 
 if TYPE_CHECKING:
     from trainer_plugins.allocator.model import AllocatorRules
@@ -107,7 +109,19 @@ def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:
     from trainer_plugins.planner.judge import judge
     from trainer_plugins.planner.rehearse.watch import watch
 
-    return judge(request, watch(request), rules)
+    return judge(request, watch(request, partial(_tell_of_weights, request)), rules)
+
+
+def _tell_of_weights(request: PlanRequest, loaded_bytes: int) -> None:
+    """Tell at once that the weights alone do not fit; the whole plan takes much longer."""
+    card = request.card
+    if card is not None and loaded_bytes > card.capacity_bytes - card.context_bytes:
+        progress.tell(
+            {
+                "said": f"{card.name} cannot hold the weights alone: {size(loaded_bytes)} once the"
+                f" model is loaded, beside a context of {size(card.context_bytes)}"
+            }
+        )
 
 
 def _searched(request: SearchRequest) -> SearchResult:
@@ -129,8 +143,7 @@ def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, Arguments, Foresight]":
 
 def _write_line(line: SearchLine) -> None:
     """Write down a line of a search for the caller, who shows it before the search ends."""
-    with Path(_requests).with_name(LINES).open("a") as file:
-        file.write(json.dumps(asdict(line)) + "\n")
+    progress.tell(asdict(line))
 
 
 def _end_with_the_caller(lifeline: int, scratch: Path) -> None:

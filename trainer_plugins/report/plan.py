@@ -35,32 +35,44 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Say in one short line whether the run fits."""
+    """Say in one short line whether the run fits; without a card, what its tensors need."""
     if plan.capacity_bytes is None or plan.margin_bytes is None:
-        return f"Needs {size(plan.nvidia_smi_peak_bytes)}, in the {moment_of(plan)}"
+        return f"Needs {size(plan.allocated_peak_bytes)}, in the {moment_of(plan)}"
     if plan.fits_card:
         card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {moment_of(plan)}"
     live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
-    if 0 < 2 * live_short < -plan.margin_bytes:  # a full card gives cached blocks back
+    if live_short <= 0:  # a full card gives back what is cached, and not in one piece
+        missing = size(plan.failed_request_bytes or 0)
+        return f"Does not fit: no {missing} in one piece, in the {moment_of(plan)}"
+    if 2 * live_short < -plan.margin_bytes:
         return f"Does not fit: at least {size(live_short)} short, in the {moment_of(plan)}"
-    if plan.margin_bytes < 0:
-        return f"Does not fit: {size(-plan.margin_bytes)} short, in the {moment_of(plan)}"
-    missing = size(plan.failed_request_bytes or 0)
-    return f"Does not fit: no {missing} in one piece, in the {moment_of(plan)}"
+    return f"Does not fit: {size(-plan.margin_bytes)} short, in the {moment_of(plan)}"
 
 
 def details(plan: MemoryPlan) -> list[str]:
     """Say what the verdict rests on."""
     whose = f"the fullest of {len(plan.cards)} cards" if plan.cards else "each GPU"
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of {whose}"
+    cached = size(plan.reserved_peak_bytes - plan.allocated_peak_bytes)
     if plan.capacity_bytes is None:
-        return [f"{peak}. Name a card with --gpu to learn whether that fits", *_streamed(plan)]
+        return [
+            f"{size(plan.allocated_peak_bytes)} of tensors at the peak of {whose}, and {cached} of"
+            " cached blocks where there is room for them, which a full card gives back. Name a card"
+            " with --gpu to learn whether it fits",
+            *_streamed(plan),
+        ]
     if plan.fits_card:
         if plan.num_flushes:
             peak += f", after releasing the whole cache {plan.num_flushes} times"
         return [peak, *_streamed(plan)]
-    lines = [f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak}"]
+    lines = [
+        f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak},"
+        f" {cached} of it cached blocks"
+    ]
+    load = plan.moments.get("load")
+    if load is not None and load.allocated_bytes + plan.context_bytes > plan.capacity_bytes:
+        lines.append(f"The weights alone take {size(load.allocated_bytes)}: fewer rows cannot help")
     if plan.failed_request_bytes is not None:
         failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
         lines.append(f"The allocator fails on {failed}")

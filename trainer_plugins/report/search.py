@@ -7,9 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import Saved
-from trainer_plugins.planner.compare.lines import AS_GIVEN, STREAMED, SearchLine, SearchResult
+from trainer_plugins.planner.compare.lines import (
+    AS_GIVEN,
+    STREAMED,
+    WITH_CHECKPOINTING,
+    SearchLine,
+    SearchResult,
+)
 from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.units import GIB, size
+
+_NOTHING = "No way to run could be predicted"
 
 
 def search_report(result: SearchResult) -> RenderableType:
@@ -20,18 +28,21 @@ def search_report(result: SearchResult) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"The largest micro-batches on {card}; {rows}{cards}, in every line", style="bold")
     ]
-    parts.append(lines_table(result.lines, result.best))
+    parts.append(lines_table(result.lines, result.best, [name for name, _ in result.refused]))
     if result.best is not None:
         parts += [Text(line) for line in _to_copy(result.best)]
     else:
-        parts.append(Text("Nothing fits, not even the smallest micro-batch", style="bold"))
+        said = "Nothing fits, not even the smallest micro-batch" if result.lines else _NOTHING
+        parts.append(Text(said, style="bold"))
     parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
     parts += [Text(f"not tried: {way}: {reason}") for way, reason in result.not_tried]
     return Group(*parts)
 
 
-def lines_table(lines: Sequence[SearchLine], best: SearchLine | None) -> Table:
-    """Render the lines of a search, the best one bold."""
+def lines_table(
+    lines: Sequence[SearchLine], best: SearchLine | None, refused: Sequence[str] = ()
+) -> Table:
+    """Render the lines of a search, the best one bold; and the ways that are not predicted."""
     one_length = len({line.sequence_length for line in lines}) == 1
     table = _table(
         "strategy",
@@ -45,12 +56,16 @@ def lines_table(lines: Sequence[SearchLine], best: SearchLine | None) -> Table:
         table.add_column(name, justify="right")
     for line in lines:
         table.add_row(*_cells(line, one_length), style="bold" if line == best else None)
+    for name in refused:
+        strategy, _, checkpointing = name.partition(WITH_CHECKPOINTING)
+        blank = [] if one_length else [""]
+        table.add_row(strategy, "on" if checkpointing else "off", *blank, "not predicted")
     return table
 
 
 def line_in_words(line: SearchLine) -> str:
     """Say in one line what was found for one way to run."""
-    checkpointing = " with checkpointing" if line.gradient_checkpointing else ""
+    checkpointing = WITH_CHECKPOINTING if line.gradient_checkpointing else ""
     begin = f"{line.strategy}{checkpointing}, {line.sequence_length} tokens"
     if not line.fits:
         return f"{begin}: {size(-line.margin_bytes)} short with {line.micro_batch} row(s) at once"

@@ -37,7 +37,7 @@ _TYPED = {
     "--lora-r": "--use_peft True --lora_r",
     "--lora-target": "--lora_target_modules",
     "--load-in-4bit": "--load_in_4bit True",
-    " --bnb-4bit-compute-dtype bfloat16": "",
+    " --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16": "",
     "--accelerate-config": "accelerate launch --config_file",
 }
 """Options of `trainer-plugins plan`, and what is typed for a run in their place (TRL's flags)."""

@@ -251,7 +251,8 @@ def _weights(case: Case) -> Remedies:
         ),
         _remedy(
             "--load_in_4bit True --use_peft True",
-            "the weights take about a quarter of bf16 (TRL's ModelConfig)",
+            "the weights take about a quarter of bf16, but for experts that are one tensor (TRL's"
+            " ModelConfig)",
             price="an adapter is trained, on weights in 4 bits; needs bitsandbytes and peft",
         ),
     ]

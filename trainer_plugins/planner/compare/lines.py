@@ -19,11 +19,11 @@ ON_MANY = (
     ("zero3_offload_optimizer", True),
     ("zero3_offload_all", True),
 )
-LINES = "lines"
-"""The file, beside that of the requests, to which each line is written when it is found."""
-
 STREAMED = "stream_base"
 """The name for the strategy that streams the base of an adapter; it has no launch file."""
+
+WITH_CHECKPOINTING = " with checkpointing"
+"""What the name of a way to run has after its strategy, if it checkpoints."""
 
 AS_GIVEN = "as given"
 """The name for the strategy of a run that brings its own."""
@@ -130,7 +130,7 @@ class SearchResult:
 
     best_plan: MemoryPlan | None
     refused: tuple[tuple[str, str], ...]
-    """Strategies that cannot be predicted, each with the reason."""
+    """Ways to run that cannot be predicted, each with the reason."""
 
     not_tried: tuple[tuple[str, str], ...] = ()
     """Ways to run that cannot be best, each with the reason."""

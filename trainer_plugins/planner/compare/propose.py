@@ -18,9 +18,11 @@ from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import (
     IN_4_BITS,
     LORA,
+    NOT_PREPARED,
     STREAM,
     as_flags,
     half_as_long,
+    not_prepared,
     source_of,
     with_adapter,
     with_base_in_4_bits,
@@ -374,6 +376,12 @@ def _adapters(run: PlanRequest, args: Arguments, of_batch: dict[Category, float]
         price = "trains an adapter and not the weights"
         found.append(_Change("LoRA", price, LORA, with_adapter, states))
     is_whole = source.quantisation is None and "quantization_config" not in source.config
+    if not is_whole and source.peft is not None and source.prepares_kbit and source.trainer is None:
+        price = "what is not quantised computes in 16 bits, the norms too"
+        halves: dict[Category, float] = {**of_batch, "frozen weights": 0.5}
+        found.insert(
+            0, _Change("no preparation by PEFT", price, NOT_PREPARED, not_prepared, halves)
+        )
     if is_whole and is_alone:
         price = "the base is rounded to 4 bits, needs bitsandbytes"
         words, flags = "base in 4 bits", IN_4_BITS

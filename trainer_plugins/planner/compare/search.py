@@ -18,13 +18,14 @@ from trainer_plugins.planner.compare.lines import (
     ON_MANY,
     ON_ONE_CARD,
     STREAMED,
+    WITH_CHECKPOINTING,
     SearchLine,
     SearchRequest,
     SearchResult,
 )
 from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
-from trainer_plugins.planner.plan import MemoryPlan, PlanError
+from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.sharded.strategies import cards_of_a_row
 
@@ -45,12 +46,20 @@ class _Way:
     @property
     def name(self) -> str:
         """Return the strategy, and whether it is with checkpointing."""
-        return f"{self.strategy}{' with checkpointing' if self.gradient_checkpointing else ''}"
+        return f"{self.strategy}{WITH_CHECKPOINTING if self.gradient_checkpointing else ''}"
 
     @property
     def offloads(self) -> bool:
         """Return whether parts of the run are in main memory, which is slower."""
         return "offload" in self.strategy or self.strategy == STREAMED
+
+    def is_refused_with(self, other: "_Way", error: PlanError) -> bool:
+        """Return whether this way needs no try, since another one was refused with an error.
+
+        With checkpointing a run may fail that does not fail without, and the other way round.
+        """
+        is_alike = other.gradient_checkpointing == self.gradient_checkpointing
+        return other.strategy == self.strategy and (is_alike or isinstance(error, NotPredicted))
 
     def request(self, run: PlanRequest, micro_batch: int, rows: int) -> PlanRequest:
         changed = with_flags(
@@ -88,7 +97,7 @@ def search(
         show: gets each line as soon as it is found.
 
     Raises:
-        PlanError: no card was named, or no way to run can be predicted.
+        PlanError: no card was named, or no way to run can be predicted, all for one reason.
     """
     run, card = asked.run, asked.card
     if card is None:
@@ -106,14 +115,15 @@ def search(
         line = searched.line_of(way)
         if line is not None:
             show(line)
-    if not searched.found:
-        raise searched.refused_first()
+    reasons = {str(error): error for error in searched.refused.values()}
+    if not searched.found and len(reasons) == 1:
+        raise next(iter(reasons.values()))  # it is of the run, and not of a way
     best = searched.best(predict)
     return SearchResult(
         lines=tuple(searched.found.values()),
         best=best[0] if best else None,
         best_plan=best[1] if best else None,
-        refused=tuple(searched.refused),
+        refused=tuple((way.name, str(error)) for way, error in searched.refused.items()),
         not_tried=tuple(searched.not_tried.items()),
         effective_batch=rows * run.num_gpus // cards_of_a_row(run, args),
         num_gpus=run.num_gpus,
@@ -167,7 +177,7 @@ class _Search:
         self._room = card.capacity_bytes - card.context_bytes
         self._sizes = [size for size in range(1, rows + 1) if rows % size == 0]
         self.found: dict[_Way, SearchLine] = {}
-        self.refused: dict[tuple[str, str], PlanError] = {}
+        self.refused: dict[_Way, PlanError] = {}
         self.not_tried: dict[str, str] = {}
 
     def line_of(self, way: _Way) -> SearchLine | None:
@@ -176,7 +186,7 @@ class _Search:
         if why is not None:
             self.not_tried[way.name] = why
             return None
-        if any(strategy == way.strategy for strategy, _ in self.refused):
+        if any(way.is_refused_with(other, error) for other, error in self.refused.items()):
             return None
         # longer rows need more memory
         most = min(
@@ -190,13 +200,9 @@ class _Search:
         try:
             line = self.found[way] = self._largest(way, [n for n in self._sizes if n <= most])
         except PlanError as error:
-            self.refused[way.strategy, str(error)] = error
+            self.refused[way] = error
             return None
         return line
-
-    def refused_first(self) -> PlanError:
-        """Return the reason why the first way cannot be predicted."""
-        return next(iter(self.refused.values()))
 
     def best(self, predict: Predict) -> tuple[SearchLine, MemoryPlan] | None:
         """Predict the best line exactly.

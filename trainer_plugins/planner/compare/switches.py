@@ -9,12 +9,20 @@ from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanR
 LORA = "--lora-r 16 --lora-target all-linear"
 """The flags for what `with_adapter` does."""
 
-IN_4_BITS = "--load-in-4bit --bnb-4bit-compute-dtype bfloat16"
+IN_4_BITS = "--load-in-4bit --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16"
 """The flags for what `with_base_in_4_bits` does."""
 
 STREAM = f"--stream-base {RESIDENT_LAYERS}"
 """The flag for what `with_base_streamed` does."""
 
+NOT_PREPARED = "--no-prepare-kbit"
+"""The flag for what `not_prepared` does."""
+
+_NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
 _LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 
 
@@ -47,8 +55,12 @@ def with_adapter(run: PlanRequest) -> PlanRequest:
 def with_base_in_4_bits(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters, those of the run if it has some, on a base in 4 bits."""
     source = source_of(run)
-    base: dict[str, object] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
-    return replace(run, source=replace(source, peft=source.peft or _LORA, quantisation=base))
+    return replace(run, source=replace(source, peft=source.peft or _LORA, quantisation=_NF4))
+
+
+def not_prepared(run: PlanRequest) -> PlanRequest:
+    """Leave what is not quantised in its dtype: PEFT's preparation makes it float32."""
+    return replace(run, source=replace(source_of(run), prepares_kbit=False))
 
 
 def with_base_streamed(run: PlanRequest) -> PlanRequest:

@@ -147,7 +147,7 @@ def _of_loop(
     )
     if has_padding is None:
         said.append(_PADDED)
-    batch, _ = longest_batch(trainer)
+    batch = longest_batch(trainer).batch
     return Rehearsed(
         trainer=trainer,
         make_batch=lambda: copied(batch),

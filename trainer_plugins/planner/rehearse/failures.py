@@ -10,14 +10,24 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 
 _Result = TypeVar("_Result")
 
-_NO_GRADIENT = "does not require grad and does not have a grad_fn"
-_NO_GRADIENT_BECAUSE = (
-    "the loss depends on nothing that is trained. Reentrant checkpointing does that if a layer's "
-    "input needs no gradient, as after frozen embeddings (LoRA): pass "
-    "--gradient_checkpointing_kwargs '{\"use_reentrant\": false}', or call "
-    "model.enable_input_require_grads() before the Trainer is made. Without checkpointing, no "
-    "tensor behind the loss has requires_grad"
-)
+_WHY = {
+    "does not require grad and does not have a grad_fn": (
+        "the loss depends on nothing that is trained. Reentrant checkpointing does that if a "
+        "layer's input needs no gradient, as after frozen embeddings (LoRA): pass "
+        "--gradient_checkpointing_kwargs '{\"use_reentrant\": false}', or call "
+        "model.enable_input_require_grads() before the Trainer is made. Without checkpointing, no "
+        "tensor behind the loss has requires_grad"
+    ),
+    "Expected to mark a variable ready only once": (
+        "DDP looks for unused parameters, which the Trainer lets it do for an adapter of PEFT, and "
+        "with reentrant checkpointing, which prepare_model_for_kbit_training switches on, it finds "
+        'parameters twice ("Expected to mark a variable ready only once"): pass '
+        "--ddp_find_unused_parameters False, or --gradient_checkpointing True "
+        "--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'"
+    ),
+}
+"""What stands in the errors of runs that fail on a card too, as real ranks did in the tests, and
+why they do and what to pass."""
 
 
 def told_in_one_line(work: Callable[[], _Result]) -> _Result:
@@ -39,10 +49,9 @@ def told_in_one_line(work: Callable[[], _Result]) -> _Result:
     except fake_tensor.DataDependentOutputException as error:
         raise NotPredicted(f"{error.func}, which asks for a value") from error
     except Exception as error:  # the user's own code runs here, and may raise anything
-        if _NO_GRADIENT in str(error):
-            raise PlanError(
-                f"the rehearsal of the run failed, as the run will: {_NO_GRADIENT_BECAUSE}"
-            ) from error
+        why = next((why for words, why in _WHY.items() if words in str(error)), None)
+        if why is not None:
+            raise PlanError(f"the rehearsal of the run failed, as the run will: {why}") from error
         raise PlanError(
             f"the rehearsal of the run failed: {type(error).__name__}: "
             f"{first_line(error)}{_where(error)}"

@@ -10,12 +10,13 @@ import pickle
 import random
 import sys
 from collections.abc import Iterator, Sized
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.launch.main_memory import HostLimits
+from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
@@ -27,24 +28,9 @@ from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
 from trainer_plugins.planner.trainer import TrainerLike, text_of
 from trainer_plugins.streaming.stream import stream_of
 
-_MOST_ROWS_READ = 20_000
-_COUNTED = (
-    "input_ids",
-    "labels",
-    "input_values",
-    "input_features",
-    "pixel_values",
-    "attention_mask",
-)
-_PROMPTS = ("prompt_ids", "prompt_input_ids")
-_ANSWERS = (
-    "completion_ids",
-    "chosen_ids",
-    "rejected_ids",
-    "reference_ids",
-    "chosen_input_ids",
-    "rejected_input_ids",
-)
+_MOST_STREAMED = 20_000
+"""How many rows are read at most of a data set that has no length."""
+
 _MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
 
@@ -83,8 +69,8 @@ def request_of(
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
     with undisturbed(trainer):
-        batch, is_padded = longest_batch(trainer)
-        evaluation, num_batches = _evaluation_of(trainer)
+        batch, is_padded, unread = longest_batch(trainer)
+        evaluation, num_batches, unread_there = _evaluation_of(trainer)
         try:
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
@@ -95,6 +81,7 @@ def request_of(
                 else None,
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
+                unread=tuple(filter(None, (unread, unread_there))),
                 device_map=device_map,
                 replaced=_replaced(device),
             )
@@ -145,20 +132,23 @@ def _streamed(trainer: Any) -> tuple[int | None, bool]:
     return next((each for each in asked if each is not None), (None, False))
 
 
-def _evaluation_of(trainer: Any) -> tuple[object, int]:
-    """Return the longest batch of an evaluation and their number; None and 0 if there is none."""
+def _evaluation_of(trainer: Any) -> tuple[object, int, str]:
+    """Return the longest batch of an evaluation, the number of batches, and what is unread.
+
+    None, 0 and nothing if there is no evaluation.
+    """
     args, dataset = trainer.args, trainer.eval_dataset
     evaluates = text_of(args.eval_strategy) != "no" or args.do_eval
     if not evaluates or dataset is None:
-        return None, 0
+        return None, 0, ""
     if isinstance(dataset, dict):
         dataset = max(dataset.values(), key=_length)
-    rows = args.per_device_eval_batch_size
+    rows, name = args.per_device_eval_batch_size, "eval_dataset"
     if rollout.generates(trainer):
-        batch: object = _longest_prompts(dataset, rows, trainer.num_generations_eval)
+        worst = _longest_prompts(dataset, rows, trainer.num_generations_eval, name)
     else:
-        batch, _ = _longest_batch(trainer, dataset, rows, "eval_dataset")
-    return batch, max(1, -(-_length(dataset) // rows))
+        worst = _longest_batch(trainer, dataset, rows, name)
+    return worst.batch, max(1, -(-_length(dataset) // rows)), worst.unread
 
 
 def _num_nodes(num_gpus: int) -> int:
@@ -223,76 +213,83 @@ def undisturbed(trainer: Any) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def longest_batch(trainer: Any) -> tuple[object, bool]:
-    """Return the worst batch of a training that a sampler can draw, and if batches have padding."""
+class WorstBatch(NamedTuple):
+    """Holds the worst batch that a sampler can draw."""
+
+    batch: object
+    is_padded: bool
+    """Whether batches have padding: this one, or one with a short row in it."""
+
+    unread: str
+    """What is not known because not all rows were read; empty if they were."""
+
+
+def longest_batch(trainer: Any) -> WorstBatch:
+    """Return the worst batch of a training that a sampler can draw."""
     dataset, args = trainer.train_dataset, trainer.args
     if rollout.generates(trainer):  # completions end where they end
         rows = rollout.rows_of_a_batch(args)
-        return _longest_prompts(dataset, rows, trainer.num_generations), True
+        return _longest_prompts(dataset, rows, trainer.num_generations, "train_dataset")
     return _longest_batch(trainer, dataset, args.per_device_train_batch_size, "train_dataset")
 
 
-def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, bool]:
-    """Collate the longest rows of a dataset: the worst batch that a sampler can draw.
-
-    Returns the batch, and whether batches have padding: this one, or one with a short row in it.
-    """
+def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBatch:
+    """Collate the longest rows of a dataset: the worst batch that a sampler can draw."""
     if dataset is None:
         raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
-    columns_removed = trainer.args.remove_unused_columns
-    if columns_removed and type(dataset).__module__.startswith("datasets."):
-        dataset = trainer._remove_unused_columns(dataset, description="planning")
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        count = min(len(dataset), _MOST_ROWS_READ)
-        lengths = [(_size(dataset[index]), index) for index in range(count)]
-        lengths.sort(reverse=True)
-        chosen, shortest = (
-            [dataset[index] for _, index in lengths[:rows]],
-            dataset[lengths[-1][1]] if lengths else None,
-        )
-    else:
-        read = [*itertools.islice(iter(dataset), max(rows, min(_MOST_ROWS_READ, 50 * rows)))]
-        read.sort(key=_size, reverse=True)
-        chosen, shortest = read[:rows], read[-1] if read else None
-    if not chosen:
-        raise PlanError(f"the {name} is empty")
-    # a dataset may have fewer rows than a batch
-    chosen = list(itertools.islice(itertools.cycle(chosen), rows))
     collator = trainer.data_collator
-    if columns_removed and not type(dataset).__module__.startswith("datasets."):
+    if type(dataset).__module__.startswith("datasets.") and has_rows(dataset):
+        dataset = trainer._remove_unused_columns(dataset, description="planning")
+    else:  # as the Trainer does; a stream may not know its columns
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
+    chosen, shortest, unread = _longest_of(dataset, rows, name, 50 * rows)
     batch = collator(chosen)
-    return batch, _is_padded(batch) or (rows > 1 and _is_padded(collator([*chosen[1:], shortest])))
+    is_padded = _is_padded(batch) or (rows > 1 and _is_padded(collator([*chosen[1:], shortest])))
+    return WorstBatch(batch, is_padded, unread)
 
 
-def _longest_prompts(dataset: Any, rows: int, num_answers: int) -> list[dict[str, object]]:
+def _longest_of(
+    dataset: Any, num: int, name: str, num_streamed: int
+) -> tuple[list[Any], object, str]:
+    """Return as many rows as are asked for, the longest of a dataset; its shortest; what is unread.
+
+    Rows repeat where there are fewer.
+
+    Raises:
+        PlanError: there are no rows.
+    """
+    unread = ""
+    if not has_rows(dataset):
+        kind, stream = type(dataset).__name__, iter(dataset)
+        dataset = [*itertools.islice(stream, min(_MOST_STREAMED, num_streamed))]
+        if next(stream, None) is not None:
+            unread = f"the {name} ({kind}) has no length, and its first {len(dataset):,} were read"
+    if not len(dataset):
+        raise PlanError(f"the {name} is empty")
+    lengths = lengths_of(dataset)
+    if len(lengths.rows) < lengths.num_rows:
+        unread = (
+            f"of the {lengths.num_rows:,} rows of the {name} ({type(dataset).__name__})"
+            f" {len(lengths.rows):,} were read, spread evenly, since each has to be fetched"
+        )
+    if unread:
+        unread = f"the longest batch: {unread}; a longer row that comes later needs more"
+    chosen = itertools.islice(itertools.cycle(lengths.longest(num)), num)
+    return [dataset[index] for index in chosen], dataset[lengths.shortest], unread
+
+
+def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> WorstBatch:
     """Return the longest prompts, each as often as it is answered: what is generated at once."""
-    read = itertools.islice(iter(dataset), _MOST_ROWS_READ)
-    found = [{name: row[name] for name in rollout.COLUMNS if name in row} for row in read]
-    found.sort(key=lambda row: len(str(row.get("prompt"))), reverse=True)
-    if not found:
-        raise PlanError("the data set has no prompts")
-    prompts = itertools.islice(itertools.cycle(found), -(-rows // num_answers))
-    return [row for row in prompts for _ in range(num_answers)][:rows]
-
-
-def _size(row: object) -> int:
-    """Count the tokens of a row and its label; of preference data, the prompt and longer answer."""
-    if not isinstance(row, _Row):
-        return 0
-    answers = [len(row[name]) for name in _ANSWERS if row.get(name) is not None]
-    if answers and row.get("chosen_labels") is not None:
-        return max(answers)  # TRL's ORPO and CPO begin each answer with its prompt
-    if answers:
-        return max(answers) + sum(len(row[name]) for name in _PROMPTS if row.get(name) is not None)
-    lengths = (row.get(name) for name in _COUNTED)
-    return sum(
-        value.numel() if isinstance(value, torch.Tensor) else len(value)
-        for value in lengths
-        if value is not None
-        and hasattr(value, "__len__")
-        and not (isinstance(value, torch.Tensor) and value.ndim == 0)
-    )
+    if isinstance(getattr(dataset, "column_names", None), list):
+        known = [column for column in rollout.COLUMNS if column in dataset.column_names]
+        dataset = dataset.select_columns(known)
+    num_prompts = -(-rows // num_answers)
+    found, _, unread = _longest_of(dataset, num_prompts, name, _MOST_STREAMED)
+    prompts = [
+        {column: row[column] for column in rollout.COLUMNS if column in row} for row in found
+    ]
+    batch = [row for row in prompts for _ in range(num_answers)][:rows]
+    return WorstBatch(batch, True, unread)
 
 
 def _length(dataset: object) -> int:

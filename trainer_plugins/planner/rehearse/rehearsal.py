@@ -22,6 +22,7 @@ from trainer_plugins.planner.sharded import (
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
+from trainer_plugins.streaming.stream import stream_of
 
 Batch = dict[str, object]
 
@@ -82,6 +83,8 @@ def rehearse(run: Rehearsed, tracker: Tracker) -> None:
         if run.saves and run.resumes:
             with tracker.during("save"):
                 held.clear()  # the process that resumes has none
+                if (stream := stream_of(trainer.model)) is not None:
+                    stream.release()  # and has not fetched a layer
             resume(trainer, tracker)
 
 

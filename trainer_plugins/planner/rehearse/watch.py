@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -72,8 +72,12 @@ def read_arguments(request: PlanRequest) -> Arguments:
 
 
 @environment_restored()
-def watch(request: PlanRequest) -> Watched:
+def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) -> Watched:
     """Rehearse the run, and keep what one rank allocates and frees.
+
+    Args:
+        request: the run.
+        loaded: gets the bytes on the fullest card when the model is there, before any step.
 
     Raises:
         PlanError: the input is wrong.
@@ -91,7 +95,9 @@ def watch(request: PlanRequest) -> Watched:
         rollout.check_card(args, request.card)
         strategy, streaming = strategy_of(request, args), Streaming(request)
         with strategy.around(tracker):
-            rehearsed, notes = _rehearsed(request, strategy, streaming, tracker, folder)
+            rehearsed = _built(request, streaming, tracker, folder)
+            loaded(max(tracker.allocated_bytes.values(), default=0))
+            notes = _run(rehearsed, strategy, streaming, tracker)
         if tracker.masks_pick_all:
             rehearsed.assumptions.append(
                 "a mask, as in x[mask], is counted as if it selects everything: the worst case"
@@ -130,10 +136,8 @@ def watch(request: PlanRequest) -> Watched:
     )
 
 
-def _rehearsed(
-    request: PlanRequest, strategy: Strategy, streaming: Streaming, tracker: Tracker, folder: str
-) -> tuple[Rehearsed, list[str]]:
-    """Build the Trainer and run it; return also which figures are less reliable because of it."""
+def _built(request: PlanRequest, streaming: Streaming, tracker: Tracker, folder: str) -> Rehearsed:
+    """Build the Trainer, and refuse what cannot be rehearsed."""
     progress.step("building the model")
     rehearsed = told_in_one_line(
         lambda: rehearsal_of(request.source, request.has_padding, folder, streaming)
@@ -146,6 +150,14 @@ def _rehearsed(
         refusals.refuse_divided(trainer.model)
     refusals.refuse_model(trainer.model)
     tracker.vocabulary = _vocabulary_of(trainer.model)
+    return rehearsed
+
+
+def _run(
+    rehearsed: Rehearsed, strategy: Strategy, streaming: Streaming, tracker: Tracker
+) -> list[str]:
+    """Run the Trainer; return which figures are less reliable because of it."""
+    trainer = rehearsed.trainer
     states = eight_bit.stand_in(trainer)
     strategy.prepare(trainer)
     streaming.count(trainer)
@@ -153,7 +165,7 @@ def _rehearsed(
     told_in_one_line(lambda: rehearse(rehearsed, tracker))
     if (fsdp := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
         rehearsed.assumptions.append(refusals.fsdp_in_force(fsdp))
-    return rehearsed, [eight_bit.PAGED] if states is not None and states.is_paged else []
+    return [eight_bit.PAGED] if states is not None and states.is_paged else []
 
 
 def _world_of(request: PlanRequest) -> World:
@@ -201,11 +213,14 @@ def _not_watched(tracker: Tracker) -> list[str]:
 
 def _left_out(request: PlanRequest) -> list[str]:
     source = request.source
-    if not isinstance(source, TrainerSource) or not source.left_out:
+    if not isinstance(source, TrainerSource):
         return []
+    if not source.left_out:
+        return [*source.unread]
     return [
+        *source.unread,
         "attributes of the Trainer that cannot be pickled were left out: "
-        f"{', '.join(source.left_out)}"
+        f"{', '.join(source.left_out)}",
     ]
 
 

@@ -256,9 +256,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = IN_PLACE[func]
         if self._card is not None:
             self._use_kernels(func, args)
+        source = self.storage_of(args[0]) if func.is_view else None
+        is_away = source is not None and not source.num_bytes  # the bytes of a streamed weight
         args = self.values.counted(func, args)
         self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
         result = self.values.run(func, args, kwargs)
+        if is_away:  # FakeTensorMode makes the view by `set_`, which lets the storage grow
+            local_of(args[0]).untyped_storage().resize_(0)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
             if makes_pinned(func, args, kwargs):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 
+from trainer_plugins.longest import LongestRows
 from trainer_plugins.planner.trainer import text_of
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
@@ -26,7 +27,6 @@ from trainer_plugins.survival.rehearsal.kept import Kept
 from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.kept_outputs import kept_bytes
-from trainer_plugins.upkeep.longest import LongestRows
 
 FOLDER = ".trainer_plugins_rehearsal"
 """The folder in `output_dir` to which a checkpoint is written, and which is removed again."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.longest import LongestRows
 from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
 from trainer_plugins.survival.exact.layouts import (
     Batch,
@@ -25,7 +26,6 @@ from trainer_plugins.survival.exact.layouts import (
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.words import UNCHANGED
-from trainer_plugins.upkeep.longest import LongestRows
 
 logger = logging.getLogger(__name__)
 

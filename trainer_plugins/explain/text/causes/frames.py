@@ -129,7 +129,7 @@ resume_load = ByFrame(
 load_too_large = ByFrame(
     code="load-too-large",
     pattern=LOADING + r"|load_weights|create_weights|initialize_model|load_model\b|from_single_file"
-    r"|materialize",
+    r"|materialize|prepare_model_for_kbit_training",
     innermost=None,
     unless=r"training_step|\bforward\b|backward",
     summary="the weights alone do not fit on the card",

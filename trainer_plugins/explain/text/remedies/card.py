@@ -217,6 +217,15 @@ def adapter_delta(facts: Facts) -> list[Remedy]:
 
 def load_too_large(facts: Facts) -> list[Remedy]:
     """Load fewer bytes a parameter, or never all of them onto one card."""
+    if facts.called("prepare_model_for_kbit_training"):
+        unprepared = Remedy(
+            do="leave out prepare_model_for_kbit_training(model)",
+            effect="what bitsandbytes does not quantise stays in 16 bits: it makes embeddings, head"
+            " and experts that are one tensor float32",
+            grade="known",
+            price="norms compute in 16 bits; pass --gradient_checkpointing True, which it had done",
+        )
+        return [unprepared, plan(facts)]
     if facts.called(SHARDING):
         return [switches.LOAD_ON_ONE_RANK, *_fewer_bytes(facts)]
     if facts.called(r"core_model_loading"):
@@ -233,7 +242,7 @@ def _fewer_bytes(facts: Facts) -> list[Remedy]:
         ),
         Remedy(
             do="from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
-            effect="about 0.6 bytes a parameter",
+            effect="about 0.6 bytes a parameter; experts that are one tensor stay as they are",
             grade="known",
             price="other rounding; trains as an adapter only",
         ),

@@ -1,0 +1,81 @@
+"""A plan, a check and survival look at the longest row of a data set, wherever it stands."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from tests.models import tiny_llama
+from trainer_plugins import MemoryPlan
+from trainer_plugins.longest import longest_rows
+from trainer_plugins.planner.rehearse.gather import longest_batch, request_of
+from trainer_plugins.planner.run import predict_one
+
+NUM_ROWS, AT, SHORT, LONG = 30_000, 25_000, 4, 200
+
+
+def row(index: int) -> dict[str, list[int]]:
+    tokens = [1] * (LONG if index == AT else SHORT)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+class OneByOne(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return row(index)
+
+
+ROWS = [row(index) for index in range(NUM_ROWS)]
+TABLE = Dataset.from_list(ROWS)
+NUMBERS = Dataset.from_dict({"number": range(NUM_ROWS)})
+
+
+def pad(rows):
+    tokens = [torch.as_tensor(row["input_ids"]) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    return {"input_ids": padded, "labels": padded}
+
+
+def trainer_of(folder, dataset, **arguments) -> Trainer:
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        use_cpu=False,
+        **arguments,
+    )
+    return Trainer(model=tiny_llama(), args=args, train_dataset=dataset, data_collator=pad)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "at"),
+    [
+        (ROWS, AT),
+        (OneByOne(), AT),
+        (TABLE, AT),
+        (TABLE.with_format("torch"), AT),
+        (TABLE.select(range(NUM_ROWS - 1, -1, -1)), NUM_ROWS - 1 - AT),
+        (NUMBERS.with_transform(lambda batch: {
+            name: [row(number)[name] for number in batch["number"]]
+            for name in ("input_ids", "labels")
+        }), AT),
+    ],
+    ids=["list", "fetched", "table", "formatted", "backwards", "made when it is read"],
+)  # fmt: skip
+def test_the_longest_row_is_found_wherever_it_stands(tmp_path, dataset, at: int) -> None:
+    batch: Any = longest_batch(trainer_of(tmp_path, dataset, remove_unused_columns=False)).batch
+    assert batch["input_ids"].shape == (2, LONG)
+    assert longest_rows(dataset, 1) == [at]
+
+
+def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> None:
+    stream = IterableDataset.from_generator(lambda: iter(ROWS))
+    plan = predict_one(request_of(trainer_of(tmp_path, stream), None, "", None, None))
+    assert isinstance(plan, MemoryPlan)
+    (line,) = plan.not_reliable
+    assert "train_dataset (IterableDataset) has no length, and its first 100 were read" in line

@@ -1,0 +1,248 @@
+"""Finds the rows of a data set that will need the most memory, without computing."""
+
+import copy
+import importlib
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+_PROMPTS = ("prompt_ids", "prompt_input_ids")
+_ANSWERS = (
+    "completion_ids",
+    "chosen_ids",
+    "rejected_ids",
+    "reference_ids",
+    "chosen_input_ids",
+    "rejected_input_ids",
+)
+_ANSWER_WITH_PROMPT = "chosen_labels"
+"""TRL's ORPO and CPO, which have this column, begin each answer with its prompt."""
+_BESIDE_TOKENS = ("labels", "input_values", "input_features", "pixel_values")
+_TOLD = "length"
+"""A column that holds lengths, where none holds tokens."""
+
+_DECODES = "decode_example"
+"""What features of `datasets` have that are files: pictures, sounds, films."""
+
+_Numbers: TypeAlias = NDArray[np.int64]
+
+
+class LongestRows:
+    """Collates the longest rows of a data set as its loader would, and consumes none of them.
+
+    Args:
+        dataset: the data set that the loader reads.
+        collate: makes a batch of rows. It is copied, since it may keep a generator of its own.
+        num: how many rows make a batch; there may be fewer.
+        model: is not copied where the collator keeps it, as that of seq2seq does.
+    """
+
+    def __init__(self, dataset: Any, collate: Any, num: int, model: nn.Module) -> None:
+        self._dataset = dataset
+        self._rows = longest_rows(dataset, num) if collate is not None else []
+        self._collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, num: int) -> Any:
+        """Collate the longest ones; the short one, which is padded, is the last of all."""
+        return self._collate([self._dataset[index] for index in self._rows[:num]])
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Holds how long the rows of a data set are: one number a row that was looked at."""
+
+    rows: _Numbers
+    """The indices of these rows."""
+
+    columns: Mapping[str, _Numbers]
+    """How many numbers each has in a column: tokens, or the numbers of a picture or a sound."""
+
+    num_rows: int
+    """How many rows the data set has."""
+
+    @property
+    def tokens(self) -> _Numbers:
+        """Return the tokens of each row; of preference data, the prompt and the longer answer."""
+        answers = [each for name, each in self.columns.items() if name in _ANSWERS]
+        if not answers:
+            return self._sum(name for name in self.columns if _holds_tokens(name))
+        longer: _Numbers = np.max(answers, axis=0)
+        return longer if _ANSWER_WITH_PROMPT in self.columns else longer + self._sum(_PROMPTS)
+
+    @property
+    def sizes(self) -> _Numbers:
+        """Return by what rows are ordered: tokens and labels, numbers of pictures and sounds."""
+        has_answers = any(name in _ANSWERS for name in self.columns)
+        return self.tokens if has_answers else self._sum(self.columns)
+
+    def longest(self, num: int) -> list[int]:
+        """Return the indices of the longest rows, the longest first; there may be fewer."""
+        order = np.argsort(-self.sizes, kind="stable")[:num]
+        return [int(index) for index in self.rows[order]]
+
+    @property
+    def shortest(self) -> int:
+        """Return the index of the shortest row."""
+        return int(self.rows[np.argmin(self.sizes)])
+
+    def _sum(self, names: Iterable[str]) -> _Numbers:
+        none = np.zeros(len(self.rows), np.int64)
+        return sum((self.columns[name] for name in names if name in self.columns), none)
+
+
+def has_rows(dataset: object) -> bool:
+    """Tell whether a data set can be asked for single rows, which consumes none of them."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def longest_rows(dataset: Any, num: int) -> list[int]:
+    """Return the indices of the longest rows, and last of all that of the shortest.
+
+    The shortest row makes a batch that is padded, as most in training are. Models take a cheaper
+    path if nothing is padded, and a rehearsal on that would promise too much. A data set that
+    cannot be asked for a row without consuming it gives an empty list.
+
+    Args:
+        dataset: the data set that the training reads.
+        num: how many rows are wanted; there may be fewer.
+    """
+    if not has_rows(dataset) or len(dataset) == 0:
+        return []
+    lengths = lengths_of(dataset)
+    order = lengths.longest(max(1, num))
+    if num > 1:
+        order[min(num, len(order)) - 1 :] = [lengths.shortest]
+    return order
+
+
+def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
+    """Return the lengths of the rows of a data set that can be asked for single rows.
+
+    Of a data set of `datasets` without a transform they are read from the offsets of its Arrow
+    columns, without decoding a value: a million rows of 500 tokens take 0.1 s. Other rows are
+    fetched one by one until the time is over, in an order that is spread evenly over the data set
+    wherever it ends: `Lengths.rows` tells which they were. A list of dicts has a million by
+    then, a folder of pictures some 1,000. If no column is known, all count.
+
+    Args:
+        dataset: it has a length, and gives a row for an index.
+        seconds: how long rows are fetched one by one at most.
+    """
+    arrow = sys.modules.get("datasets")
+    is_table = arrow is not None and isinstance(dataset, arrow.Dataset)
+    if is_table and dataset.format["type"] != "custom":
+        decoded = {name for name, kind in dataset.features.items() if hasattr(kind, _DECODES)}
+        names = _counted([name for name in dataset.column_names if name not in decoded])
+        if names:
+            return _of_columns(dataset, names)
+    return _of_rows(dataset, seconds)
+
+
+def _of_columns(dataset: Any, names: list[str]) -> Lengths:
+    """Read the lengths of all rows from Arrow's offsets."""
+    columns: dict[str, _Numbers] = {}
+    for name in names:
+        chunks = dataset.data.column(name).chunks
+        if name == _TOLD:
+            numbers = [chunk.to_numpy(False).astype(np.int64) for chunk in chunks]
+        else:
+            numbers = [_num(chunk) for chunk in chunks]
+        columns[name] = np.concatenate([np.zeros(0, np.int64), *numbers])
+    if dataset._indices is not None:  # a shuffle or a selection, which copies no row
+        drawn = dataset._indices.column(0).to_numpy()
+        columns = {name: numbers[drawn] for name, numbers in columns.items()}
+    return Lengths(np.arange(len(dataset)), columns, len(dataset))
+
+
+def _num(column: Any) -> _Numbers:
+    """Count the numbers and characters in each value of an Arrow array, however it is nested."""
+    types: Any = importlib.import_module("pyarrow.types")
+    column = getattr(column, "storage", column)  # of an extension, as `Array2D` is
+    kind, found = column.type, np.ones(len(column), np.int64)
+    if types.is_fixed_size_list(kind):
+        width = kind.list_size
+        inner = column.values.slice(column.offset * width, len(column) * width)
+        found = _num(inner).reshape(len(column), width).sum(axis=1)
+    elif len(column) and (types.is_list(kind) or types.is_large_list(kind)):
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        if not types.is_primitive(kind.value_type):
+            inner = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+            before = np.concatenate([[0], np.cumsum(_num(inner))])
+            offsets = before[offsets - offsets[0]]
+        found = np.diff(offsets)
+    elif types.is_struct(kind):
+        fields = [_num(column.field(at)) for at in range(kind.num_fields)]
+        found = np.sum(fields, axis=0, dtype=np.int64)
+    elif types.is_string(kind) or types.is_large_string(kind):
+        lengths = importlib.import_module("pyarrow.compute").binary_length(column)
+        found = lengths.fill_null(0).to_numpy(False).astype(np.int64)
+    return found
+
+
+def _of_rows(dataset: Any, seconds: float) -> Lengths:
+    """Fetch rows one by one until the time is over."""
+    until, looked, found = time.monotonic() + seconds, [], []
+    for index in _spread(len(dataset)):
+        row = dataset[index]
+        looked.append(index)
+        found.append({name: _size(row[name]) for name in _counted([*row])} if _is_row(row) else {})
+        if time.monotonic() > until:
+            break
+    rows = np.array(looked, np.int64)
+    order = np.argsort(rows)
+    columns = {
+        name: np.array([lengths.get(name, 0) for lengths in found], np.int64)[order]
+        for name in {name: None for lengths in found for name in lengths}
+    }
+    return Lengths(rows[order], columns, len(dataset))
+
+
+def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
+    """Tell whether a row has names: a dict, or what behaves like one, as a `BatchEncoding`."""
+    return isinstance(row, Mapping) or hasattr(row, "keys")
+
+
+def _spread(num: int) -> Iterator[int]:
+    """Return all indices in an order whose beginnings are spread evenly (by the golden ratio)."""
+    step = max(1, round(num * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, num) > 1:
+        step += 1
+    return (index * step % num for index in range(num))
+
+
+def _size(value: object) -> int:
+    """Count the numbers of a value of a row, and the characters of a text; 0 of a single number."""
+    if isinstance(value, Tensor | np.ndarray):
+        return math.prod(value.shape) if value.ndim else 0
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if isinstance(value, Sequence) and value and _holds_more(value[0]):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _holds_more(value: object) -> bool:
+    return isinstance(value, Sequence | Mapping) or getattr(value, "ndim", 0) > 0
+
+
+def _counted(names: list[str]) -> list[str]:
+    """Return the columns that count: those that a model is known to take; if there is none, all."""
+    known = (*_BESIDE_TOKENS, _ANSWER_WITH_PROMPT)
+    return [name for name in names if _holds_tokens(name) or name in known] or names
+
+
+def _holds_tokens(name: str) -> bool:
+    """Tell whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
+    return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))
