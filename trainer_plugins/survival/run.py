@@ -12,6 +12,7 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.attempt.marks import GradientMark
 from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate.certificate import Certificate
 from trainer_plugins.survival.exact.layouts import (
     IndivisibleError,
@@ -21,7 +22,7 @@ from trainer_plugins.survival.exact.layouts import (
     find_layout,
 )
 from trainer_plugins.survival.exact.losses import Family
-from trainer_plugins.survival.exact.modules import WatchedBuffers
+from trainer_plugins.survival.exact.modules import full_state, owners_of_state, why_not_divided
 from trainer_plugins.survival.exact.own_loss import is_foreign
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
@@ -93,7 +94,8 @@ class Run:
         self.is_final = False
         """Whether gradients that a failed pass has changed were found final (`finality.py`)."""
         self.what_moved: str | None = None
-        """Why buffers forbid a division: empty if none has moved, None before the first pass."""
+        """Why what moved forbids a division: empty if nothing does, None before the first pass."""
+        self._owners = owners_of_state(self.ranks.bare)
         # Listed once: it takes milliseconds for a large model with adapters. Recovery notices when
         # the list has become wrong.
         self._parameters = tuple(model.parameters())
@@ -102,7 +104,7 @@ class Run:
         """Take down the moment before an attempt."""
         reading = self.card.read() if self.card else None
         return Start(
-            Snapshot(self.attached.trainer),
+            Snapshot(self.attached.trainer, state=State(self._owners)),
             GradientMark(self.ranks.kept(self._parameters)),
             reading.allocated_bytes if reading else 0,
         )
@@ -130,14 +132,18 @@ class Run:
 
         Inputs are copied, because trainers change theirs.
         """
-        buffers = WatchedBuffers(self.model) if self.what_moved is None and model.training else None
+        state = self.full_state() if self.what_moved is None and model.training else None
         with self.gathers.held():
             loss: torch.Tensor = self.attached.compute_loss(
                 model, dict(inputs), num_items_in_batch=num_items
             )
-        if buffers is not None:
-            self.what_moved = buffers.what_moved()
+        if state is not None:
+            self.what_moved = why_not_divided(state.moved().values())
         return loss
+
+    def full_state(self) -> State:
+        """Take down all that a pass may move."""
+        return full_state(self.ranks.bare, has_parameters=not self.ranks.forward_is_shared)
 
     def tiny_pass(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
         """Run forward and backward over the first tokens of one example.
@@ -160,7 +166,7 @@ class Run:
         return memo_of(self.attached.trainer)
 
     def refuse_what_moves(self) -> bool:
-        """Refuse a run whose first forward pass has moved a buffer, and tell whether it has.
+        """Refuse a run whose first forward pass has moved statistics, and tell whether it has.
 
         It is said once, and nothing is divided from then on.
 

@@ -20,6 +20,7 @@ from trainer_plugins.survival.attempt.marks import frozen
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
+    NotAdditiveError,
     Told,
     steady,
 )
@@ -27,6 +28,7 @@ from trainer_plugins.survival.certificate.samples import idle, real, short
 from trainer_plugins.survival.exact.finality import Watch, gradients_aside, small_parameters
 from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.exact.losses import Family
+from trainer_plugins.survival.exact.modules import full_state
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks import Ranks
@@ -77,8 +79,10 @@ class Certificate:
         """Why nothing is divided any more: a measurement failed after something was divided."""
         self.known = ""
         """What the last measurement was made on, and what it found."""
-        self.unchecked_since: int | None = None
-        """The first step that was divided since the last measurement."""
+        self.divided_since: int | None = None
+        """The first step that was divided: a later measurement sees other rows than it had."""
+        self.overwritten: set[str] = set()
+        """Places of the model's state that may differ after two pieces, as was measured."""
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         """Return the weight by which pieces of a micro-batch of this kind add up.
@@ -108,8 +112,8 @@ class Certificate:
     def computed(self, num_cells: int, step: int) -> None:
         """Count the cells of a divided micro-batch that were computed."""
         self._computed += num_cells
-        if self.unchecked_since is None:
-            self.unchecked_since = step
+        if self.divided_since is None:
+            self.divided_since = step
 
     def measure(
         self,
@@ -118,6 +122,7 @@ class Certificate:
         num_fit: int,
         loss: Loss,
         put_back: Callable[[], object],
+        scale: float = 1.0,
     ) -> None:
         """Find out by which weights pieces add up, on every rank that measures with this one.
 
@@ -130,6 +135,7 @@ class Certificate:
             num_fit: how many of its examples are computed at once, at most.
             loss: computes the loss of some of its examples.
             put_back: restores random numbers and metrics.
+            scale: what training multiplies the loss by before its backward pass.
 
         Raises:
             IndivisibleError: no weight fits, a part cannot be computed, or there was no room to
@@ -141,10 +147,11 @@ class Certificate:
             layout, inputs, kind, num_fit, [one for one in known if one in family.weights]
         )
         try:
-            with self._comparing(family, loss, put_back) as comparison:
+            with self._comparing(family, loss, put_back, scale) as comparison:
                 told, remaining = self._judged(comparison, asked)
-        except _NotAdditiveError as error:
-            if self.unchecked_since is not None:
+                self.overwritten |= comparison.overwritten
+        except NotAdditiveError as error:
+            if self.divided_since is not None:
                 self.why_broken = str(error)
             elif not self._ranks.measures_together:  # together they measure once more
                 self._refused[kind] = str(error)
@@ -156,7 +163,7 @@ class Certificate:
         # a third of it.
         is_once = kind not in self._kinds and not self._ranks.measures_together
         cost = comparison.cost / 3 if is_once else comparison.cost
-        self._next, self.unchecked_since = self._computed + _SPARING * cost, None
+        self._next = self._computed + _SPARING * cost
         if layout.count(inputs) < 2:
             return  # the rank was lent, and shows nothing of its own
         self._weights[layout.name] = remaining
@@ -166,19 +173,22 @@ class Certificate:
 
     @contextmanager
     def _comparing(
-        self, family: Family, loss: Loss, put_back: Callable[[], object]
+        self, family: Family, loss: Loss, put_back: Callable[[], object], scale: float
     ) -> Iterator[Comparison]:
         """Surround passes that can be compared; the gradients of training are put away."""
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
+        state = full_state(model, has_parameters=not self._ranks.forward_is_shared)
         unwatched: set[nn.Parameter] = set(model.parameters()) - set(parameters)
         with (
             gradients_aside(model),
             frozen(unwatched),
             Watch(model) as watch,
-            steady(model, put_back) as passes,
+            steady(model, state, put_back) as passes,
         ):
-            yield Comparison(self._trainer, self._ranks, family, loss, parameters, watch, passes)
+            yield Comparison(
+                self._trainer, self._ranks, family, loss, parameters, watch, passes, scale
+            )
 
     def _judged(self, comparison: Comparison, asked: _Asked) -> tuple[list[Told], list[Weight]]:
         """Judge by samples which of the known weights fit, as all ranks do.
@@ -197,10 +207,10 @@ class Certificate:
             return [], []
         for one in told:
             if self._ranks.highest(int(not _fitting(asked.known, [one]))):
-                raise _NotAdditiveError(comparison.said(one))
+                raise NotAdditiveError(comparison.said(one))
         remaining = _fitting(asked.known, told)
         if self._ranks.highest(int(not remaining)):
-            raise _NotAdditiveError(comparison.said(told[-1]))
+            raise NotAdditiveError(comparison.said(told[-1]))
         return told, remaining
 
     def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
@@ -226,10 +236,6 @@ class Certificate:
 def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:
     """Return those of the weights known so far that fit all samples."""
     return [weight for weight in known if all(one.errors[weight] <= one.tolerance for one in told)]
-
-
-class _NotAdditiveError(IndivisibleError):
-    """Raised when the parts of a micro-batch were measured, and do not add up."""
 
 
 def batch_kind(layout: Layout, inputs: Inputs) -> Kind:

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.devices.host import HostDevice
-from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
+from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.exact.modules import full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
 
@@ -36,7 +37,7 @@ class Kept:
         _look_for_room(self._weights, optimizer)
         self._values = [_host(weight) for weight in self._weights]
         self._states = None if optimizer is None else States(optimizer)
-        self._buffers = Buffers(model)
+        self._state = full_state(model, has_parameters=False)
         self._modes = [(module, module.training) for module in model.modules()]
         self._metrics = [Snapshot(trainer, mode) for mode in ("train", "eval")]
         self._owners = [(each, attributes(each)) for each in _owners(trainer)]
@@ -61,7 +62,7 @@ class Kept:
         self.restore_weights()
         if self._states is not None:
             self._states.restore()
-        self._buffers.restore()
+        self._state.restore()
         for module, mode in self._modes:
             module.training = mode
         for owner, before in self._owners:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
+from trainer_plugins.survival.attempt.snapshot import Snapshot
 from trainer_plugins.survival.exact.layouts import (
     Batch,
     Completions,
@@ -183,15 +183,14 @@ def _longest_batch(run: Run) -> Inputs:
 
 @contextmanager
 def _without_trace(run: Run) -> Iterator[None]:
-    """Restore generators, metrics and buffers afterwards.
+    """Restore generators, metrics and the model's state afterwards.
 
     `ranks.most` takes care of gradients, and weights do not move.
     """
-    before, buffers = Snapshot(run.attached.trainer), Buffers(run.model)
+    before = Snapshot(run.attached.trainer, state=run.full_state())
     try:
         yield
     finally:
-        buffers.restore()
         before.restore()
         if run.card is not None:
             run.card.reset_peak()

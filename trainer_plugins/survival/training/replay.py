@@ -106,11 +106,14 @@ class Replay(Planned):
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
             replay._total, replay._story.pieces = None, []
-            for piece in replay._pieces(num):
+            for number, piece in enumerate(replay._pieces(num)):
+                if number:
+                    replay._micro.start.snapshot.state.restore()
                 loss = self._ranks.attempt(partial(replay._compute, piece, True))
                 if isinstance(loss, DidNotFit):
                     self.failed(piece, replay._micro.start, loss, replay._phase)
                     return False
+                replay._look_at_state(piece, replay._micro.start, is_last=True)
                 replay._total = loss if replay._total is None else replay._total + loss
                 replay._story.pieces.append(piece.num)
                 replay._count_computed(piece)
