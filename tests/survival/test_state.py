@@ -89,43 +89,38 @@ class Remembers(Attribute):
         return super().count(hidden)
 
 
-def with_norm(kind):
+KINDS = (IntegerBuffer, ByItsData, Attribute, Nested, OfAnObject, Tensor, Remembers)
+
+
+def with_norms(*kinds):
     model = tiny_llama()
-    model.model.norm = kind(model.model.norm)
-    return model.double()
-
-
-@pytest.mark.parametrize(
-    "kind", [IntegerBuffer, ByItsData, Attribute, Nested, OfAnObject, Tensor, Remembers]
-)
-def test_a_count_is_put_back_for_each_piece(tmp_path, kind) -> None:
-    """One fails in its forward pass, one in its backward pass, and one in the middle of its window."""
-    whole, survived = survive(
-        lambda: small_trainer(tmp_path, with_norm(kind), steps=4), {0: 0.3, 3: 0.8, 6: 0.2}
-    )
-    assert gradients_off_by(survived, whole) <= 1e-6
-    for one, other in zip(survived.trainer.model.buffers(), whole.trainer.model.buffers(), strict=True):
-        assert torch.equal(one, other)
-    assert len(remarks(tmp_path, "out-of-memory-survived")) == 3
-
-
-def hooked():
-    model = tiny_llama().double()
-    model.num = 0
+    for kind in kinds:
+        model.model.norm = kind(model.model.norm)
+    model.lm_head.num = 0
 
     def count(module, args, output):
         module.num += 1
         return output * min(1.0, module.num / 20)
 
-    model.model.norm.num = 0
-    model.model.norm.register_forward_hook(count)
-    return model
+    model.lm_head.register_forward_hook(count)
+    return model.double()
 
 
-def test_what_a_hook_counts_is_put_back_too(tmp_path) -> None:
-    whole, survived = survive(lambda: small_trainer(tmp_path, hooked()), {1: 0.4})
+def counts(model) -> list[float]:
+    return [
+        model.lm_head.num,
+        *(m.count(torch.ones(1)) for m in model.modules() if isinstance(m, Stateful)),
+    ]
+
+
+def test_a_count_is_put_back_for_each_piece(tmp_path) -> None:
+    """One fails in its forward pass, one in its backward pass, and one in the middle of its window."""
+    whole, survived = survive(
+        lambda: small_trainer(tmp_path, with_norms(*KINDS), steps=4), {0: 0.3, 3: 0.8, 6: 0.2}
+    )
     assert gradients_off_by(survived, whole) <= 1e-6
-    assert survived.trainer.model.model.norm.num == whole.trainer.model.model.norm.num == 4
+    assert counts(survived.trainer.model) == counts(whole.trainer.model) == [8] + [9] * len(KINDS)
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 3
 
 
 class Average(Stateful):
@@ -181,7 +176,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_statistics_of_rows_are_refused_by_name(tmp_path, kind) -> None:
     why, fails = REFUSED[kind]
-    trainer = small_trainer(tmp_path, with_norm(kind), steps=8)
+    trainer = small_trainer(tmp_path, with_norms(kind), steps=8)
     survive_oom(trainer, ladder=())
     with pytest.raises((torch.OutOfMemoryError, ValueError), match=why):
         Run(trainer, {fails: [100]})
@@ -189,16 +184,17 @@ def test_statistics_of_rows_are_refused_by_name(tmp_path, kind) -> None:
     assert int(getattr(trainer.model.model.norm, "is_begun", 0)) == 0
 
 
-@pytest.mark.parametrize("limit", [64, 1 << 20])
-def test_a_mean_that_begins_to_move_between_two_measurements(tmp_path, limit) -> None:
+def test_a_mean_that_begins_to_move_between_two_measurements(tmp_path) -> None:
     """Each micro-batch is divided beforehand; the one in which it begins is taken back."""
     from tests.survival.test_rehearsal import KnowsTheLimit
 
-    whole = Run(small_trainer(tmp_path, with_norm(Late), steps=8))
-    trainer = small_trainer(tmp_path, with_norm(Late), steps=8)
+    whole = Run(small_trainer(tmp_path, with_norms(Late), steps=8))
+    trainer = small_trainer(tmp_path, with_norms(Late), steps=8)
     survive_oom(trainer, ladder=(), on_refusal="warn")
-    trainer.add_callback(KnowsTheLimit(trainer, limit))
+    trainer.add_callback(KnowsTheLimit(trainer, 30))
     divided = Run(trainer)
     assert gradients_off_by(divided, whole) <= 1e-6
     assert off_by(divided.weights, whole.weights) <= 1e-4
-    assert float(trainer.model.model.norm.mean) == pytest.approx(float(whole.trainer.model.model.norm.mean))
+    assert float(trainer.model.model.norm.mean) == pytest.approx(
+        float(whole.trainer.model.model.norm.mean)
+    )

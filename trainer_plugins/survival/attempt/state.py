@@ -205,7 +205,7 @@ def _copied(value: Any, depth: int = _DEPTH, *, is_shallow: bool = False) -> Any
             return value
         return value.detach().clone() if value.numel() <= _SMALL else None
     if isinstance(value, np.ndarray):
-        return value if is_shallow else value.copy()
+        return value.copy() if value.size <= _SMALL else _OPAQUE
     if isinstance(value, list | tuple | set | frozenset | deque | dict):
         return _copied_items(value, depth)
     return _OPAQUE

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt.marks import frozen
+from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
@@ -24,7 +25,16 @@ from trainer_plugins.survival.certificate.comparison import (
     Told,
     steady,
 )
-from trainer_plugins.survival.certificate.samples import idle, real, short
+from trainer_plugins.survival.certificate.samples import (
+    SHORT,
+    Sample,
+    all_rows,
+    classes,
+    idle,
+    of_classes,
+    real,
+    short,
+)
 from trainer_plugins.survival.exact.finality import Watch, gradients_aside, small_parameters
 from trainer_plugins.survival.exact.layouts import IGNORED, IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.exact.losses import Family
@@ -69,6 +79,9 @@ class Certificate:
     ) -> None:
         self._trainer, self._ranks, self._family = trainer, ranks, family
         self._is_trained = is_trained
+        self._class_weights = ClassWeights()
+        self._classes: set[int] = set()
+        """The classes whose rows were measured beside others, of a loss of a user's own."""
         self._weights: dict[str, list[Weight]] = {}
         """The weights that have fitted every sample so far, by the name of the layout."""
         self._kinds: set[Kind] = set()
@@ -99,15 +112,25 @@ class Certificate:
         """Tell whether anything was measured of examples that lie so."""
         return layout.name in self._weights
 
-    def wants(self, kind: Kind) -> bool:
+    def wants(self, kind: Kind, inputs: Inputs) -> bool:
         """Tell whether to measure such a micro-batch before it is divided: it is new, or due."""
-        return self.is_new(kind) or (
+        return self.is_new(kind, inputs) or (
             not self.why_broken and kind in self._kinds and self._computed >= self._next
         )
 
-    def is_new(self, kind: Kind) -> bool:
-        """Tell whether no micro-batch of this kind was measured yet."""
-        return not self.why_broken and kind not in self._kinds and kind not in self._refused
+    def is_new(self, kind: Kind, inputs: Inputs) -> bool:
+        """Tell whether no micro-batch of this kind was measured yet, or none with such labels."""
+        if self.why_broken or kind in self._refused:
+            return False
+        return kind not in self._kinds or bool(self._new_classes(inputs))
+
+    def _new_classes(self, inputs: Inputs) -> frozenset[int]:
+        """Return the classes of a micro-batch by which a loss might be weighted, unnoticed so far.
+
+        As long as all rows are of one class a mean that is weighted by class is one over rows.
+        """
+        there = classes(inputs) if self._family.is_vouched else frozenset[int]()
+        return there - self._classes if len(there) > 1 else frozenset()
 
     def computed(self, num_cells: int, step: int) -> None:
         """Count the cells of a divided micro-batch that were computed."""
@@ -142,12 +165,14 @@ class Certificate:
                 measure.
         """
         kind, family = batch_kind(layout, inputs), self._family.for_inputs(inputs)
-        known = self._weights.get(layout.name) or family.weights
-        asked = _Asked(
-            layout, inputs, kind, num_fit, [one for one in known if one in family.weights]
-        )
         try:
             with self._comparing(family, loss, put_back, scale) as comparison:
+                if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
+                    comparison.look(self._class_weights, layout.take(inputs, 0, 1))
+                known = self._weights.get(layout.name) or comparison.weights
+                asked = _Asked(
+                    layout, inputs, kind, num_fit, [w for w in known if w in comparison.weights]
+                )
                 told, remaining = self._judged(comparison, asked)
                 self.overwritten |= comparison.overwritten
         except NotAdditiveError as error:
@@ -168,6 +193,7 @@ class Certificate:
             return  # the rank was lent, and shows nothing of its own
         self._weights[layout.name] = remaining
         self._kinds.add(kind)
+        self._classes |= self._new_classes(inputs)
         self.known = f"it adds up, measured on {', and on '.join(one.words for one in told)}"
         logger.info("%s", self.known)
 
@@ -202,7 +228,7 @@ class Certificate:
         """
         told = self._told(comparison, asked)
         if not told:
-            if self._ranks.highest(int(asked.kind not in self._kinds)):
+            if self._ranks.highest(int(self.is_new(asked.kind, asked.inputs))):
                 raise IndivisibleError(comparison.why_untold)
             return [], []
         for one in told:
@@ -211,6 +237,8 @@ class Certificate:
         remaining = _fitting(asked.known, told)
         if self._ranks.highest(int(not remaining)):
             raise NotAdditiveError(comparison.said(told[-1]))
+        if comparison.why_moved:
+            raise NotAdditiveError(comparison.why_moved)
         return told, remaining
 
     def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
@@ -220,17 +248,56 @@ class Certificate:
             self._ranks.measures_together or asked.kind not in self._kinds
         )
         is_first = self._ranks.highest(int(not self.knows(layout)))
-        samples = real(layout, inputs, asked.num_fit, asked.known)
-        lent = idle(layout, inputs)
+        is_vouched, lent = self._family.is_vouched, idle(layout, inputs)
+        samples = real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
         told = comparison.first_that_tells(samples, lent, is_gradient=is_gradient)
         if self._is_trained and not is_gradient and not (told and _fitting(asked.known, [told])):
             is_gradient = True  # it decides: a loss may have a term without a gradient
             told = comparison.first_that_tells(samples, lent, is_gradient=True)
-        if told is not None and not is_first:
-            return [told]
-        # Made so that the weights differ most.
-        cut = comparison.first_that_tells(short(layout, inputs), lent, is_gradient=is_gradient)
-        return [one for one in (told, cut) if one is not None]
+        found = [told]
+        if is_first or told is None:  # made so that the weights differ most
+            cut = short(layout, inputs)
+            found.append(comparison.first_that_tells(cut, lent, is_gradient=is_gradient))
+        if is_gradient:
+            found.append(self._of_all(comparison, asked, lent))
+        found.extend(self._of_classes(comparison, asked, lent))
+        return [one for one in found if one is not None]
+
+    def _of_all(self, comparison: Comparison, asked: _Asked, lent: Sample) -> Told | None:
+        """Measure all rows at once: cut short, or their loss alone, which keeps no activations."""
+        layout, inputs = asked.layout, asked.inputs
+        if not self._ranks.highest(int(layout.count(inputs) > max(asked.num_fit, SHORT[0]))):
+            return None  # others had as many
+        sample = all_rows(layout, inputs)
+        is_cut = self._ranks.highest(int(cells(sample.whole) < cells(inputs)))
+        told = comparison.first_that_tells([sample], lent, is_gradient=True) if is_cut else None
+        if told is not None or self._ranks.measures_together:
+            return told
+        told = comparison.first_that_tells([sample], lent, is_gradient=False)
+        if told is not None and not _fitting(asked.known, [told]):
+            few = real(layout, inputs, asked.num_fit, asked.known)
+            small = comparison.first_that_tells(few, lent, is_gradient=False)
+            if small is None or not _fitting(asked.known, [small]):
+                return None  # it has a term without a gradient
+        return told
+
+    def _of_classes(
+        self, comparison: Comparison, asked: _Asked, lent: Sample
+    ) -> Iterator[Told | None]:
+        """Measure a row of each class that is new beside one of another.
+
+        Raises:
+            IndivisibleError: one of them shows nothing.
+        """
+        new = self._new_classes(asked.inputs)
+        samples = of_classes(asked.layout, asked.inputs, new)
+        for place in range(self._ranks.highest(len(samples))):
+            told = comparison.first_that_tells(
+                samples[place : place + 1], lent, is_gradient=self._is_trained
+            )
+            if told is None:
+                raise IndivisibleError(comparison.why_untold)
+            yield told
 
 
 def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:

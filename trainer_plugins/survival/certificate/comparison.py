@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import Moved, State, is_same
+from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.held import Drawers, held
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.finality import Watch, without_reentry
@@ -79,6 +80,7 @@ class Told:
     """How far the parts are from the whole by each weight, on the rank where they are farthest."""
     tolerance: float
     words: str
+    is_gradient: bool
 
 
 class Comparison:
@@ -98,12 +100,22 @@ class Comparison:
         self._trainer, self._ranks, self._family, self._loss = trainer, ranks, family, loss
         self._parameters, self._watch, self._steady = parameters, watch, steady
         self._scale = scale
+        self.weights = family.weights
+        """The weights that are compared."""
         self.why_untold = "it takes two examples to measure that they add up"
         self.cost = 0.0
         """Cells that were computed forward and backward."""
+        self.why_moved = ""
+        """Why what passes have moved forbids a division; empty if nothing does."""
         self.overwritten: set[str] = set()
         """Places that a pass writes anew, whatever it finds there (`_look_at_state`)."""
         self._is_gradient = True
+
+    def look(self, class_weights: ClassWeights, few: Inputs) -> None:
+        """Compare by class weights too, if the loss of a few examples is weighted by some."""
+        self._steady.begin()
+        attempt(lambda: class_weights.look(lambda: self._loss(few)))
+        self.weights = (*class_weights.weights, *self._family.weights)
 
     def first_that_tells(
         self, samples: list[Sample], idle: Sample, *, is_gradient: bool
@@ -122,6 +134,7 @@ class Comparison:
 
     def said(self, told: Told) -> str:
         """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
+        self._is_gradient = told.is_gradient
         again = [self._pass(told.sample.whole) for _ in range(2)]
         if all(isinstance(one, list) for one in again):
             first, second = again
@@ -138,7 +151,30 @@ class Comparison:
         )
         return (
             f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off "
-            f"by {tried}"
+            f"by {tried}{self._said_of_weights(told)}"
+            + (f"; {self.why_moved}" if self.why_moved else "")
+        )
+
+    def _said_of_weights(self, told: Told) -> str:
+        """Say that a loss is a mean by weights which are not known, if it is; empty if not."""
+        if not self._family.is_vouched:
+            return ""
+        passes = [self._pass(some) for some in (told.sample.whole, *told.sample.parts)]
+        if any(isinstance(one, DidNotFit) for one in passes):
+            return ""
+        whole, *parts = (torch.cat(one) for one in passes)  # type: ignore[arg-type]
+        if not all(bool(one.isfinite().all()) for one in (whole, *parts)):
+            return ""
+        first, second = (
+            torch.linalg.lstsq(torch.stack(parts, 1), whole[:, None]).solution[:, 0].tolist()
+        )
+        off = float((first * parts[0] + second * parts[1] - whole).norm() / whole.norm())
+        if off > told.tolerance or abs(first + second - 1) > told.tolerance:
+            return ""
+        return (
+            f"; it is a mean by weights of its own, here {first:.3g} and {second:.3g}: those of a "
+            "torch.nn.functional.cross_entropy(weight=...) are known, and a sum that is divided by "
+            "num_items_in_batch needs none"
         )
 
     @property
@@ -169,7 +205,9 @@ class Comparison:
             weight: self._ranks.highest(_whole(_error(whole, some) if tells else 0.0)) / 1e9
             for weight, some in parts.items()
         }
-        return Told(sample, errors, self._tolerance(), f"{sample.words}, {self._how()}")
+        words = f"{sample.words}, {self._how()}"
+        words += "" if self._is_gradient or not self._ranks.bare.training else ", by the loss alone"
+        return Told(sample, errors, self._tolerance(), words, self._is_gradient)
 
     def _how(self) -> str:
         name = next((type(module).__name__ for module in self._steady.drawers.in_eval), "")
@@ -204,10 +242,10 @@ class Comparison:
         if isinstance(whole, DidNotFit):
             return whole
         moved = [self._steady.state.moved()]
-        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in self._family.weights}
+        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in self.weights}
         for place, part in enumerate(sample.parts):
             passed: dict[float, _Measured] = {}
-            for weight in self._family.weights:
+            for weight in self.weights:
                 factor = sample.factors(weight)[place]
                 if factor not in passed or self._ranks.measures_together:
                     one = self._pass(part, factor)
@@ -226,9 +264,6 @@ class Comparison:
 
         They do if a pass moves it alike whatever its rows are, as a counter, or writes it anew
         whatever it was before, as the last output.
-
-        Raises:
-            NotAdditiveError: something does neither, or is a statistic.
         """
         again = self._pass(sample.parts[1], goes_on=True)
         after = self._steady.state.moved()
@@ -241,7 +276,7 @@ class Comparison:
                 words = next(some[key].words for some in moved if key in some)
                 why = why or f"{words} is moved by each pass according to its rows"
         if self._ranks.highest(int(bool(why))):
-            raise NotAdditiveError(why or "a pass of another rank moves the state of the model")
+            self.why_moved = why or "a pass of another rank moves the state of the model"
 
     def _pass(
         self, some: Inputs, factor: float = 1.0, *, goes_on: bool = False

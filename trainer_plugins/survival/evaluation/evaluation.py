@@ -180,7 +180,7 @@ class Evaluation:
                 trainer, Alone(trainer, trainer.model), self._attached.family, is_trained=False
             )
             self._certificates[self._is_over_items] = certificate
-        if certificate.wants(kind := batch_kind(layout, inputs)):
+        if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)

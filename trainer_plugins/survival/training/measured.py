@@ -45,7 +45,7 @@ class Measured:
         """Return the weight by which pieces add up, measured if that is unknown or due again."""
         certificate = self._run.certificate
         try:
-            if certificate.wants(self._kind):
+            if certificate.wants(self._kind, self._micro.whole.inputs):
                 self._measure(layout, num_fit)
         except IndivisibleError as error:  # a buffer that moved is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error

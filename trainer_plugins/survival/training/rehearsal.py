@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.exact.layouts import (
     Batch,
     Completions,
@@ -45,7 +46,15 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
     """
     if run.ranks.highest(int(run.card is None or run.card.read() is None or run.memo.is_rehearsed)):
         return
-    with _without_trace(run):
+    loader = run.attached.trainer.callback_handler.train_dataloader
+    sources = Sources(
+        *(getattr(loader, n, None) for n in ("dataset", "collate_fn")), run.attached.trainer
+    )
+    if sources.why_not:
+        logger.info("nothing is rehearsed: %s", sources.why_not)
+    if run.ranks.highest(int(bool(sources.why_not))):
+        return
+    with _without_trace(run, sources):
         rehearsal = None
         with run.memo.harmless():  # it asks the user's data set and collator
             rehearsal = _Rehearsal(run, num_items, scale)
@@ -182,8 +191,8 @@ def _longest_batch(run: Run) -> Inputs:
 
 
 @contextmanager
-def _without_trace(run: Run) -> Iterator[None]:
-    """Restore generators, metrics and the model's state afterwards.
+def _without_trace(run: Run, sources: Sources) -> Iterator[None]:
+    """Restore generators, metrics, the model's state and that of the data afterwards.
 
     `ranks.most` takes care of gradients, and weights do not move.
     """
@@ -192,5 +201,6 @@ def _without_trace(run: Run) -> Iterator[None]:
         yield
     finally:
         before.restore()
+        sources.restore()
         if run.card is not None:
             run.card.reset_peak()

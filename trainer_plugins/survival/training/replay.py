@@ -171,8 +171,10 @@ class Replay(Planned):
         certificate = self._run.certificate
         if self._layout is None or self._micro.whole.num < 2:
             return False
-        is_first = self._micro is self._window.micros[0]
-        return certificate.is_new(self._kind) or (is_first and certificate.wants(self._kind))
+        is_first, inputs = self._micro is self._window.micros[0], self._micro.whole.inputs
+        return certificate.is_new(self._kind, inputs) or (
+            is_first and certificate.wants(self._kind, inputs)
+        )
 
     def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
         """Measure by which weights pieces add up, if one rank does not know it.
