@@ -1,5 +1,7 @@
 """State that a forward pass moves: each piece finds what the whole would have found, or nothing is divided."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,9 +15,16 @@ from trainer_plugins import survive_oom
 class Stateful(nn.Module):
     """A norm that warms up: by some count of its passes it lets more and more through."""
 
+    num: Any
+    mean: Any
+    is_begun: torch.Tensor
+
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
+
+    def count(self, hidden) -> float:
+        raise NotImplementedError
 
     def forward(self, hidden):
         return self.norm(hidden) * min(1.0, self.count(hidden) / 20)
@@ -48,7 +57,7 @@ class Attribute(Stateful):
 class Nested(Stateful):
     def __init__(self, norm) -> None:
         super().__init__(norm)
-        self.seen = {"passes": [0, ()]}
+        self.seen: dict[str, list[Any]] = {"passes": [0, ()]}
 
     def count(self, hidden):
         self.seen["passes"][0] += 1
@@ -160,7 +169,7 @@ class FirstBatch(Stateful):
         self.register_buffer("is_begun", torch.tensor(False))
 
     def forward(self, hidden):
-        if not self.is_begun:
+        if not bool(self.is_begun):
             self.scale.data.copy_(1 / hidden.detach().std((0, 1)))
             self.is_begun.fill_(True)
         return self.norm(hidden) * self.scale

@@ -138,7 +138,11 @@ class Run:
                 model, dict(inputs), num_items_in_batch=num_items
             )
         if state is not None:
-            self.what_moved = why_not_divided(state.moved().values())
+            moved = state.moved()
+            self.what_moved = why_not_divided(moved.values())
+            if moved:  # checkpointing computes passes again, and would count those
+                ladder = tuple(rung for rung in self.attached.ladder if rung != "checkpointing")
+                self.attached.ladder = ladder
         return loss
 
     def full_state(self) -> State:

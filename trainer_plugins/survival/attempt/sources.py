@@ -95,7 +95,7 @@ def _restore_of(one: Any) -> Callable[[], object] | None:
     if isinstance(one, np.random.RandomState):
         return functools.partial(one.set_state, one.get_state())
     if isinstance(one, np.random.Generator | np.random.BitGenerator):
-        bits = getattr(one, "bit_generator", one)
+        bits: Any = getattr(one, "bit_generator", one)
         return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
     if isinstance(one, torch.Generator):
         return functools.partial(one.set_state, one.get_state())

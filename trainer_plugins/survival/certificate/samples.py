@@ -55,7 +55,7 @@ def real(
     order = _by_label(layout, inputs) if varies_labels else []
     num = min(max(2, num_fit), total)
     while num >= 2:
-        if order:
+        if order and isinstance(layout, Rows):
             ends = order[: num // 2] + order[num // 2 - num :]
             samples.append(_cut(layout, layout.pick(inputs, ends), 0, num))
             num //= 2
@@ -92,7 +92,9 @@ def _by_label(layout: Layout, inputs: Inputs) -> list[int]:
         return []
     counted = labels.cpu().reshape(len(labels), -1).double()
     means = counted.masked_fill(counted == IGNORED, math.nan).nanmean(1).nan_to_num()
-    order: list[int] = means.argsort(stable=True).tolist() if means.unique().numel() > 1 else []
+    order: list[int] = (
+        means.argsort(stable=True).tolist() if bool((means != means[0]).any()) else []
+    )
     return order
 
 
@@ -101,15 +103,16 @@ def classes(inputs: Inputs) -> frozenset[int]:
     labels = inputs.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point():
         return frozenset()
-    labels = labels.cpu()
-    there = labels[labels != IGNORED].unique()
-    return frozenset(there.tolist() if there.numel() <= _MOST_CLASSES else ())
+    there = {*labels.flatten().tolist()} - {IGNORED}
+    return frozenset(there if len(there) <= _MOST_CLASSES else ())
 
 
 def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Sample]:
     """For each of these classes, set the row that has most of it beside the one that has least."""
     samples: list[Sample] = []
-    for one in sorted(new) if isinstance(layout, Rows) else ():
+    if not isinstance(layout, Rows):
+        return samples
+    for one in sorted(new):
         labels = inputs["labels"].cpu().reshape(len(inputs["labels"]), -1)
         parts_of_rows = (labels == one).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
         rows = [int(parts_of_rows.argmin()), int(parts_of_rows.argmax())]
