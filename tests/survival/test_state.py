@@ -1,5 +1,6 @@
 """State that a forward pass moves: each piece finds what the whole would have found, or nothing is divided."""
 
+import time
 from typing import Any
 
 import pytest
@@ -94,6 +95,7 @@ class Remembers(Attribute):
     def count(self, hidden):
         if self.mask is None or self.mask.size(0) < len(hidden):
             self.mask = torch.ones(len(hidden), 4)
+        self.at = time.perf_counter()
         self.last, self.largest = hidden.detach(), float(hidden.detach().abs().max())
         return super().count(hidden)
 

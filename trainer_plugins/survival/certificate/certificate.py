@@ -122,9 +122,9 @@ class Certificate:
         """Tell whether no micro-batch of this kind was measured yet, or none with such labels."""
         if self.why_broken or kind in self._refused:
             return False
-        return kind not in self._kinds or bool(self._new_classes(inputs))
+        return kind not in self._kinds or bool(self.new_classes(inputs))
 
-    def _new_classes(self, inputs: Inputs) -> frozenset[int]:
+    def new_classes(self, inputs: Inputs) -> frozenset[int]:
         """Return the classes of a micro-batch by which a loss might be weighted, unnoticed so far.
 
         As long as all rows are of one class a mean that is weighted by class is one over rows.
@@ -193,7 +193,7 @@ class Certificate:
             return  # the rank was lent, and shows nothing of its own
         self._weights[layout.name] = remaining
         self._kinds.add(kind)
-        self._classes |= self._new_classes(inputs)
+        self._classes |= self.new_classes(inputs)
         self.known = f"it adds up, measured on {', and on '.join(one.words for one in told)}"
         logger.info("%s", self.known)
 
@@ -289,7 +289,7 @@ class Certificate:
         Raises:
             IndivisibleError: one of them shows nothing.
         """
-        new = self._new_classes(asked.inputs)
+        new = self.new_classes(asked.inputs)
         samples = of_classes(asked.layout, asked.inputs, new)
         for place in range(self._ranks.highest(len(samples))):
             told = comparison.first_that_tells(

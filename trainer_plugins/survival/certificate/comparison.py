@@ -247,13 +247,14 @@ class Comparison:
             passed: dict[float, _Measured] = {}
             for weight in self.weights:
                 factor = sample.factors(weight)[place]
-                if factor not in passed or self._ranks.measures_together:
-                    one = self._pass(part, factor)
+                before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
+                if before not in passed or self._ranks.measures_together:
+                    one = self._pass(part, before)
                     if isinstance(one, DidNotFit):
                         return one
-                    passed[factor] = one
+                    passed[before] = one
                 if factor:  # a mean over no token is not a number
-                    parts[weight].append(passed[factor])
+                    parts[weight].append([each * (factor / before) for each in passed[before]])
             moved.append(self._steady.state.moved())
         if self._ranks.highest(int(any(moved) and self._ranks.bare.training)):
             self._look_at_state(sample, moved)
@@ -267,12 +268,18 @@ class Comparison:
         """
         again = self._pass(sample.parts[1], goes_on=True)
         after = self._steady.state.moved()
+        repeated = self._pass(sample.parts[1])
+        moved = [*moved, after, self._steady.state.moved()]
+        if isinstance(again, DidNotFit) or isinstance(repeated, DidNotFit):
+            return
         why = why_not_divided(one for some in moved for one in some.values())
         for key in {key for some in moved for key in some}:
-            values = [some[key].value if key in some else None for some in (*moved, after)]
-            if is_same(values[2], values[3]) and not isinstance(again, DidNotFit):
+            whole, first, second, later, once_more = (
+                some[key].value if key in some else None for some in moved
+            )
+            if is_same(second, later) or not is_same(second, once_more):  # or it is a time
                 self.overwritten.add(key)
-            elif not all(is_same(values[0], value) for value in values[1:3]):
+            elif not (is_same(whole, first) and is_same(whole, second)):
                 words = next(some[key].words for some in moved if key in some)
                 why = why or f"{words} is moved by each pass according to its rows"
         if self._ranks.highest(int(bool(why))):
@@ -287,7 +294,7 @@ class Comparison:
             if self._is_gradient:
                 scale = factor * self._scale
                 return self._ranks.gradient(lambda: self._loss(some) * scale, self._parameters)
-            return attempt(lambda: self._value(some, factor))
+            return attempt(lambda: self._value(some))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the model's own, about a size that it never meets in training
@@ -296,9 +303,9 @@ class Comparison:
                 f"a part of it cannot be computed: {type(error).__name__}: {error}"
             ) from error
 
-    def _value(self, some: Inputs, factor: float) -> _Measured:
+    def _value(self, some: Inputs) -> _Measured:
         with torch.no_grad():
-            return [self._loss(some).detach().cpu().double().reshape(1) * factor]
+            return [self._loss(some).detach().cpu().double().reshape(1)]
 
     def _tolerance(self) -> float:
         if self._trainer.accelerator.mixed_precision != "no" or self._watch.is_autocast:

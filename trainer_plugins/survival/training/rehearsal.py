@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.snapshot import Snapshot
@@ -46,13 +47,12 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
     """
     if run.ranks.highest(int(run.card is None or run.card.read() is None or run.memo.is_rehearsed)):
         return
-    loader = run.attached.trainer.callback_handler.train_dataloader
-    sources = Sources(
-        *(getattr(loader, n, None) for n in ("dataset", "collate_fn")), run.attached.trainer
-    )
-    if sources.why_not:
+    sources = None
+    with run.memo.harmless():
+        sources = _sources(run.attached.trainer)
+    if sources is not None and sources.why_not:
         logger.info("nothing is rehearsed: %s", sources.why_not)
-    if run.ranks.highest(int(bool(sources.why_not))):
+    if run.ranks.highest(int(sources is None or bool(sources.why_not))) or sources is None:
         return
     with _without_trace(run, sources):
         rehearsal = None
@@ -190,6 +190,13 @@ def _longest_batch(run: Run) -> Inputs:
     return batch
 
 
+def _sources(trainer: Trainer) -> Sources:
+    """Find what the rehearsed rows, and the Trainer, draw from and count with."""
+    loader = trainer.callback_handler.train_dataloader
+    rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
+    return Sources(*rows, trainer)
+
+
 @contextmanager
 def _without_trace(run: Run, sources: Sources) -> Iterator[None]:
     """Restore generators, metrics, the model's state and that of the data afterwards.
@@ -201,6 +208,7 @@ def _without_trace(run: Run, sources: Sources) -> Iterator[None]:
         yield
     finally:
         before.restore()
-        sources.restore()
+        with run.memo.harmless():
+            sources.restore()
         if run.card is not None:
             run.card.reset_peak()
