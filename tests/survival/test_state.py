@@ -125,13 +125,13 @@ def counts(model) -> list[float]:
 
 
 def test_a_count_is_put_back_for_each_piece(tmp_path) -> None:
-    """One fails in its forward pass, one in its backward pass, and one in the middle of its window."""
+    """One fails in its forward pass, one in its backward pass; the others are divided beforehand."""
     whole, survived = survive(
-        lambda: small_trainer(tmp_path, with_norms(*KINDS), steps=4), {0: 0.3, 3: 0.8, 6: 0.2}
+        lambda: small_trainer(tmp_path, with_norms(*KINDS), steps=4), {0: 0.3, 3: 0.8}
     )
     assert gradients_off_by(survived, whole) <= 1e-6
     assert counts(survived.trainer.model) == counts(whole.trainer.model) == [8] + [9] * len(KINDS)
-    assert len(remarks(tmp_path, "out-of-memory-survived")) == 3
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 2
 
 
 class Average(Stateful):

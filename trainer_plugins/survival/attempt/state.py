@@ -73,9 +73,14 @@ class State:
             kept.restore()
 
     def moved(self) -> dict[str, Moved]:
-        """Return what has another value than at that moment, by its place."""
+        """Return what has another value than at that moment, by its place.
+
+        Frequencies of rotary embeddings are left out: `exact/modules.py` judges them by name.
+        """
         moved = {}
         for place in self._places():
+            if place.name.endswith("inv_freq"):
+                continue
             kept = self._kept.get(place.key)
             if kept is None or kept.has_moved():
                 is_restorable = kept is None or kept.is_restorable()
@@ -123,9 +128,8 @@ def _places(
         value = holder[name]
         if _copied(value, is_shallow=True) is _OPAQUE:
             continue
-        # Frequencies of rotary embeddings are judged by name (`exact/modules.py`).
         is_real = torch.is_tensor(value) and value.is_floating_point()
-        is_learned = is_real and kind != "an attribute" and not name.endswith("inv_freq")
+        is_learned = is_real and kind != "an attribute"
         key = f"{path}{'.' if path else ''}{name}"
         words = f"`{key}`, {kind} of {type(owner).__name__},"
         yield _Place(holder, name, key, words, is_learned)
