@@ -21,9 +21,9 @@ _OPAQUE = object()
 """Stands for what is no state: modules, functions, outputs that still have their graph."""
 
 _NOT_OF_THE_USER = frozenset(vars(nn.Module())) | {
-    *("_is_hf_initialized", "ds_grads_remaining", "applied_pre_backward_ref_cnt"),
+    *("ds_grads_remaining", "applied_pre_backward_ref_cnt"),
 }
-"""Attributes that torch, transformers and DeepSpeed (runtime/zero) keep on every module."""
+"""Attributes that torch and DeepSpeed (runtime/zero) keep on every module."""
 
 Owners = Mapping[str, object]
 """Modules, and objects that they keep, by their path in the model."""
@@ -140,7 +140,7 @@ class _Kept:
 
     def __init__(self, place: _Place) -> None:
         self._place, self._value = place, place.holder[place.name]
-        self._version = self._value._version if torch.is_tensor(self._value) else 0
+        self._num_writes = self._value._version if torch.is_tensor(self._value) else 0
         self._copy = _copied(self._value)
 
     def is_restorable(self) -> bool:
@@ -168,7 +168,7 @@ class _Kept:
         self._place.holder[self._place.name] = self._value
 
     def _is_written(self) -> bool:
-        return bool(self._value._version != self._version)
+        return bool(self._value._version != self._num_writes)
 
 
 def is_same(before: object, now: object) -> bool:
