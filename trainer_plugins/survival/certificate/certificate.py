@@ -174,6 +174,8 @@ class Certificate:
                     layout, inputs, kind, num_fit, [w for w in known if w in comparison.weights]
                 )
                 told, remaining = self._judged(comparison, asked)
+                if self._ranks.highest(int(not self.knows(layout))):
+                    comparison.end_with((*short(layout, inputs), idle(layout, inputs))[0])
                 self.overwritten |= comparison.overwritten
         except NotAdditiveError as error:
             if self.divided_since is not None:

@@ -117,6 +117,11 @@ class Comparison:
         attempt(lambda: class_weights.look(lambda: self._loss(few)))
         self.weights = (*class_weights.weights, *self._family.weights)
 
+    def end_with(self, sample: Sample) -> None:
+        """Compute a whole and its parts last, from which `gathers.py` learns how metrics add up."""
+        for some in (sample.whole, *sample.parts):
+            self._pass(some)
+
     def first_that_tells(
         self, samples: list[Sample], idle: Sample, *, is_gradient: bool
     ) -> Told | None:
