@@ -30,6 +30,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_autograd": ("torch._C",),
     "_backward_hooks": ("torch.Tensor",),
     "_base": ("torch.Tensor",),
+    "_buffers": ("torch.nn.modules.module",),
     "_call_impl": ("torch.nn.Module",),
     "_catch_all_reshard": (OF_FSDP1,),
     "_cdata": ("torch.UntypedStorage",),

@@ -1,5 +1,7 @@
 """Whether pieces add up is measured on rows of the run, in training mode, at the size of pieces, and again later."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -117,6 +119,8 @@ class InOrder(Trainer):
 class Weighted(nn.Module):
     """A classifier whose loss counts some classes more, and is divided by all that was counted."""
 
+    weights = torch.tensor([1.0, 5.0, 9.0])
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -124,38 +128,133 @@ class Weighted(nn.Module):
 
     def forward(self, input_ids, labels=None, attention_mask=None):
         logits = self.head(self.embed(input_ids).mean(1))
-        return {"loss": nn.functional.cross_entropy(logits, labels, torch.tensor([1.0, 5.0, 9.0]))}
+        return {"loss": self.loss(logits, labels)}
+
+    def loss(self, logits, labels):
+        return nn.functional.cross_entropy(logits, labels, self.weights)
 
 
-def test_class_weights_that_show_late_are_found_and_earlier_steps_are_in_doubt(tmp_path) -> None:
-    """The first 400 rows are of one class."""
-    num_alike = 400
+class WeightedByHand(Weighted):
+    def loss(self, logits, labels):
+        weights = self.weights[labels]
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+
+def imbalanced(tmp_path, model, num_alike: int, steps: int, of_tokens: bool = False):
+    """The first rows are of one class, the others of three."""
     rows = [
-        {"input_ids": torch.arange(1, 7) + n % 100, "labels": 0 if n < num_alike else n % 3}
+        {"input_ids": torch.arange(1, 7) + n % 100, "labels": 0 if n < num_alike else n * n % 3}
         for n in range(3200)
     ]
 
     def collate(rows):
         labels = torch.tensor([row["labels"] for row in rows])
-        return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels}
+        ids = torch.stack([row["input_ids"] for row in rows])
+        if of_tokens:
+            labels = (labels[:, None] * ids % 3).masked_fill(ids % 5 == 0, -100)
+        return {"input_ids": ids, "labels": labels}
 
-    trainer = small_trainer(
-        tmp_path, Weighted(), InOrder, train_dataset=rows, data_collator=collate, steps=400
+    return small_trainer(
+        tmp_path, model, InOrder, train_dataset=rows, data_collator=collate, steps=steps
     )
+
+
+class TaggedTokens(Weighted):
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.head(self.embed(input_ids)).transpose(1, 2)
+        return {"loss": self.loss(logits, labels)}
+
+
+@pytest.mark.parametrize(("model", "where"), [(Weighted, 0.3), (TaggedTokens, 0.15)])
+def test_class_weights_of_cross_entropy_are_those_of_pieces(tmp_path, model, where: float) -> None:
+    def make():
+        return imbalanced(tmp_path, model().double(), 40, 12, of_tokens=model is TaggedTokens)
+
+    model.weights = Weighted.weights.double()
+    whole, survived = survive(make, {0: where}, ladder=(), vouch_for_loss=True)
+    assert gradients_off_by(survived, whole) <= 1e-12
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert "it was measured to be a mean that is weighted by class" in told.finding.evidence
+
+
+@pytest.mark.parametrize("num_alike", [4, 80])
+def test_a_weighted_mean_by_hand_is_named_before_its_classes_meet(tmp_path, num_alike) -> None:
+    """Micro-batches of one class are divided, rightly; the first with two is not."""
+    trainer = imbalanced(tmp_path, WeightedByHand(), num_alike, steps=20)
     survive_oom(trainer, ladder=(), vouch_for_loss=True)
-    num = 12
-    Run(trainer, {0: [num]})
+    why = r"it is a mean by weights of its own, here 0\.\d+ and 0\.\d+: those of a torch"
+    if num_alike < 8:
+        with pytest.raises(torch.OutOfMemoryError, match=why):
+            Run(trainer, {1: [8]})
+        return
+    Run(trainer, {0: [8]})
     (told,) = remarks(tmp_path, "gradients-in-doubt")
-    first_wrong = num_alike // 8 + 1
-    assert told.step > first_wrong
-    assert (
-        "its gradient is not the sum of its parts': measured on 2 of its rows against 1 + 1"
-        in told.finding.evidence
-    )
-    assert (
-        f"the gradients of those that were divided in steps 1 to {told.step - 1} are in doubt"
-        in told.finding.summary
-    )
+    assert re.search(why, told.finding.evidence)
+    assert "those that were divided in steps 1 to 10 are in doubt" in told.finding.summary
+
+
+class Injects(torch.autograd.Function):
+    """Adds a gradient of its own, as the auxiliary losses of DeepSeek's experts do."""
+
+    @staticmethod
+    def forward(ctx, hidden, scores):
+        ctx.save_for_backward(scores)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (scores,) = ctx.saved_tensors
+        return gradient, 0.1 * scores / scores.size(0)
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.router = norm, nn.Linear(32, 4)
+
+    def forward(self, hidden):
+        return Injects.apply(self.norm(hidden), self.router(hidden))
+
+
+def test_a_loss_that_is_injected_in_the_backward_pass_is_found(tmp_path) -> None:
+    model = tiny_llama().double()
+    model.model.norm = WithAuxiliary(model.model.norm).double()
+    trainer = small_trainer(tmp_path, model)
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
+        Run(trainer, {0: [100]})
+
+
+class CentredFrom(nn.Module):
+    """Subtracts the mean of the micro-batch if it has so many rows."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.num = num
+
+    def forward(self, hidden):
+        return hidden - hidden.mean(0) if len(hidden) >= self.num else hidden
+
+
+def test_batch_statistics_that_begin_at_eight_rows(tmp_path) -> None:
+    model = tiny_llama().double()
+    model.model.norm = nn.Sequential(model.model.norm, CentredFrom(8))
+    trainer = small_trainer(tmp_path, model, per_device_train_batch_size=8)
+    survive_oom(trainer, ladder=())
+    why = r"measured on all 8 of its rows, cut short where they can be, against 4 \+ 4, in training"
+    with pytest.raises(torch.OutOfMemoryError, match=why):
+        Run(trainer, {0: [100]})
+
+
+def test_batch_statistics_of_eight_images_that_cannot_be_cut_short(tmp_path) -> None:
+    trainer = images(tmp_path)
+    vit = trainer.model.vit
+    vit.layernorm = nn.Sequential(vit.layernorm, CentredFrom(8))
+    survive_oom(trainer, ladder=())
+    why = r"its loss is not the sum of its parts'.*all 8 of its rows.*by the loss alone"
+    with pytest.raises(torch.OutOfMemoryError, match=why):
+        Run(trainer, {0: [100]})
 
 
 class NotANumber(nn.Module):

@@ -121,24 +121,74 @@ DROPOUT = {"model": {"attention_dropout": 0.2}, "data_collator": drawing}
 
 
 class CountsPasses(Trainer):
+    """It warms up with its passes, which a buffer, an attribute and the Trainer count."""
+
     def __init__(self, model, **kwargs) -> None:
         model.register_buffer("num_passes", torch.zeros((), dtype=torch.long))
+        model.lm_head.num_passes, self.num_prepared = 0, 0
         model.register_forward_pre_hook(lambda module, _: module.num_passes.add_(1) and None)
+        model.lm_head.register_forward_hook(self.warm_up)
         super().__init__(model, **kwargs)
+
+    @staticmethod
+    def warm_up(module, args, output):
+        module.num_passes += 1
+        return output * min(1.0, module.num_passes / 20)
+
+    def _prepare_inputs(self, inputs):
+        self.num_prepared += 1
+        return super()._prepare_inputs(inputs)
+
+
+OF_A_MODULE = random.Random(1)
+
+
+def spoilt_by_a_closure():
+    dice, generator = random.Random(2), torch.Generator().manual_seed(3)
+
+    def spoilt(row):
+        ids = row["input_ids"].clone()
+        ids[torch.randint(0, 8, (2,), generator=generator)] = 1 + dice.randrange(9)
+        ids[0] = 1 + OF_A_MODULE.randrange(9)
+        return {"input_ids": ids}
+
+    return spoilt
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Draws other augmentations each time, from generators of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.rows, self.numpy = rows(), np.random.default_rng(4)
+        self.transforms, self.num_drawn = {"first": [spoilt_by_a_closure()]}, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.num_drawn += 1
+        row = self.transforms["first"][0](self.rows[index])
+        row["input_ids"][1] = 1 + (self.numpy.integers(9) + self.num_drawn) % 9
+        return row
 
 
 def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> None:
     caplog.set_level(logging.INFO, "trainer_plugins")
-    rehearsed = Trained(
-        tmp_path / "rehearsed", simgpu, LARGE, trainer_class=CountsPasses, **DROPOUT
-    )
-    assert rehearsed.trainer.model.num_passes == 8
+
+    def make():
+        OF_A_MODULE.seed(1)
+        own = torch.utils.data.Subset(Augmented(), range(250))
+        return {**DROPOUT, "trainer_class": CountsPasses, "train_dataset": own}
+
+    rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, **make())
+    assert rehearsed.trainer.model.num_passes == rehearsed.trainer.model.lm_head.num_passes == 8
+    assert rehearsed.trainer.num_prepared == 8
     assert (
         caplog.text.count("in 1 forward and backward passes")
         == caplog.text.count("they fit at once")
         == 1
     )
-    alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **DROPOUT)
+    alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **make())
 
     assert (
         off_by_steps(rehearsed.gradients, alone.gradients)
@@ -190,6 +240,22 @@ def test_where_one_row_does_not_fit_checkpointing_is_switched_on(tmp_path, simgp
     assert small.codes == ["out-of-memory-foreseen", "micro-batches-divided"]
     assert "fit at once, with checkpointing switched on" in small.findings[0].summary
     assert small.trainer.state.global_step == 4
+
+
+class OneAfterTheOther(Augmented):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = iter(self.rows * 9)
+
+    def __getitem__(self, index):
+        return next(self.order)
+
+
+def test_rows_that_are_gone_once_drawn_are_not_rehearsed(tmp_path, simgpu, caplog) -> None:
+    caplog.set_level(logging.INFO, "trainer_plugins")
+    data = {"train_dataset": OneAfterTheOther()}
+    Trained(tmp_path, simgpu, LARGE, **data)
+    assert "nothing is rehearsed: rows come from a list_iterator, which cannot" in caplog.text
 
 
 class Streamed(IterableDataset):

@@ -12,6 +12,7 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.attempt.marks import GradientMark
 from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate.certificate import Certificate
 from trainer_plugins.survival.exact.delegated import why_not_delegated
 from trainer_plugins.survival.exact.layouts import (
@@ -22,7 +23,7 @@ from trainer_plugins.survival.exact.layouts import (
     find_layout,
 )
 from trainer_plugins.survival.exact.losses import VOUCH, Family
-from trainer_plugins.survival.exact.modules import WatchedBuffers
+from trainer_plugins.survival.exact.modules import full_state, owners_of_state, why_not_divided
 from trainer_plugins.survival.exact.own_loss import is_foreign
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.micro_batch import Start
@@ -94,10 +95,11 @@ class Run:
         self.is_final = False
         """Whether gradients that a failed pass has changed were found final (`finality.py`)."""
         self.what_moved: str | None = None
-        """Why a pass forbids a division: it has moved a buffer, or its loss was the user's own.
+        """Why a pass forbids a division: it has moved something, or its loss was the user's own.
 
-        It is empty if none does, and None before the first.
+        It is empty if nothing does, and None before the first.
         """
+        self._owners = owners_of_state(self.ranks.bare)
         # Listed once: it takes milliseconds for a large model with adapters. Recovery notices when
         # the list has become wrong.
         self._parameters = tuple(model.parameters())
@@ -106,7 +108,7 @@ class Run:
         """Take down the moment before an attempt."""
         reading = self.card.read() if self.card else None
         return Start(
-            Snapshot(self.attached.trainer),
+            Snapshot(self.attached.trainer, state=State(self._owners)),
             GradientMark(self.ranks.kept(self._parameters)),
             reading.allocated_bytes if reading else 0,
         )
@@ -134,16 +136,24 @@ class Run:
 
         Inputs are copied, because trainers change theirs.
         """
-        buffers = WatchedBuffers(self.model) if self.what_moved is None and model.training else None
+        state = self.full_state() if self.what_moved is None and model.training else None
         with self.gathers.held():
             loss: torch.Tensor = self.attached.compute_loss(
                 model, dict(inputs), num_items_in_batch=num_items
             )
-        if buffers is not None:
-            self.what_moved = buffers.what_moved()
+        if state is not None:
+            moved = state.moved()
+            self.what_moved = why_not_divided(moved.values())
+            if moved:  # checkpointing computes passes again, and would count those
+                ladder = tuple(rung for rung in self.attached.ladder if rung != "checkpointing")
+                self.attached.ladder = ladder
         if why := why_not_delegated(self.attached.compute_loss):
             self.what_moved = why + VOUCH
         return loss
+
+    def full_state(self) -> State:
+        """Take down all that a pass may move."""
+        return full_state(self.ranks.bare, has_parameters=not self.ranks.forward_is_shared)
 
     def tiny_pass(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
         """Run forward and backward over the first tokens of one example.

@@ -1,13 +1,12 @@
 """Snapshot: keep what an attempt changes besides gradients, and restore it before the next one."""
 
 import random
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import Trainer
+
+from trainer_plugins.survival.attempt.state import State
 
 _METRICS = ("_metrics", "_stored_metrics")
 """Where TRL's trainers collect what they log: lists by name, under "train" and "eval".
@@ -15,17 +14,16 @@ _METRICS = ("_metrics", "_stored_metrics")
 The second is that of trl < 1.0.
 """
 
-_SMALL = 1 << 16
-
 
 class Snapshot:
-    """Holds the states of all random generators, and the counts of a TRL trainer.
+    """Holds the states of all random generators, the counts of a TRL trainer, and a model's state.
 
     The generators are those of Python, numpy, torch and the device.
     """
 
-    def __init__(self, trainer: Trainer, mode: str = "train") -> None:
+    def __init__(self, trainer: Trainer, mode: str = "train", state: State | None = None) -> None:
         self._trainer, self._mode = trainer, mode
+        self.state = state or State({})
         self._cpu, self._numpy = torch.get_rng_state(), np.random.get_state()
         self._python = random.getstate()
         device: torch.device = trainer.args.device
@@ -38,12 +36,17 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Restore generators and counts."""
+        """Restore everything."""
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
         if self._module:
             self._module.set_rng_state(self._card, self._trainer.args.device)
+        self.begin_next()
+
+    def begin_next(self) -> None:
+        """Restore all but the generators, for the next part: it draws other numbers."""
+        self.state.restore()
         self.restore_metrics()
 
     def restore_metrics(self) -> None:
@@ -66,43 +69,3 @@ class Snapshot:
             for name in _METRICS
             if name in vars(self._trainer)
         ]
-
-
-class Placed(NamedTuple):
-    """Holds a buffer and where it is."""
-
-    owner: nn.Module
-    path: str
-    """Name of the owner in the model."""
-    name: str
-    """Name of the buffer in its owner."""
-    buffer: torch.Tensor
-
-
-def placed_buffers(model: nn.Module, most_numbers: int) -> Iterator[Placed]:
-    """Walk over the buffers of a model that hold at most so many numbers.
-
-    Larger ones are tables and masks. A buffer that two modules share comes twice.
-    """
-    for path, owner in model.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            if buffer.numel() <= most_numbers:
-                yield Placed(owner, path, name, buffer)
-
-
-class Buffers:
-    """Keeps the small buffers of a model, such as running statistics, to restore them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._kept = [
-            (one, one.buffer._version, one.buffer.detach().clone())
-            for one in placed_buffers(model, _SMALL)
-        ]
-
-    def restore(self) -> None:
-        """Restore those that were changed, and those that were replaced by another tensor."""
-        with torch.no_grad():
-            for (owner, _, name, buffer), version, value in self._kept:
-                owner._buffers[name] = buffer
-                if buffer._version != version:
-                    buffer.copy_(value)

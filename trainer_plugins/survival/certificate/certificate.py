@@ -17,16 +17,28 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt.marks import frozen
+from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
+    NotAdditiveError,
     Told,
     steady,
 )
-from trainer_plugins.survival.certificate.samples import idle, real, short
+from trainer_plugins.survival.certificate.samples import (
+    SHORT,
+    Sample,
+    all_rows,
+    classes,
+    idle,
+    of_classes,
+    real,
+    short,
+)
 from trainer_plugins.survival.exact.finality import Watch, gradients_aside, small_parameters
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.exact.losses import Family
+from trainer_plugins.survival.exact.modules import full_state
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.exact.shown import IGNORED
 from trainer_plugins.survival.limit.limit import cells
@@ -68,6 +80,9 @@ class Certificate:
     ) -> None:
         self._trainer, self._ranks, self._family = trainer, ranks, family
         self._is_trained = is_trained
+        self._class_weights = ClassWeights()
+        self._classes: set[int] = set()
+        """The classes whose rows were measured beside others, of a loss of a user's own."""
         self._weights: dict[str, list[Weight]] = {}
         """The weights that have fitted every sample so far, by the name of the layout."""
         self._kinds: set[Kind] = set()
@@ -78,8 +93,10 @@ class Certificate:
         """Why nothing is divided any more: a measurement failed after something was divided."""
         self.known = ""
         """What the last measurement was made on, and what it found."""
-        self.unchecked_since: int | None = None
-        """The first step that was divided since the last measurement."""
+        self.divided_since: int | None = None
+        """The first step that was divided: a later measurement sees other rows than it had."""
+        self.overwritten: set[str] = set()
+        """Places of the model's state that may differ after two pieces, as was measured."""
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         """Return the weight by which pieces of a micro-batch of this kind add up.
@@ -96,21 +113,31 @@ class Certificate:
         """Tell whether anything was measured of examples that lie so."""
         return layout.name in self._weights
 
-    def wants(self, kind: Kind) -> bool:
+    def wants(self, kind: Kind, inputs: Inputs) -> bool:
         """Tell whether to measure such a micro-batch before it is divided: it is new, or due."""
-        return self.is_new(kind) or (
+        return self.is_new(kind, inputs) or (
             not self.why_broken and kind in self._kinds and self._computed >= self._next
         )
 
-    def is_new(self, kind: Kind) -> bool:
-        """Tell whether no micro-batch of this kind was measured yet."""
-        return not self.why_broken and kind not in self._kinds and kind not in self._refused
+    def is_new(self, kind: Kind, inputs: Inputs) -> bool:
+        """Tell whether no micro-batch of this kind was measured yet, or none with such labels."""
+        if self.why_broken or kind in self._refused:
+            return False
+        return kind not in self._kinds or bool(self.new_classes(inputs))
+
+    def new_classes(self, inputs: Inputs) -> frozenset[int]:
+        """Return the classes of a micro-batch by which a loss might be weighted, unnoticed so far.
+
+        As long as all rows are of one class a mean that is weighted by class is one over rows.
+        """
+        there = classes(inputs) if self._family.is_vouched else frozenset[int]()
+        return there - self._classes if len(there) > 1 else frozenset()
 
     def computed(self, num_cells: int, step: int) -> None:
         """Count the cells of a divided micro-batch that were computed."""
         self._computed += num_cells
-        if self.unchecked_since is None:
-            self.unchecked_since = step
+        if self.divided_since is None:
+            self.divided_since = step
 
     def measure(
         self,
@@ -119,6 +146,7 @@ class Certificate:
         num_fit: int,
         loss: Loss,
         put_back: Callable[[], object],
+        scale: float = 1.0,
     ) -> None:
         """Find out by which weights pieces add up, on every rank that measures with this one.
 
@@ -131,21 +159,27 @@ class Certificate:
             num_fit: how many of its examples are computed at once, at most.
             loss: computes the loss of some of its examples.
             put_back: restores random numbers and metrics.
+            scale: what training multiplies the loss by before its backward pass.
 
         Raises:
             IndivisibleError: no weight fits, a part cannot be computed, or there was no room to
                 measure.
         """
         kind, family = batch_kind(layout, inputs), self._family.for_inputs(inputs)
-        known = self._weights.get(layout.name) or family.weights
-        asked = _Asked(
-            layout, inputs, kind, num_fit, [one for one in known if one in family.weights]
-        )
         try:
-            with self._comparing(family, loss, put_back) as comparison:
+            with self._comparing(family, loss, put_back, scale) as comparison:
+                if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
+                    comparison.look(self._class_weights, layout.take(inputs, 0, 1))
+                known = self._weights.get(layout.name) or comparison.weights
+                asked = _Asked(
+                    layout, inputs, kind, num_fit, [w for w in known if w in comparison.weights]
+                )
                 told, remaining = self._judged(comparison, asked)
-        except _NotAdditiveError as error:
-            if self.unchecked_since is not None:
+                if self._ranks.highest(int(not self.knows(layout))):
+                    comparison.end_with((*short(layout, inputs), idle(layout, inputs))[0])
+                self.overwritten |= comparison.overwritten
+        except NotAdditiveError as error:
+            if self.divided_since is not None:
                 self.why_broken = str(error)
             elif not self._ranks.measures_together:  # together they measure once more
                 self._refused[kind] = str(error)
@@ -157,29 +191,33 @@ class Certificate:
         # a third of it.
         is_once = kind not in self._kinds and not self._ranks.measures_together
         cost = comparison.cost / 3 if is_once else comparison.cost
-        self._next, self.unchecked_since = self._computed + _SPARING * cost, None
+        self._next = self._computed + _SPARING * cost
         if layout.count(inputs) < 2:
             return  # the rank was lent, and shows nothing of its own
         self._weights[layout.name] = remaining
         self._kinds.add(kind)
+        self._classes |= self.new_classes(inputs)
         self.known = f"it adds up, measured on {', and on '.join(one.words for one in told)}"
         logger.info("%s", self.known)
 
     @contextmanager
     def _comparing(
-        self, family: Family, loss: Loss, put_back: Callable[[], object]
+        self, family: Family, loss: Loss, put_back: Callable[[], object], scale: float
     ) -> Iterator[Comparison]:
         """Surround passes that can be compared; the gradients of training are put away."""
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
+        state = full_state(model, has_parameters=not self._ranks.forward_is_shared)
         unwatched: set[nn.Parameter] = set(model.parameters()) - set(parameters)
         with (
             gradients_aside(model),
             frozen(unwatched),
             Watch(model) as watch,
-            steady(model, put_back) as passes,
+            steady(model, state, put_back) as passes,
         ):
-            yield Comparison(self._trainer, self._ranks, family, loss, parameters, watch, passes)
+            yield Comparison(
+                self._trainer, self._ranks, family, loss, parameters, watch, passes, scale
+            )
 
     def _judged(self, comparison: Comparison, asked: _Asked) -> tuple[list[Told], list[Weight]]:
         """Judge by samples which of the known weights fit, as all ranks do.
@@ -193,15 +231,17 @@ class Certificate:
         """
         told = self._told(comparison, asked)
         if not told:
-            if self._ranks.highest(int(asked.kind not in self._kinds)):
+            if self._ranks.highest(int(self.is_new(asked.kind, asked.inputs))):
                 raise IndivisibleError(comparison.why_untold)
             return [], []
         for one in told:
             if self._ranks.highest(int(not _fitting(asked.known, [one]))):
-                raise _NotAdditiveError(comparison.said(one))
+                raise NotAdditiveError(comparison.said(one))
         remaining = _fitting(asked.known, told)
         if self._ranks.highest(int(not remaining)):
-            raise _NotAdditiveError(comparison.said(told[-1]))
+            raise NotAdditiveError(comparison.said(told[-1]))
+        if comparison.why_moved:
+            raise NotAdditiveError(comparison.why_moved)
         return told, remaining
 
     def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
@@ -211,26 +251,61 @@ class Certificate:
             self._ranks.measures_together or asked.kind not in self._kinds
         )
         is_first = self._ranks.highest(int(not self.knows(layout)))
-        samples = real(layout, inputs, asked.num_fit, asked.known)
-        lent = idle(layout, inputs)
+        is_vouched, lent = self._family.is_vouched, idle(layout, inputs)
+        samples = real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
         told = comparison.first_that_tells(samples, lent, is_gradient=is_gradient)
         if self._is_trained and not is_gradient and not (told and _fitting(asked.known, [told])):
             is_gradient = True  # it decides: a loss may have a term without a gradient
             told = comparison.first_that_tells(samples, lent, is_gradient=True)
-        if told is not None and not is_first:
-            return [told]
-        # Made so that the weights differ most.
-        cut = comparison.first_that_tells(short(layout, inputs), lent, is_gradient=is_gradient)
-        return [one for one in (told, cut) if one is not None]
+        found = [told]
+        if is_first or told is None:  # made so that the weights differ most
+            cut = short(layout, inputs)
+            found.append(comparison.first_that_tells(cut, lent, is_gradient=is_gradient))
+        if is_gradient:
+            found.append(self._of_all(comparison, asked, lent))
+        found.extend(self._of_classes(comparison, asked, lent))
+        return [one for one in found if one is not None]
+
+    def _of_all(self, comparison: Comparison, asked: _Asked, lent: Sample) -> Told | None:
+        """Measure all rows at once: cut short, or their loss alone, which keeps no activations."""
+        layout, inputs = asked.layout, asked.inputs
+        if not self._ranks.highest(int(layout.count(inputs) > max(asked.num_fit, SHORT[0]))):
+            return None  # others had as many
+        sample = all_rows(layout, inputs)
+        is_cut = self._ranks.highest(int(cells(sample.whole) < cells(inputs)))
+        told = comparison.first_that_tells([sample], lent, is_gradient=True) if is_cut else None
+        if told is not None or self._ranks.measures_together:
+            return told
+        told = comparison.first_that_tells([sample], lent, is_gradient=False)
+        if told is not None and not _fitting(asked.known, [told]):
+            few = real(layout, inputs, asked.num_fit, asked.known)
+            small = comparison.first_that_tells(few, lent, is_gradient=False)
+            if small is None or not _fitting(asked.known, [small]):
+                return None  # it has a term without a gradient
+        return told
+
+    def _of_classes(
+        self, comparison: Comparison, asked: _Asked, lent: Sample
+    ) -> Iterator[Told | None]:
+        """Measure a row of each class that is new beside one of another.
+
+        Raises:
+            IndivisibleError: one of them shows nothing.
+        """
+        new = self.new_classes(asked.inputs)
+        samples = of_classes(asked.layout, asked.inputs, new)
+        for place in range(self._ranks.highest(len(samples))):
+            told = comparison.first_that_tells(
+                samples[place : place + 1], lent, is_gradient=self._is_trained
+            )
+            if told is None:
+                raise IndivisibleError(comparison.why_untold)
+            yield told
 
 
 def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:
     """Return those of the weights known so far that fit all samples."""
     return [weight for weight in known if all(one.errors[weight] <= one.tolerance for one in told)]
-
-
-class _NotAdditiveError(IndivisibleError):
-    """Raised when the parts of a micro-batch were measured, and do not add up."""
 
 
 def batch_kind(layout: Layout, inputs: Inputs) -> Kind:

@@ -10,13 +10,15 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.snapshot import Buffers
+from trainer_plugins.survival.attempt.state import Moved, State, is_same
+from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.held import Drawers, held
 from trainer_plugins.survival.certificate.rounding import rounded_anew
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.finality import Watch, without_reentry
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.exact.losses import Family
+from trainer_plugins.survival.exact.modules import why_not_divided
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks import Ranks
@@ -40,43 +42,40 @@ _NOT_A_NUMBER = 1e9
 _SMALLEST_LOSS = 1e-2
 """A smaller loss may be nothing but rounding: terms cancel, as GRPO's do. The gradient decides."""
 
-_FORWARD, _BOTH = 2 / 3, 2.0
-"""Cost of a check in forward and backward passes over its sample: a backward takes two thirds."""
+_FORWARD = 1 / 3
+"""Cost of a forward pass, as a part of a forward and backward pass."""
 
 Loss = Callable[[Inputs], torch.Tensor]
 _Measured = list[torch.Tensor]
 """One tensor a parameter or a reduction, or the loss alone."""
 
 
+class NotAdditiveError(IndivisibleError):
+    """Raised when the parts of a micro-batch were measured, and do not add up."""
+
+
 class Steady:
     """Lets each pass begin from the same state, so that passes can be compared."""
 
-    def __init__(self, model: nn.Module, drawers: Drawers, put_back: Callable[[], object]) -> None:
-        self._buffers, self.drawers, self._put_back = Buffers(model), drawers, put_back
+    def __init__(self, state: State, drawers: Drawers, put_back: Callable[[], object]) -> None:
+        self.state, self.drawers, self._put_back = state, drawers, put_back
 
-    def begin(self, *, is_whole: bool) -> None:
-        """Begin a pass.
-
-        The second of two parts has the buffers that the first has left, as in training.
-        """
-        if is_whole:
-            self._buffers.restore()
-        self._put_back()
+    def begin(self, *, goes_on: bool = False) -> None:
+        """Begin a pass: with the state that the one before has left, if it `goes_on`."""
+        if not goes_on:
+            self._put_back()
+            self.state.restore()
         self.drawers.begin()
-
-    def restore(self) -> None:
-        self._buffers.restore()
 
 
 @contextmanager
-def steady(model: nn.Module, put_back: Callable[[], object]) -> Iterator[Steady]:
+def steady(model: nn.Module, state: State, put_back: Callable[[], object]) -> Iterator[Steady]:
     """Surround passes that can be compared."""
     with without_reentry(model), held(model) as drawers:
-        steady = Steady(model, drawers, put_back)
         try:
-            yield steady
+            yield Steady(state, drawers, put_back)
         finally:
-            steady.restore()
+            state.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +87,7 @@ class Told:
     """How far the parts are from the whole by each weight, on the rank where they are farthest."""
     tolerance: float
     words: str
+    is_gradient: bool
 
 
 class Comparison:
@@ -102,13 +102,32 @@ class Comparison:
         parameters: list[nn.Parameter],
         watch: Watch,
         steady: Steady,
+        scale: float,
     ) -> None:
         self._trainer, self._ranks, self._family, self._loss = trainer, ranks, family, loss
         self._parameters, self._watch, self._steady = parameters, watch, steady
+        self._scale = scale
+        self.weights = family.weights
+        """The weights that are compared."""
         self.why_untold = "it takes two examples to measure that they add up"
         self.cost = 0.0
         """Cells that were computed forward and backward."""
+        self.why_moved = ""
+        """Why what passes have moved forbids a division; empty if nothing does."""
+        self.overwritten: set[str] = set()
+        """Places that a pass writes anew, whatever it finds there (`_look_at_state`)."""
         self._is_gradient = True
+
+    def look(self, class_weights: ClassWeights, few: Inputs) -> None:
+        """Compare by class weights too, if the loss of a few examples is weighted by some."""
+        self._steady.begin()
+        attempt(lambda: class_weights.look(lambda: self._loss(few)))
+        self.weights = (*class_weights.weights, *self._family.weights)
+
+    def end_with(self, sample: Sample) -> None:
+        """Compute a whole and its parts last, from which `gathers.py` learns how metrics add up."""
+        for some in (sample.whole, *sample.parts):
+            self._pass(some)
 
     def first_that_tells(
         self, samples: list[Sample], idle: Sample, *, is_gradient: bool
@@ -127,10 +146,11 @@ class Comparison:
 
     def said(self, told: Told) -> str:
         """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
-        again = [self._passed(told.sample, (told.sample.whole,)) for _ in range(2)]
+        self._is_gradient = told.is_gradient
+        again = [self._pass(told.sample.whole) for _ in range(2)]
         if all(isinstance(one, list) for one in again):
             first, second = again
-            noise = _error(first[0], [second[0]], [1.0])  # type: ignore[index]
+            noise = _error(first, [second])  # type: ignore[arg-type, list-item]
             noise = self._ranks.highest(_whole(noise)) / 1e9
             if noise > told.tolerance:
                 return (
@@ -146,7 +166,30 @@ class Comparison:
         )
         return (
             f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off "
-            f"by {tried}"
+            f"by {tried}{self._said_of_weights(told)}"
+            + (f"; {self.why_moved}" if self.why_moved else "")
+        )
+
+    def _said_of_weights(self, told: Told) -> str:
+        """Say that a loss is a mean by weights which are not known, if it is; empty if not."""
+        if not self._family.is_vouched:
+            return ""
+        passes = [self._pass(some) for some in (told.sample.whole, *told.sample.parts)]
+        if any(isinstance(one, DidNotFit) for one in passes):
+            return ""
+        whole, *parts = (torch.cat(one) for one in passes)  # type: ignore[arg-type]
+        if not all(bool(one.isfinite().all()) for one in (whole, *parts)):
+            return ""
+        first, second = (
+            torch.linalg.lstsq(torch.stack(parts, 1), whole[:, None]).solution[:, 0].tolist()
+        )
+        off = float((first * parts[0] + second * parts[1] - whole).norm() / whole.norm())
+        if off > told.tolerance or abs(first + second - 1) > told.tolerance:
+            return ""
+        return (
+            f"; it is a mean by weights of its own, here {first:.3g} and {second:.3g}: those of a "
+            "torch.nn.functional.cross_entropy(weight=...) are known, and a sum that is divided by "
+            "num_items_in_batch needs none"
         )
 
     @property
@@ -154,7 +197,7 @@ class Comparison:
         return "gradient" if self._is_gradient else "loss"
 
     def _told(self, sample: Sample, *, is_idle: bool) -> Told | None:
-        measured = self._passed(sample, (sample.whole, *sample.parts))
+        measured = self._measured(sample)
         failed = isinstance(measured, DidNotFit)
         if self._ranks.highest(int(failed)):
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
@@ -163,24 +206,24 @@ class Comparison:
             )
             return None
         assert not isinstance(measured, DidNotFit)
-        self.cost += (_BOTH if self._is_gradient else _FORWARD) * cells(sample.whole)
-        tells = not is_idle and self._tells(measured)
+        whole, parts = measured
+        tells = not is_idle and self._tells(
+            [whole, *(one for some in parts.values() for one in some)]
+        )
         if not self._ranks.highest(int(tells)):
             self.why_untold = (
                 f"its {self._what} is 0, or not a number, on {sum(sample.nums)} examples, so it "
                 "cannot be measured whether it is the sum of its parts'"
             )
             return None
-        weights = self._family.weights
         errors = {
-            w: _error(measured[0], measured[1:], sample.factors(w)) if tells else 0.0
-            for w in weights
+            weight: self._ranks.highest(_whole(_error(whole, some) if tells else 0.0)) / 1e9
+            for weight, some in parts.items()
         }
-        errors = {
-            weight: self._ranks.highest(_whole(error)) / 1e9 for weight, error in errors.items()
-        }
-        told = Told(sample, errors, self._tolerance(), f"{sample.words}, {self._how()}")
-        return None if self._is_rounding(told, measured[0], tells=tells) else told
+        words = f"{sample.words}, {self._how()}"
+        words += "" if self._is_gradient or not self._ranks.bare.training else ", by the loss alone"
+        told = Told(sample, errors, self._tolerance(), words, self._is_gradient)
+        return None if self._is_rounding(told, whole, tells=tells) else told
 
     def _is_rounding(self, told: Told, whole: _Measured, *, tells: bool) -> bool:
         """Tell whether what no weight fits is nothing but rounding, so that the sample is no proof.
@@ -191,9 +234,9 @@ class Comparison:
         if not self._is_gradient or not told.tolerance < least < _NOT_A_NUMBER:
             return False
         with rounded_anew(self._ranks.bare):
-            again = self._passed(told.sample, (told.sample.whole,))
+            again = self._pass(told.sample.whole)
         # Without room for that it is not known, and a smaller sample has to tell.
-        noise = math.inf if isinstance(again, DidNotFit) else _error(whole, again, [1.0])
+        noise = math.inf if isinstance(again, DidNotFit) else _error(whole, [again])
         noise = self._ranks.highest(_whole(noise) if tells else 0) / 1e9
         self.why_untold = (
             f"its {self._what} is nothing but rounding on {sum(told.sample.nums)} examples, so it "
@@ -220,27 +263,72 @@ class Comparison:
     def _must_be_large(self) -> bool:
         return not self._is_gradient and self._ranks.bare.training
 
-    def _passed(self, sample: Sample, passes: tuple[Inputs, ...]) -> list[_Measured] | DidNotFit:
-        measured: list[_Measured] = []
-        for some in passes:
-            is_whole = some is sample.whole
-            one = self._pass(some, is_whole=is_whole)
-            if (
-                not isinstance(one, DidNotFit)
-                and is_whole
-                and self._ranks.highest(self._steady.drawers.to_eval())
-            ):
-                one = self._pass(some, is_whole=True)
-            if isinstance(one, DidNotFit):
-                return one
-            measured.append(one)
-        return measured
+    def _measured(
+        self, sample: Sample
+    ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
+        """Compute a sample, and its parts by each weight, as training would.
 
-    def _pass(self, some: Inputs, *, is_whole: bool) -> _Measured | DidNotFit:
-        self._steady.begin(is_whole=is_whole)
+        The gradient of a part is that of its loss times its factor: what a module injects in the
+        backward pass does not grow with the factor.
+        """
+        whole = self._pass(sample.whole)
+        if not isinstance(whole, DidNotFit) and self._ranks.highest(self._steady.drawers.to_eval()):
+            whole = self._pass(sample.whole)
+        if isinstance(whole, DidNotFit):
+            return whole
+        moved = [self._steady.state.moved()]
+        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in self.weights}
+        for place, part in enumerate(sample.parts):
+            passed: dict[float, _Measured] = {}
+            for weight in self.weights:
+                factor = sample.factors(weight)[place]
+                before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
+                if before not in passed or self._ranks.measures_together:
+                    one = self._pass(part, before)
+                    if isinstance(one, DidNotFit):
+                        return one
+                    passed[before] = one
+                if factor:  # a mean over no token is not a number
+                    parts[weight].append([each * (factor / before) for each in passed[before]])
+            moved.append(self._steady.state.moved())
+        if self._ranks.highest(int(any(moved) and self._ranks.bare.training)):
+            self._look_at_state(sample, moved)
+        return whole, parts
+
+    def _look_at_state(self, sample: Sample, moved: list[dict[str, Moved]]) -> None:
+        """Find out whether pieces that each begin with the same state leave that of the whole.
+
+        They do if a pass moves it alike whatever its rows are, as a counter, or writes it anew
+        whatever it was before, as the last output.
+        """
+        again = self._pass(sample.parts[1], goes_on=True)
+        after = self._steady.state.moved()
+        repeated = self._pass(sample.parts[1])
+        moved = [*moved, after, self._steady.state.moved()]
+        if isinstance(again, DidNotFit) or isinstance(repeated, DidNotFit):
+            return
+        why = why_not_divided(one for some in moved for one in some.values())
+        for key in {key for some in moved for key in some}:
+            whole, first, second, later, once_more = (
+                some[key].value if key in some else None for some in moved
+            )
+            if is_same(second, later) or not is_same(second, once_more):  # or it is a time
+                self.overwritten.add(key)
+            elif not (is_same(whole, first) and is_same(whole, second)):
+                words = next(some[key].words for some in moved if key in some)
+                why = why or f"{words} is moved by each pass according to its rows"
+        if self._ranks.highest(int(bool(why))):
+            self.why_moved = why or "a pass of another rank moves the state of the model"
+
+    def _pass(
+        self, some: Inputs, factor: float = 1.0, *, goes_on: bool = False
+    ) -> _Measured | DidNotFit:
+        self._steady.begin(goes_on=goes_on)
+        self.cost += (1 if self._is_gradient else _FORWARD) * cells(some)
         try:
             if self._is_gradient:
-                return self._ranks.gradient(lambda: self._loss(some), self._parameters)
+                scale = factor * self._scale
+                return self._ranks.gradient(lambda: self._loss(some) * scale, self._parameters)
             return attempt(lambda: self._value(some))
         except torch.OutOfMemoryError:
             raise
@@ -270,17 +358,15 @@ def _whole(error: float) -> int:
     return round(1e9 * (min(error, _NOT_A_NUMBER) if math.isfinite(error) else _NOT_A_NUMBER))
 
 
-def _error(whole: _Measured, parts: list[_Measured], factors: list[float]) -> float:
+def _error(whole: _Measured, parts: list[_Measured]) -> float:
     """Return how far the weighted parts are from the whole, relative to the larger of both.
 
-    It is the distance of the tensor that is farthest. A part that weighs nothing is left out: a
-    mean over no token is not a number.
+    It is the distance of the tensor that is farthest.
     """
     least = _LEAST_FRACTION * max(float(one.norm()) for one in whole)
     worst = 0.0
     for one, *some in zip(whole, *parts, strict=True):
-        weighted = [part * factor for part, factor in zip(some, factors, strict=True) if factor]
-        size = max([float(one.norm()), least, *(float(part.norm()) for part in weighted)])
-        off = float((sum(weighted) - one).norm())
+        size = max([float(one.norm()), least, *(float(part.norm()) for part in some)])
+        off = float((sum(some) - one).norm())
         worst = max(worst, off / size if size > 0 else off) if math.isfinite(off) else math.inf
     return worst

@@ -12,11 +12,13 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.evaluation.generated import Generated
 from trainer_plugins.survival.evaluation.parts import Parts, say_survived
 from trainer_plugins.survival.exact.delegated import check_delegated
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout, find_layout
+from trainer_plugins.survival.exact.modules import owners_of_state
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells, sizes
 from trainer_plugins.survival.ranks import Alone, kind_of
@@ -47,10 +49,12 @@ class Evaluation:
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer)
+        self._owners: dict[str, object] | None = None
 
     def begin_run(self) -> None:
         """Forget what was measured: it was of the model of another run."""
         self._certificates.clear()
+        self._owners = None
 
     def prediction_step(
         self,
@@ -94,7 +98,7 @@ class Evaluation:
 
         self._gathers.begin()
         self._is_over_items = num_items is not None
-        before = Snapshot(trainer, "eval")
+        before = self._before()
         if cells(inputs) > self._parts.limit:
             try:
                 return self._in_parts(compute, inputs, [])
@@ -112,7 +116,7 @@ class Evaluation:
     def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Result:
         family, trainer = self._attached.family, self._attached.trainer
         layout = find_layout(family.layouts, inputs)
-        num, before = layout.count(inputs), Snapshot(trainer, "eval")
+        num, before = layout.count(inputs), self._before()
         if failures:
             self._parts.failed(num, cells(inputs))
         elif num == 1:
@@ -130,12 +134,17 @@ class Evaluation:
         ):
             results.append((result, weight.share(weight.of(part, num_of_part), whole)))
             if not is_last:
-                before.restore_metrics()  # the metrics of the last part are those of the whole
+                before.begin_next()  # the metrics of the last part are those of the whole
         if failures:
             say_survived(
                 trainer, f"{num} {layout.unit} ({cells(inputs)} cells)", failures, len(results)
             )
         return _joined(layout, results)
+
+    def _before(self) -> Snapshot:
+        if self._owners is None:
+            self._owners = owners_of_state(self._attached.trainer.model)
+        return Snapshot(self._attached.trainer, "eval", State(self._owners))
 
     def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Result:
         with self._gathers.piece(share, is_last):
@@ -173,7 +182,7 @@ class Evaluation:
                 trainer, Alone(trainer, trainer.model), self._attached.family, is_trained=False
             )
             self._certificates[self._is_over_items] = certificate
-        if certificate.wants(kind := batch_kind(layout, inputs)):
+        if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 
             def loss(some: Inputs) -> torch.Tensor:
                 result = compute(some)

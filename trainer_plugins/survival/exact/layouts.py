@@ -104,6 +104,17 @@ class Rows:
             for name, value in inputs.items()
         }
 
+    def pick(self, inputs: Inputs, rows: list[int]) -> Batch:
+        """Take these rows, in this order."""
+        return {
+            name: value
+            if _length(value) is None
+            else value[rows]
+            if torch.is_tensor(value)
+            else [value[row] for row in rows]
+            for name, value in inputs.items()
+        }
+
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
 
@@ -115,8 +126,9 @@ class Rows:
             and torch.is_tensor(labels)
             and labels.dim() == 1
             and not labels.is_floating_point()
+            and bool((inputs["labels"] == IGNORED).any())
         ):
-            # Classes: one of them does not count.
+            # Classes: one of them does not count. Without any such, a loss may not know that label.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {
             name: value for name, value in few.items() if name.endswith(TEXT) and _is_text(value)

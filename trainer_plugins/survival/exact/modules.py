@@ -1,21 +1,22 @@
 """Modules: find those in which rows of a micro-batch, or passes, depend on each other.
 
-Known ones are found by their class before training. Unknown ones are found by their buffers, which
-the first forward pass of a run must leave as they are.
+Known ones are found by their class before training. Unknown ones are found by their state, which a
+forward pass moves.
 """
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from trainer_plugins.survival.attempt.snapshot import Placed, placed_buffers
+from trainer_plugins.survival.attempt.state import Moved, State
+from trainer_plugins.survival.exact.own_loss import LIBRARIES, is_foreign
 
 _NAMED_SO = re.compile(
     r"(?i)batch_?(re)?norm|inplace_?abn|evonorm(2d)?b|ghost_?norm|switch(able)?_?norm"
@@ -28,9 +29,6 @@ EvoNorm's variant B takes the variance of the micro-batch.
 _CAPACITIES = ("expert_capacity", "capacity_factor")
 _CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)
 """Routers that count the tokens of each row by themselves."""
-
-_LARGEST = 1 << 22
-"""Most numbers of a buffer that is watched: statistics are small."""
 
 
 def coupled_modules(model: nn.Module) -> Iterator[str]:
@@ -57,36 +55,47 @@ def rope_boundary(model: nn.Module) -> int | None:
     return min(lengths, default=None)
 
 
-class WatchedBuffers:
-    """Keeps the buffers of a model at a moment, to find out which one was moved since.
+def owners_of_state(model: nn.Module) -> dict[str, object]:
+    """Find the modules of a user's own, and the objects that they keep, by their paths.
 
-    The frequencies of rotary embeddings are left out: they are judged by name.
+    What libraries write is known, or judged by name: their modules keep caches, and attributes of
+    their own. A hook or a `forward` of a user's makes a module one of theirs.
     """
+    owners: dict[str, object] = {}
+    for path, module in model.named_modules():
+        if not (_is_written_by_user(module) or _is_hooked(module)):
+            continue
+        owners[path] = module
+        for name, value in vars(module).items():
+            if hasattr(value, "__dict__") and not callable(value) and _is_written_by_user(value):
+                owners[f"{path}.{name}"] = value
+    return owners
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before = {
-            (one.path, one.name): one.buffer.detach().to("cpu", copy=True)
-            for one in self._watched()
-        }
 
-    def what_moved(self) -> str:
-        """Say which of them has moved, as a reason to divide nothing; empty if none has."""
-        for owner, path, name, buffer in self._watched():
-            before = self._before.get((path, name))
-            if before is not None and not _is_same(before, buffer.detach().cpu()):
-                return (
-                    f"`{path}{'.' if path else ''}{name}`, a buffer of {type(owner).__name__}, is "
-                    "moved by each forward pass in training: pieces need several passes, and each "
-                    f"would see `{name}` as the one before left it"
-                )
-        return ""
+def full_state(model: nn.Module, *, has_parameters: bool) -> State:
+    """Take down all that a pass may move: of libraries' modules the buffers.
 
-    def _watched(self) -> Iterator[Placed]:
-        for one in placed_buffers(self._model, _LARGEST):
-            # A number that counts passes is moved by more of them, but changes no row.
-            if one.buffer.is_floating_point() and not one.name.endswith("inv_freq"):
-                yield one
+    Args:
+        model: without a wrapper, if it can be computed without.
+        has_parameters: whether parameters of a user's modules stay the same tensors in a pass.
+    """
+    modules = dict(model.named_modules())
+    return State(owners_of_state(model), modules, has_parameters=has_parameters)
+
+
+def why_not_divided(moved: Iterable[Moved]) -> str:
+    """Say why what one pass has moved forbids a division; empty if it does not.
+
+    Whole numbers, flags and attributes are put back for each piece, since a pass counts the same on
+    all rows.
+    """
+    for one in moved:
+        if one.is_learned or not one.is_restorable:
+            return (
+                f"{one.words} is moved by each forward pass in training: pieces need several "
+                "passes, and each would see it as the one before left it"
+            )
+    return ""
 
 
 def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
@@ -165,7 +174,12 @@ def _training_modules(model: nn.Module) -> set[nn.Module]:
     return training
 
 
-def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    if before.shape != now.shape:
-        return False
-    return bool(torch.allclose(before, now, rtol=0.0, atol=0.0, equal_nan=True))
+def _is_written_by_user(value: object) -> bool:
+    kinds = type(value).__mro__
+    roots = {kind.__module__.partition(".")[0] for kind in kinds}
+    return bool(roots - sys.stdlib_module_names - {*LIBRARIES})
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(map(is_foreign, hooks)) or is_foreign(module.forward)

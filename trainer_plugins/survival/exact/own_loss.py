@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-_LIBRARIES = (
+LIBRARIES = (
     *(
         "accelerate",
         "bitsandbytes",
@@ -27,6 +27,7 @@ _LIBRARIES = (
     ),
     *("trainer_plugins", "transformer_engine", "transformers", "trl", "wandb"),
 )
+"""Packages whose code keeps a model's loss, and whose modules keep no state of a run."""
 
 
 def what_replaces_the_loss(model: nn.Module) -> str:
@@ -40,7 +41,7 @@ def what_replaces_the_loss(model: nn.Module) -> str:
         if own is not None and any(is_foreign(function) for function in _chain(own)):
             return f"the forward of this {kind} was replaced by {_name(own)}"
         owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
-        patched = owner.__module__.partition(".")[0] in _LIBRARIES
+        patched = owner.__module__.partition(".")[0] in LIBRARIES
         if patched and any(is_foreign(function) for function in _chain(vars(owner)["forward"])):
             return f"{owner.__name__}.forward was replaced by {_name(vars(owner)['forward'])}"
     loss_type = getattr(module, "loss_type", None)
@@ -92,7 +93,7 @@ def _chain(function: object) -> Iterator[object]:
 
 def is_foreign(function: object) -> bool:
     """Tell whether a function comes from none of the libraries that keep the loss."""
-    return _home(function).partition(".")[0] not in _LIBRARIES
+    return _home(function).partition(".")[0] not in LIBRARIES
 
 
 def _home(function: object) -> str:

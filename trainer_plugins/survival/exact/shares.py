@@ -38,16 +38,16 @@ class Weight:
 
 
 def _tokens(inputs: Inputs, _: int) -> float:
-    return float(_is_counted(_labels(inputs)).sum())
+    return float(_is_counted(labels_of(inputs)).sum())
 
 
 def _next_tokens(inputs: Inputs, _: int) -> float:
-    return float(_is_counted(_labels(inputs)[..., 1:]).sum())
+    return float(_is_counted(labels_of(inputs)[..., 1:]).sum())
 
 
 def _tokens_in_sight(inputs: Inputs, _: int) -> float:
     """Count labels that the attention mask shows: some models leave out the others."""
-    labels, mask = _labels(inputs), inputs.get("attention_mask")
+    labels, mask = labels_of(inputs), inputs.get("attention_mask")
     is_counted = _is_counted(labels)
     if torch.is_tensor(mask) and mask.shape == labels.shape:
         is_counted &= (mask == 1).to(is_counted.device)
@@ -65,7 +65,12 @@ def _completion_tokens(inputs: Inputs, _: int) -> float:
     return float((mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum())
 
 
-def _labels(inputs: Inputs) -> torch.Tensor:
+def labels_of(inputs: Inputs) -> torch.Tensor:
+    """Return the labels by which parts are weighed.
+
+    Raises:
+        IndivisibleError: there are none.
+    """
     labels = inputs.get("labels")
     if not torch.is_tensor(labels):
         raise IndivisibleError("it has no `labels` by which to weigh its parts")
@@ -86,7 +91,7 @@ def _is_counted(labels: torch.Tensor) -> torch.Tensor:
 
 def _labelled_rows(inputs: Inputs, _: int) -> float:
     """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
-    labels = _labels(inputs)
+    labels = labels_of(inputs)
     return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
 
 

@@ -10,7 +10,9 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.devices.host import HostDevice
-from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
+from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.sources import Sources
+from trainer_plugins.survival.exact.modules import full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
 
@@ -36,8 +38,9 @@ class Kept:
         _look_for_room(self._weights, optimizer)
         self._values = [_host(weight) for weight in self._weights]
         self._states = None if optimizer is None else States(optimizer)
-        self._buffers = Buffers(model)
+        self._state = full_state(model, has_parameters=False)
         self._modes = [(module, module.training) for module in model.modules()]
+        self._sources = sources_of(trainer)
         self._metrics = [Snapshot(trainer, mode) for mode in ("train", "eval")]
         self._owners = [(each, attributes(each)) for each in _owners(trainer)]
         self._callback_states = trainer.state.stateful_callbacks
@@ -61,7 +64,8 @@ class Kept:
         self.restore_weights()
         if self._states is not None:
             self._states.restore()
-        self._buffers.restore()
+        self._state.restore()
+        self._sources.restore()
         for module, mode in self._modes:
             module.training = mode
         for owner, before in self._owners:
@@ -70,6 +74,14 @@ class Kept:
         self._callback_states.update(self._values_of_callbacks)
         for metrics in self._metrics:
             metrics.restore_metrics()
+
+
+def sources_of(trainer: Trainer) -> Sources:
+    """Find what the rows of a run and their outputs are drawn from."""
+    names = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+    loader = trainer.callback_handler.train_dataloader
+    roots = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
+    return Sources(*roots, *(getattr(trainer, name, None) for name in names), trainer)
 
 
 class States:

@@ -15,7 +15,7 @@ from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import cannot_be_taken_back
-from trainer_plugins.survival.rehearsal.kept import Kept
+from trainer_plugins.survival.rehearsal.kept import Kept, sources_of
 from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch, first_words
 from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.upkeep.agreement import agreement_within
@@ -122,6 +122,8 @@ class _Rehearsal:
 def _reasons(trainer: Trainer) -> Iterator[str]:
     """Give every reason why nothing of a run is rehearsed."""
     yield from cannot_be_taken_back(trainer)
+    if why := sources_of(trainer).why_not:
+        yield why
     family = family_of(trainer)
     if isinstance(family, Family) and any(isinstance(one, Completions) for one in family.layouts):
         yield "the length of completions is not known yet"

@@ -8,11 +8,13 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from trainer_plugins.survival.attempt.state import Moved, is_same
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
 from trainer_plugins.survival.exact.layouts import TOKEN_IDS, IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.exact.modules import why_not_divided
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import num_that_fit, sizes
-from trainer_plugins.survival.micro_batch import MicroBatch, Piece
+from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.words import Story, in_doubt
 
@@ -29,6 +31,8 @@ class Measured:
         self._run, self._attached, self._micro = run, run.attached, micro
         self._story = Story()
         self._layout: Layout | None = None
+        self._moved: dict[str, Moved] | None = None
+        """What the first piece has moved of the model's state."""
         self._why_whole = ""
         """Why the micro-batch cannot be divided."""
         try:
@@ -41,7 +45,7 @@ class Measured:
         """Return the weight by which pieces add up, measured if that is unknown or due again."""
         certificate = self._run.certificate
         try:
-            if certificate.wants(self._kind):
+            if certificate.wants(self._kind, self._micro.whole.inputs):
                 self._measure(layout, num_fit)
         except IndivisibleError as error:  # a buffer that moved is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error
@@ -53,16 +57,40 @@ class Measured:
         certificate, loss = self._run.certificate, partial(self._loss, model=self._run.model)
         with self._measuring(shows_metrics=not certificate.knows(layout)) as put_back:
             try:
-                certificate.measure(layout, self._micro.whole.inputs, num_fit, loss, put_back)
+                certificate.measure(
+                    layout, self._micro.whole.inputs, num_fit, loss, put_back, self._micro.scale
+                )
             except IndivisibleError as error:
-                if certificate.why_broken and certificate.unchecked_since is not None:
-                    self._run.say(
-                        in_doubt(
-                            certificate.unchecked_since, self._run.state.global_step, str(error)
-                        )
-                    )
+                if certificate.why_broken and certificate.divided_since is not None:
+                    last = self._run.state.global_step
+                    self._run.say(in_doubt(certificate.divided_since, last, str(error)))
                 raise
         self._story.measured = certificate.known
+
+    def _look_at_state(self, piece: Piece, start: Start, *, is_last: bool) -> None:
+        """Check that each piece has moved the model's state as the others did.
+
+        Raises:
+            IndivisibleError: it did not, and no piece has reached other ranks yet.
+        """
+        moved = start.snapshot.state.moved()
+        if piece is self._micro.whole or not (moved or self._moved):
+            return
+        why = why_not_divided(moved.values())
+        certificate = self._run.certificate
+        first = self._moved = moved if self._moved is None else self._moved
+        for key in (moved.keys() | first.keys()) - certificate.overwritten:
+            values = [some[key].value if key in some else None for some in (first, moved)]
+            if not is_same(*values):
+                words = (moved.get(key) or first[key]).words
+                why = why or f"{words} is moved by each pass according to its rows"
+        if not why or certificate.why_broken:
+            return
+        certificate.why_broken = why
+        if not is_last:
+            raise IndivisibleError(why)
+        step = self._run.state.global_step + 1
+        self._run.say(in_doubt(certificate.divided_since or step, step, why))
 
     @cached_property
     def _kind(self) -> Kind:

@@ -76,7 +76,8 @@ class Planned(Recovery):
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
         # What was not measured together, at the first micro-batch, one rank must not measure: it is
         # computed whole.
-        if self._layout is not None and self._run.certificate.knows(self._layout):
+        known = self._layout is not None and self._run.certificate.knows(self._layout)
+        if self._layout and known and not self._run.certificate.new_classes(whole.inputs):
             with suppress(IndivisibleError):
                 weight = self._run.certificate.weight(self._layout, self._kind)
                 cuts = [cut for cut in even(whole.num, num) if cut]

@@ -142,6 +142,8 @@ class Recovery(Measured):
             start = self._run.start()
             try:
                 loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+                if not isinstance(loss, DidNotFit):
+                    self._look_at_state(piece, start, is_last=not queue)
             except Exception as error:
                 if piece is self._micro.whole:
                     raise
@@ -160,7 +162,7 @@ class Recovery(Measured):
                 self._run.memo.pace.computed(piece.num_cells, piece is not self._micro.whole)
             self._count_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
-                self._micro.start.snapshot.restore_metrics()
+                self._micro.start.snapshot.begin_next()
         self._run.ranks.finished()
         self._tell()
         assert total is not None
@@ -315,7 +317,7 @@ class Recovery(Measured):
 
 
 def part_raised(error: Exception) -> str:
-    """Say that a part of a micro-batch raised an error of its own."""
+    """Say that a part of a micro-batch raised an error of its own, or moved the model's state."""
     if isinstance(error, IndivisibleError):
         return str(error)
     return f"a part of it cannot be computed: {type(error).__name__}: {error}"

@@ -12,10 +12,12 @@ from time import perf_counter
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.survival.attempt.snapshot import Buffers, Snapshot
+from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.exact.layouts import (
     Batch,
     Completions,
@@ -45,7 +47,14 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
     """
     if run.ranks.highest(int(run.card is None or run.card.read() is None or run.memo.is_rehearsed)):
         return
-    with _without_trace(run):
+    sources = None
+    with run.memo.harmless():
+        sources = _sources(run.attached.trainer)
+    if sources is not None and sources.why_not:
+        logger.info("nothing is rehearsed: %s", sources.why_not)
+    if run.ranks.highest(int(sources is None or bool(sources.why_not))) or sources is None:
+        return
+    with _without_trace(run, sources):
         rehearsal = None
         with run.memo.harmless():  # it asks the user's data set and collator
             rehearsal = _Rehearsal(run, num_items, scale)
@@ -181,17 +190,25 @@ def _longest_batch(run: Run) -> Inputs:
     return batch
 
 
+def _sources(trainer: Trainer) -> Sources:
+    """Find what the rehearsed rows, and the Trainer, draw from and count with."""
+    loader = trainer.callback_handler.train_dataloader
+    rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
+    return Sources(*rows, trainer)
+
+
 @contextmanager
-def _without_trace(run: Run) -> Iterator[None]:
-    """Restore generators, metrics and buffers afterwards.
+def _without_trace(run: Run, sources: Sources) -> Iterator[None]:
+    """Restore generators, metrics, the model's state and that of the data afterwards.
 
     `ranks.most` takes care of gradients, and weights do not move.
     """
-    before, buffers = Snapshot(run.attached.trainer), Buffers(run.model)
+    before = Snapshot(run.attached.trainer, state=run.full_state())
     try:
         yield
     finally:
-        buffers.restore()
         before.restore()
+        with run.memo.harmless():
+            sources.restore()
         if run.card is not None:
             run.card.reset_peak()

@@ -106,11 +106,14 @@ class Replay(Planned):
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
             replay._total, replay._story.pieces = None, []
-            for piece in replay._pieces(num):
+            for number, piece in enumerate(replay._pieces(num)):
+                if number:
+                    replay._micro.start.snapshot.state.restore()
                 loss = self._ranks.attempt(partial(replay._compute, piece, True))
                 if isinstance(loss, DidNotFit):
                     self.failed(piece, replay._micro.start, loss, replay._phase)
                     return False
+                replay._look_at_state(piece, replay._micro.start, is_last=True)
                 replay._total = loss if replay._total is None else replay._total + loss
                 replay._story.pieces.append(piece.num)
                 replay._count_computed(piece)
@@ -168,8 +171,10 @@ class Replay(Planned):
         certificate = self._run.certificate
         if self._layout is None or self._micro.whole.num < 2:
             return False
-        is_first = self._micro is self._window.micros[0]
-        return certificate.is_new(self._kind) or (is_first and certificate.wants(self._kind))
+        is_first, inputs = self._micro is self._window.micros[0], self._micro.whole.inputs
+        return certificate.is_new(self._kind, inputs) or (
+            is_first and certificate.wants(self._kind, inputs)
+        )
 
     def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
         """Measure by which weights pieces add up, if one rank does not know it.

@@ -1,0 +1,211 @@
+"""State that a forward pass moves: each piece finds what the whole would have found, or nothing is divided."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import tiny_llama
+from tests.survival.failing import Run, gradients_off_by, off_by, small_trainer, survive
+from tests.survival.test_attach import remarks
+from trainer_plugins import survive_oom
+
+
+class Stateful(nn.Module):
+    """A norm that warms up: by some count of its passes it lets more and more through."""
+
+    num: Any
+    mean: Any
+    is_begun: torch.Tensor
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def count(self, hidden) -> float:
+        raise NotImplementedError
+
+    def forward(self, hidden):
+        return self.norm(hidden) * min(1.0, self.count(hidden) / 20)
+
+
+class IntegerBuffer(Stateful):
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.register_buffer("num", torch.zeros((), dtype=torch.long))
+
+    def count(self, hidden):
+        self.num += 1
+        return int(self.num)
+
+
+class ByItsData(IntegerBuffer):
+    def count(self, hidden):
+        self.num.data.add_(1)  # which no version counter tells
+        return int(self.num)
+
+
+class Attribute(Stateful):
+    num = 0
+
+    def count(self, hidden):
+        self.num += 1
+        return self.num
+
+
+class Nested(Stateful):
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.seen: dict[str, list[Any]] = {"passes": [0, ()]}
+
+    def count(self, hidden):
+        self.seen["passes"][0] += 1
+        return self.seen["passes"][0]
+
+
+class Clock:
+    ticks = 0
+
+
+class OfAnObject(Stateful):
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.clock = Clock()
+
+    def count(self, hidden):
+        self.clock.ticks += 1
+        return self.clock.ticks
+
+
+class Tensor(Stateful):
+    """Replaces a tensor that is no buffer; it appears with the first pass."""
+
+    def count(self, hidden):
+        self.num = getattr(self, "num", torch.zeros(())) + 1
+        return float(self.num)
+
+
+class Remembers(Attribute):
+    """Keeps the last output and the mask of its size as well, which are made anew by each pass."""
+
+    mask = last = None
+
+    def count(self, hidden):
+        if self.mask is None or self.mask.size(0) < len(hidden):
+            self.mask = torch.ones(len(hidden), 4)
+        self.at = time.perf_counter()
+        self.last, self.largest = hidden.detach(), float(hidden.detach().abs().max())
+        return super().count(hidden)
+
+
+KINDS = (IntegerBuffer, ByItsData, Attribute, Nested, OfAnObject, Tensor, Remembers)
+
+
+def with_norms(*kinds):
+    model = tiny_llama()
+    for kind in kinds:
+        model.model.norm = kind(model.model.norm)
+    model.lm_head.num = 0
+
+    def count(module, args, output):
+        module.num += 1
+        return output * min(1.0, module.num / 20)
+
+    model.lm_head.register_forward_hook(count)
+    return model.double()
+
+
+def counts(model) -> list[float]:
+    return [
+        model.lm_head.num,
+        *(m.count(torch.ones(1)) for m in model.modules() if isinstance(m, Stateful)),
+    ]
+
+
+def test_a_count_is_put_back_for_each_piece(tmp_path) -> None:
+    """One fails in its forward pass, one in its backward pass; the others are divided beforehand."""
+    whole, survived = survive(
+        lambda: small_trainer(tmp_path, with_norms(*KINDS), steps=4), {0: 0.3, 3: 0.8}
+    )
+    assert gradients_off_by(survived, whole) <= 1e-6
+    assert counts(survived.trainer.model) == counts(whole.trainer.model) == [8] + [9] * len(KINDS)
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 2
+
+
+class Average(Stateful):
+    """Divides by a running mean, in an attribute, which begins with the first pass."""
+
+    num, begins = 0, 1
+
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.keep(torch.ones(()))
+
+    def keep(self, mean) -> None:
+        self.mean = mean
+
+    def forward(self, hidden):
+        self.num += 1
+        if self.num >= self.begins:
+            self.mean = 0.5 * self.mean + 0.5 * hidden.detach().abs().mean()
+        return self.norm(hidden) / self.mean
+
+
+class Late(Average):
+    """The same in a buffer, and from the seventh pass on."""
+
+    begins = 7
+
+    def keep(self, mean) -> None:
+        self.register_buffer("mean", mean)
+
+
+class FirstBatch(Stateful):
+    """Takes its scale from the first rows that it meets, as ActNorm does."""
+
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.register_buffer("is_begun", torch.tensor(False))
+
+    def forward(self, hidden):
+        if not bool(self.is_begun):
+            self.scale.data.copy_(1 / hidden.detach().std((0, 1)))
+            self.is_begun.fill_(True)
+        return self.norm(hidden) * self.scale
+
+
+REFUSED = {
+    Average: (r"`model.norm.mean`, an attribute of Average, is moved by each pass according to", 0),
+    FirstBatch: (r"`model.norm.scale`, a parameter of FirstBatch, is moved by each forward", 0),
+    Late: (r"`model.norm.mean`, a buffer of Late, is moved by each forward pass", 7),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_statistics_of_rows_are_refused_by_name(tmp_path, kind) -> None:
+    why, fails = REFUSED[kind]
+    trainer = small_trainer(tmp_path, with_norms(kind), steps=8)
+    survive_oom(trainer, ladder=())
+    with pytest.raises((torch.OutOfMemoryError, ValueError), match=why):
+        Run(trainer, {fails: [100]})
+    assert len(remarks(tmp_path, "out-of-memory-survived")) == 0
+    assert int(getattr(trainer.model.model.norm, "is_begun", 0)) == 0
+
+
+def test_a_mean_that_begins_to_move_between_two_measurements(tmp_path) -> None:
+    """Each micro-batch is divided beforehand; the one in which it begins is taken back."""
+    from tests.survival.test_rehearsal import KnowsTheLimit
+
+    whole = Run(small_trainer(tmp_path, with_norms(Late), steps=8))
+    trainer = small_trainer(tmp_path, with_norms(Late), steps=8)
+    survive_oom(trainer, ladder=(), on_refusal="warn")
+    trainer.add_callback(KnowsTheLimit(trainer, 30))
+    divided = Run(trainer)
+    assert gradients_off_by(divided, whole) <= 1e-6
+    assert off_by(divided.weights, whole.weights) <= 1e-4
+    assert float(trainer.model.model.norm.mean) == pytest.approx(
+        float(whole.trainer.model.model.norm.mean)
+    )

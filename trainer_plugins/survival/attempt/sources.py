@@ -1,0 +1,137 @@
+"""Sources: what a data set, a collator and a Trainer draw from and count with, to put it back."""
+
+import copy
+import functools
+import io
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer_plugins.survival.attempt.state import State
+
+_MOST_ITEMS = 1000
+"""Longer collections hold rows, and no generators."""
+
+_MOST_OBJECTS = 20_000
+
+_CLOSED = frozenset(
+    (
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "trl",
+        "tokenizers",
+        "pyarrow",
+        "trainer_plugins",
+    )
+)
+"""Packages whose objects are not gone through: they keep no generator that draws rows."""
+
+
+class Sources:
+    """Finds the generators and plain attributes that hang on a user's objects, and keeps them.
+
+    It goes through attributes, collections, closures and the globals that functions name.
+
+    Args:
+        roots: where to begin.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._restores: list[Callable[[], object]] = []
+        self.why_not = ""
+        """What cannot be put back, in words; empty if all that was found can."""
+        self._owners: dict[str, object] = {}
+        self._seen: dict[int, object] = {}
+        waiting = deque(roots)
+        while waiting and len(self._seen) < _MOST_OBJECTS:
+            one = waiting.popleft()
+            if id(one) not in self._seen and not isinstance(one, str | int | float | torch.Tensor):
+                self._seen[id(one)] = one
+                waiting.extend(self._look_at(one))
+        self._state = State(self._owners)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for restore in self._restores:
+            restore()
+        self._state.restore()
+
+    def _look_at(self, one: Any) -> Iterator[object]:
+        if restore := _restore_of(one):
+            self._restores.append(restore)
+        elif _is_consumed(one):
+            self.why_not = f"rows come from a {type(one).__name__}, which cannot be put back"
+        elif isinstance(one, dict | list | tuple | set | deque):
+            if len(one) <= _MOST_ITEMS:
+                yield from one.values() if isinstance(one, dict) else one
+        elif isinstance(one, functools.partial):
+            yield from (one.func, *one.args, *one.keywords.values())
+        elif isinstance(one, types.MethodType):
+            yield from (one.__self__, one.__func__)
+        elif isinstance(one, types.FunctionType):
+            yield from _named_in(one)
+        elif hasattr(one, "__dict__") and not isinstance(one, type | nn.Module) and _is_open(one):
+            if _is_users(type(one)):
+                self._owners[f"{len(self._owners)}"] = one
+                for kind in filter(_is_users, type(one).__mro__):
+                    yield from (v for v in vars(kind).values() if _restore_of(v) or callable(v))
+            yield from vars(one).values()
+
+
+def _restore_of(one: Any) -> Callable[[], object] | None:
+    """Return what puts a generator back; None if it is none."""
+    if isinstance(one, random.Random):
+        return functools.partial(one.setstate, one.getstate())
+    if isinstance(one, np.random.RandomState):
+        return functools.partial(one.set_state, one.get_state())
+    if isinstance(one, np.random.Generator | np.random.BitGenerator):
+        bits: Any = getattr(one, "bit_generator", one)
+        return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
+    if isinstance(one, torch.Generator):
+        return functools.partial(one.set_state, one.get_state())
+    return None
+
+
+def _is_consumed(one: object) -> bool:
+    is_built_in = type(one).__module__ in ("builtins", "itertools", "collections")
+    is_iterator = hasattr(type(one), "__next__") and not isinstance(one, io.IOBase)
+    return is_built_in and is_iterator
+
+
+def _named_in(function: types.FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty still
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    if _is_users(function):
+        for name in function.__code__.co_names:
+            yield function.__globals__.get(name)
+
+
+def _is_open(one: object) -> bool:
+    home = type(one).__module__
+    if home.startswith("torch.utils.data"):  # a subset holds a data set
+        return True
+    return home.partition(".")[0] not in _CLOSED | sys.stdlib_module_names
+
+
+def _is_users(one: Any) -> bool:
+    """Tell whether code is no installed package's: those keep their own state."""
+    module = sys.modules.get(getattr(one, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    root = getattr(one, "__module__", None) or "builtins"
+    return not is_installed and root.partition(".")[0] not in (
+        sys.stdlib_module_names | {"trainer_plugins"}
+    )
