@@ -233,12 +233,12 @@ def test_a_loss_that_is_asked_for_otherwise_is_weighed_otherwise(tmp_path) -> No
 
 
 def test_what_trl_counts_is_counted_once(tmp_path) -> None:
-    """It fails at the end of the first batch, and, after six passes that measure, at the end of its second part."""
+    """It fails at the end of the first batch, and, after nine passes that measure, at the end of its second part."""
     pytest.importorskip("trl")
     from tests.survival.test_trl import sft
 
     def metrics(fail_after: int) -> tuple[dict[str, float], int]:
-        trainer, begun, fail_in = sft(tmp_path), [], (1, 9) if fail_after else ()
+        trainer, begun, fail_in = sft(tmp_path), [], (1, 12) if fail_after else ()
         trainer.model.lm_head.weight.data.mul_(30)  # for entropies that differ from part to part
         nums, compute_loss = [], trainer.compute_loss
         with Allocations() as allocations:

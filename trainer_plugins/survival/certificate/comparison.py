@@ -125,9 +125,14 @@ class Comparison:
         self.weights = (*class_weights.weights, *self._family.weights)
 
     def end_with(self, sample: Sample) -> None:
-        """Compute a whole and its parts last, from which `gathers.py` learns how metrics add up."""
-        for some in (sample.whole, *sample.parts):
-            self._pass(some)
+        """Compute a whole and its parts last, from which `gathers.py` learns how metrics add up.
+
+        Raises:
+            IndivisibleError: one of them did not fit.
+        """
+        passed = [self._pass(some) for some in (sample.whole, *sample.parts)]
+        if self._ranks.highest(sum(isinstance(one, DidNotFit) for one in passed)):
+            raise IndivisibleError("there was no room to measure how its metrics add up")
 
     def first_that_tells(
         self, samples: list[Sample], idle: Sample, *, is_gradient: bool
