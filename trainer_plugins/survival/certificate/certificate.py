@@ -176,7 +176,7 @@ class Certificate:
                 )
                 told, remaining = self._judged(comparison, asked)
                 if self._ranks.highest(int(not self.knows(layout))):
-                    comparison.end_with((*short(layout, inputs), idle(layout, inputs))[0])
+                    comparison.end_with(short(layout, inputs), idle(layout, inputs))
                 self.overwritten |= comparison.overwritten
         except NotAdditiveError as error:
             if self.divided_since is not None:

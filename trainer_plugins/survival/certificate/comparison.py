@@ -124,15 +124,17 @@ class Comparison:
         attempt(lambda: class_weights.look(lambda: self._loss(few)))
         self.weights = (*class_weights.weights, *self._family.weights)
 
-    def end_with(self, sample: Sample) -> None:
+    def end_with(self, samples: list[Sample], idle: Sample) -> None:
         """Compute a whole and its parts last, from which `gathers.py` learns how metrics add up.
 
         Raises:
-            IndivisibleError: one of them did not fit.
+            IndivisibleError: no sample fits.
         """
-        passed = [self._pass(some) for some in (sample.whole, *sample.parts)]
-        if self._ranks.highest(sum(isinstance(one, DidNotFit) for one in passed)):
-            raise IndivisibleError("there was no room to measure how its metrics add up")
+        for sample in self._in_turn(samples, idle):
+            passed = [self._pass(some) for some in (sample.whole, *sample.parts)]
+            if not self._ranks.highest(sum(isinstance(one, DidNotFit) for one in passed)):
+                return
+        raise IndivisibleError("there was no room to measure how its metrics add up")
 
     def first_that_tells(
         self, samples: list[Sample], idle: Sample, *, is_gradient: bool
@@ -143,11 +145,15 @@ class Comparison:
             What it has shown; None, on every rank, if there is no such sample.
         """
         self._is_gradient = is_gradient
-        for place in range(self._ranks.highest(len(samples))):
-            sample = samples[min(place, len(samples) - 1)] if samples else idle
+        for sample in self._in_turn(samples, idle):
             if (told := self._told(sample, is_idle=not samples)) is not None:
                 return told
         return None
+
+    def _in_turn(self, samples: list[Sample], idle: Sample) -> Iterator[Sample]:
+        """Give as many samples as the rank with most has, the last one again where they end."""
+        for place in range(self._ranks.highest(len(samples))):
+            yield samples[min(place, len(samples) - 1)] if samples else idle
 
     def said(self, told: Told) -> str:
         """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
