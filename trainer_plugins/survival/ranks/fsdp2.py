@@ -335,7 +335,7 @@ class FSDP2(Together):
         """
         why = "not one short example fits"
         for _ in range(_TRIES):
-            self.model.reset_iter_state()
+            self._forget_pass()
             self._ledger.rewind()
             try:
                 if not isinstance(super().attempt(self._tiny), DidNotFit):
@@ -347,9 +347,12 @@ class FSDP2(Together):
 
     def _start_anew(self) -> None:
         """Undo what an evaluation leaves: gathered weights, and its order of prefetching."""
-        if self.model._get_fsdp_state()._is_root is not None:  # has run before
-            self.model.reset_iter_state()
+        self._forget_pass()
         self._settle()
+
+    def _forget_pass(self) -> None:
+        if self.model._get_fsdp_state()._is_root is not None:  # has come to a forward pass before
+            self.model.reset_iter_state()
 
     def _settle(self) -> None:
         """Let the next pass begin alike on every rank: nothing sent, and no weight gathered."""
