@@ -79,7 +79,7 @@ class State:
         """
         moved = {}
         for place in self._places():
-            if place.name.endswith("inv_freq"):
+            if place.is_frequency:
                 continue
             kept = self._kept.get(place.key)
             if kept is None or kept.has_moved():
@@ -116,6 +116,11 @@ class _Place:
     words: str
     is_learned: bool
 
+    @property
+    def is_frequency(self) -> bool:
+        """Tell whether it is of a rotary embedding, which replaces it and never writes into it."""
+        return self.name.endswith("inv_freq")
+
 
 def _places(
     path: str,
@@ -141,7 +146,7 @@ class _Kept:
     def __init__(self, place: _Place) -> None:
         self._place, self._value = place, place.holder[place.name]
         self._num_writes = self._value._version if torch.is_tensor(self._value) else 0
-        self._copy = _copied(self._value)
+        self._copy = None if place.is_frequency else _copied(self._value)
 
     def is_restorable(self) -> bool:
         """Tell whether the value can be put back: not a large tensor that was written to."""

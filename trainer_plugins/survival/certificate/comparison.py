@@ -300,7 +300,10 @@ class Comparison:
                         return one
                     passed[before] = one
                 if factor:  # a mean over no token is not a number
-                    parts[weight].append([each * (factor / before) for each in passed[before]])
+                    one = passed[before]
+                    parts[weight].append(
+                        one if before == factor else [each * factor for each in one]
+                    )
             moved.append(self._steady.state.moved())
         if self._ranks.highest(int(any(moved) and self._ranks.bare.training)):
             self._look_at_state(sample, moved)
