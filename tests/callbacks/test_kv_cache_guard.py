@@ -77,6 +77,24 @@ class Asking(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache, **kwargs)
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_no_checkpointed_forward_builds_a_cache(make_trainer, checkpointing: bool) -> None:
+    model = Asking(tiny_llama().config)
+
+    make_trainer(
+        KVCacheGuard(),
+        model=model,
+        gradient_checkpointing=checkpointing,
+        eval_strategy="steps",
+        eval_steps=4,
+    ).train()
+
+    assert {use_cache for training, use_cache in model.asked if training} == {not checkpointing}
+    assert {use_cache for training, use_cache in model.asked if not training} == {
+        True
+    }  # evaluation is left alone
+
+
 class Failing(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.inside = text(kwargs["model"])
@@ -224,8 +242,11 @@ def encoder_decoder_pair() -> EncoderDecoderModel:
     return EncoderDecoderModel(config)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["T5", "MT5", "Bart", "MBart", "Whisper", "Llava", "a pair"])
-def test_the_presets_leave_every_number_as_it_was(tmp_path, monkeypatch, name: str) -> None:
+def test_the_presets_leave_every_number_as_it_was(
+    tmp_path, monkeypatch, name: str, checkpointing: bool
+) -> None:
     """Where a decoder has a config of its own, plain training builds a cache, and rounds by it."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     torch.manual_seed(0)
@@ -247,9 +268,8 @@ def test_the_presets_leave_every_number_as_it_was(tmp_path, monkeypatch, name: s
     for preset in (None, "memory_safe", "survive"):
         model = copy.deepcopy(made)
         settings = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
-        args = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=4, disable_tqdm=True, **settings
-        )
+        settings |= {"gradient_checkpointing": checkpointing, "disable_tqdm": True}
+        args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, **settings)
         trainer = Trainer(model, args, train_dataset=rows)
         if preset:
             protect(trainer, preset)

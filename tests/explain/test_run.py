@@ -23,7 +23,7 @@ from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.launch.place import place
 from trainer_plugins.oom import classify
-from trainer_plugins.record.folder import write_new
+from trainer_plugins.record.folder import folder_of_run, write_new
 from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
 from trainer_plugins.record.run_facts import Launch, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Timeline, timeline_of_run
@@ -172,9 +172,10 @@ def test_a_run_that_was_killed_is_found_out(make_trainer, tmp_path) -> None:
     assert report(folder).startswith("[run-cut-off] the run ended without a word")
 
     # The other rank, which waits for a rank that was killed, is told of by its backend.
-    shutil.copy(folder / "memory" / "rank-0.jsonl", folder / "memory" / "rank-1.jsonl")
+    timelines = folder_of_run(folder) / "memory"
+    shutil.copy(timelines / "rank-0.jsonl", timelines / "rank-1.jsonl")
     lost = Failure(step=3, words="RuntimeError: Connection reset by peer")
-    Timeline(folder / "memory" / "rank-1.jsonl").add(lost)
+    timeline_of_run(str(folder), 1).add(lost)
     said = explain_run(folder)
     assert said.causes[0].summary.startswith("rank 0 of 2 ended without a word")
     assert "rank 1 raised in step 3: RuntimeError: Connection reset by peer" in (
@@ -334,15 +335,16 @@ def test_a_log_that_names_the_record_of_its_run_is_answered_by_it(
     said = answered("-", stdin=log.read_text()) if cwd == "piped" else answered(log)
     assert said["causes"][0]["code"] == "capacity"
     assert "the log names the record of its run, which was read: " in said["facts"][0]
-    assert said["facts"][0].endswith("run/oom-rank0.json")
+    assert said["facts"][0].endswith("run/_trainer_plugins/oom-rank0.json")
     assert said["facts"][1].startswith("rank 0 of 1 ran out of memory in step 0 (train, ")
-    assert answered(tmp_path / "run" / "oom-rank0.json")["causes"] == said["causes"]
+    record = folder_of_run(tmp_path / "run") / "oom-rank0.json"
+    assert answered(record)["causes"] == said["causes"]
     assert answered(tmp_path / "run")["causes"][0]["code"] == "save-gather"
 
 
 @pytest.mark.parametrize("what", ["missing", "damaged", "fifo", "of another run", "unbalanced"])
 def test_a_record_that_is_not_there_leaves_the_words(died, tmp_path, what: str) -> None:
-    path, log = tmp_path / "run" / "oom-rank0.json", tmp_path / "train.log"
+    path, log = folder_of_run(tmp_path / "run") / "oom-rank0.json", tmp_path / "train.log"
     said = (tmp_path / "run" / "stderr").read_text()
     if what == "of another run":
         path.write_text(json.dumps(asdict(replace(died, step=7))))
@@ -357,7 +359,7 @@ def test_a_record_that_is_not_there_leaves_the_words(died, tmp_path, what: str) 
     log.write_text(said + GUESSED)
     found = answered(log)
     assert found["causes"][0]["code"] == "logits-loss"
-    assert ("run/oom-rank0.json" in str(found["unknown"])) is (what != "unbalanced")
+    assert ("_trainer_plugins/oom-rank0.json" in str(found["unknown"])) is (what != "unbalanced")
 
 
 def test_what_only_words_show_is_taken_from_them(died, tmp_path) -> None:
@@ -394,7 +396,7 @@ def test_a_folder_of_nobody_is_refused(tmp_path) -> None:
 )
 def test_damaged_records_are_left_out(died, tmp_path, text: str) -> None:
     for name in ("oom-rank0-7.json", "run-7.json"):
-        path = tmp_path / "run" / name
+        path = folder_of_run(tmp_path / "run") / name
         os.mkfifo(path) if text == "fifo" else path.write_text(text)
     assert first(explain_run(tmp_path / "run")) == "capacity"
     assert len(read_run_facts(tmp_path / "run")) == 1
@@ -457,7 +459,7 @@ def test_survival_that_was_refused_is_not_offered_again(died, tmp_path, place: s
         text = f"{died.error.text}\nsurvive_oom could not help: its gradient is not the sum"
         died = replace(died, error=replace(died.error, text=text))
     else:
-        timeline = Timeline(folder / "memory" / "rank-0.jsonl")
+        timeline = timeline_of_run(str(folder), 0)
         timeline.add(Remark(step=1, finding=not_attached(["a loss of your own"])))
     said = explained(folder, died)
     assert said.causes[0].code == "capacity"

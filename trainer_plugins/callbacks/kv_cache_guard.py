@@ -1,4 +1,4 @@
-"""KVCacheGuard: correct text from `generate` inside training."""
+"""KVCacheGuard: correct text from `generate` in training, no cache where it is checkpointed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from transformers import GenerationMixin, TrainerControl, TrainerState, Training
 from trainer_plugins.callbacks._run import RunCallback, model_of
 from trainer_plugins.upkeep.generation import (
     base_model,
+    forbid_training_cache,
     guard_generate,
     inference_mode_of,
 )
@@ -22,8 +23,11 @@ class KVCacheGuard(RunCallback):
     unless its caller says otherwise. Each module is restored exactly as it was found, even if it
     raises. `model.config` is not touched. What a training that raised leaves on the model is inert.
 
-    Training forwards keep the cache that they build, if any: a backward pass needs the same keys
-    and values, so the peak is the same, and models such as T5 round otherwise without it.
+    While gradient checkpointing is on, training forwards get `use_cache=False`: a cache would keep
+    each layer's keys and values, which are to be computed again. transformers 5 builds none then,
+    so nothing changes there; older versions and models of one's own may. Without checkpointing a
+    backward pass needs them anyway, and models such as T5 round otherwise without a cache, so
+    training forwards keep theirs.
     """
 
     def __init__(self) -> None:
@@ -45,6 +49,7 @@ class KVCacheGuard(RunCallback):
             return
         with self.harmless():
             model = model_of(kwargs)
+            self._undo.append(forbid_training_cache(model))
             if hasattr(model, "generate"):
                 self._undo.append(guard_generate(model, _as_in_inference))
 

@@ -96,8 +96,9 @@ def _explained(path: str, predicts: bool) -> "Explanation":
         return explain_run(Path(path), predicts)
     if path.endswith(".json") and (record := read_oom_record(Path(path))) is not None:
         from trainer_plugins.explain.run import explain_record
+        from trainer_plugins.record.folder import output_dir_of
 
-        return explain_record(record, Path(path).parent, predicts)
+        return explain_record(record, output_dir_of(Path(path).parent), predicts)
     if not _is_pickle(Path(path)):
         with Path(path).open("rb") as file:
             return explain_log(file, path, predicts)

@@ -11,6 +11,7 @@ from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
 from trainer_plugins.explain.text.explain import explain_excerpt
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import output_dir_of, places_of_run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_record
 
 # What `upkeep/post_mortem.py` says of a record. No other name is followed, whatever a log says.
@@ -76,7 +77,8 @@ def _places(named: _Named, beside: Path) -> Iterator[tuple[Path, Path]]:
     """Yield where a record may be, and the output_dir that it is of; the log may lie in that."""
     for base in (beside, Path()):
         yield base / named.record, base / named.folder
-    yield beside / Path(named.record).name, beside
+    for place in places_of_run(beside):
+        yield place / Path(named.record).name, output_dir_of(place)
 
 
 def _of_record(

@@ -6,6 +6,7 @@ checkpointed layers drop `past_key_values`, but `generate` goes on feeding them 
 """
 
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,6 +14,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from trainer_plugins.upkeep.frames import code_of, frames_above
@@ -30,9 +32,7 @@ _guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKe
 def inference_mode_of(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode without gradient checkpointing, then restore every module."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed: list[Any] = [
-        m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True
-    ]
+    checkpointed = list(_checkpointed(model))
     was_training = model.training
     try:
         # Use the model's own methods first: some adapters override them to merge their weights.
@@ -147,6 +147,22 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
+    """Build no key-value cache in training forwards that are checkpointed; return what undoes that.
+
+    A layer that is checkpointed keeps only its inputs, but a cache keeps its keys and values too.
+    transformers 5 takes it from such layers itself; older versions, and models of one's own, may
+    not. Without checkpointing a backward pass needs both anyway, so the cache costs nothing there.
+    """
+    base = base_model(model)
+    if "use_cache" not in inspect.signature(base.forward).parameters:
+        return lambda: None
+    remove: Callable[[], None] = base.register_forward_pre_hook(
+        _without_cache, with_kwargs=True
+    ).remove
+    return remove
+
+
 def inside_training() -> bool:
     """Return whether a `Trainer.train` is running on this thread's stack.
 
@@ -158,6 +174,20 @@ def inside_training() -> bool:
 
     code = code_of(Trainer.train)
     return any(frame.f_code is code for frame in frames_above())
+
+
+def _checkpointed(model: nn.Module) -> Iterator[Any]:
+    return (m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True)
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    if torch.compiler.is_compiling() or not module.training or not inside_training():
+        return None  # compiled code cannot look at the stack, and is not worth a graph break
+    if next(_checkpointed(module), None) is None:
+        return None
+    return args, {**kwargs, "use_cache": False}
 
 
 def _generate(self: Any, *args: object, **kwargs: object) -> object:

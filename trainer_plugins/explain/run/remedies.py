@@ -362,20 +362,8 @@ def _fragmentation(case: Case) -> Remedies:
     ]
 
 
-def _shm(case: Case) -> Remedies:
-    return without_shm()
-
-
 def _host(case: Case) -> Remedies:
     return less_main_memory(case.argument("dataloader_num_workers", 0))
-
-
-def _pinned(case: Case) -> Remedies:
-    return [switches.NO_PINNED_BATCHES]
-
-
-def _nothing(case: Case) -> Remedies:
-    return []
 
 
 def _contradictory(case: Case) -> Remedies:
@@ -385,7 +373,7 @@ def _contradictory(case: Case) -> Remedies:
 
 
 _BY_CODE: dict[str, Callable[[Case], Remedies]] = {
-    "impossible-size": _nothing,
+    "impossible-size": lambda case: [],
     "contradictory": _contradictory,
     "foreign": _foreign,
     "engine-share": _engine,
@@ -404,8 +392,8 @@ _BY_CODE: dict[str, Callable[[Case], Remedies]] = {
     "quadratic-attention": _quadratic,
     "logits-loss": _logits,
     "long-sample": _long_sample,
-    "shm": _shm,
-    "pinned": _pinned,
+    "shm": lambda case: without_shm(),
+    "pinned": lambda case: [switches.NO_PINNED_BATCHES],
     "host-alloc": _host,
     "host-kill": _host,
 }
