@@ -98,7 +98,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocated_bytes: Counter[int] = Counter()
         """What each card holds now, by its index."""
 
-        self._card, self._pace = card, Pace()
+        self._card, self._pace = card, Pace(self.graph)
         # a backward on several cards has a thread for each, and FakeTensorMode a state for all
         self._one_at_a_time = threading.RLock()
         self._storages: list[Storage] = []
@@ -228,12 +228,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: OperatorKwargs | None = None,
     ) -> object:
         with self._one_at_a_time:
-            self._pace.count(self._where)
+            self._pace.count(self.moment, self.module)
             return self._dispatched(func, types, args, kwargs or {})
-
-    def _where(self) -> str:
-        module = self.module or self.graph.module_running()
-        return f"the {self.moment}{f' of {module}' if module else ''}"
 
     def _dispatched(
         self, func: Any, types: Iterable[type], args: OperatorArgs, kwargs: OperatorKwargs
