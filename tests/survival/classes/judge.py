@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.tiny import tiny_model
@@ -147,6 +147,8 @@ class _Training:
     def survived(self, whole: list[list[torch.Tensor | None]], nums: list[int]) -> Outcome:
         """The first micro-batch fails in its backward pass, the second in its forward pass or that of a piece."""
         with survive_oom(self.trainer, plan_first=False) as survival:
+            weights = _Weights(survival)
+            self.trainer.add_callback(weights)
             try:
                 gradients, _ = self.run(max(1, int(0.8 * nums[0])), max(1, int(0.3 * nums[1])))
             except torch.OutOfMemoryError as error:
@@ -159,7 +161,9 @@ class _Training:
                 return Outcome(
                     "refused when measured", _nameless(str(error).removeprefix(_REFUSED), self.name)
                 )
-            weight = _weight(survival)
+            finally:
+                self.trainer.remove_callback(weights)
+            weight = weights.names[-1]
         worst = max(_off_by(ours, theirs) for ours, theirs in zip(gradients, whole, strict=True))
         return (
             Outcome("exact", weight)
@@ -172,11 +176,17 @@ class _Training:
         return dict(self.batches[(self.num_collated - 1) % 2])
 
 
-def _weight(survival: Survival) -> str:
-    assert survival._engine is not None
-    assert survival._engine._run is not None
-    (weights,) = survival._engine._run.certificate._weights.values()
-    return weights[0].name
+class _Weights(TrainerCallback):
+    """The weight by which the micro-batches of each step were divided."""
+
+    def __init__(self, survival: Survival) -> None:
+        assert survival._engine is not None
+        self._engine, self.names = survival._engine, list[str]()
+
+    def on_step_end(self, *_, **__) -> None:
+        assert self._engine._run is not None
+        (weights,) = self._engine._run.certificate._weights.values()
+        self.names.append(weights[0].name)
 
 
 def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
