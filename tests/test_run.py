@@ -77,8 +77,7 @@ def test_a_module_that_raises_and_builds_no_trainer(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert done.stdout == f"[{str(tmp_path / 'package' / '__main__.py')!r}, '-m', 'x'] {tmp_path}\n"
-    assert "ZeroDivisionError" in done.stderr
-    assert done.stderr.count(NOTHING) == 1
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")  # that says it all
 
 
 def test_a_fork_and_a_child_do_not_speak_for_the_script(tmp_path: Path) -> None:

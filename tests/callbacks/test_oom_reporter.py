@@ -401,9 +401,10 @@ def test_a_snapshot_is_taken_inside_the_throw(make_trainer, tmp_path) -> None:
 
     died(make_trainer(Takes(), OOMReporter(snapshot=True)))
     (record,) = records(tmp_path)
-    snapshot = pickle.loads((tmp_path / "run" / record.snapshot).read_bytes())
+    ours = tmp_path / "run" / "_trainer_plugins"
+    snapshot = pickle.loads((ours / record.snapshot).read_bytes())
     assert any(event["action"] == "oom" for trace in snapshot["device_traces"] for event in trace)
-    assert list((tmp_path / "run").glob(".*")) == []
+    assert list(ours.glob(".*")) == []
 
 
 def test_an_oom_that_somebody_handles_is_none(make_trainer, simgpu, tmp_path) -> None:
