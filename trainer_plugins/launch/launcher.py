@@ -48,20 +48,21 @@ class Launcher:
 
 
 def find_launcher() -> Launcher | None:
-    """Find the nearest launcher above this process.
-
-    None if it is not accelerate's, or may not be looked at.
-    """
+    """Find the `accelerate launch` that started this process, if it may be looked at."""
     for command, folder in _commands_above():
         if (arguments := launch_arguments(command)) is not None:
             return Launcher(tuple(arguments), folder)
-        if launcher_words(command):
-            return None  # an accelerate further up did not launch these ranks
+        # An accelerate above torchrun did not launch these ranks. DeepSpeed's launcher is another
+        # matter: accelerate starts that itself for several machines.
+        if launcher_words(command)[:1] == ["torchrun"]:
+            return None
     return None
 
 
 def launched_by() -> list[str]:
-    """Return the command line of the nearest launcher above this process; empty without one."""
+    """Return the command line of the launcher above this process; empty without one."""
+    if (accelerate := find_launcher()) is not None:
+        return ["accelerate", "launch", *accelerate.arguments]
     found = (launcher_words(command) for command, _ in _commands_above())
     return next(filter(None, found), [])
 
