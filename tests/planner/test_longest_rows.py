@@ -77,5 +77,5 @@ def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> Non
     stream = IterableDataset.from_generator(lambda: iter(ROWS))
     plan = predict_one(request_of(trainer_of(tmp_path, stream), None, "", None, None))
     assert isinstance(plan, MemoryPlan)
-    (line,) = plan.not_reliable
-    assert "train_dataset (IterableDataset) has no length, and its first 100 were read" in line
+    told = "train_dataset (IterableDataset) has no length, and its first 100 were read"
+    assert any(told in line for line in plan.not_reliable)
