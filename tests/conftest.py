@@ -19,6 +19,12 @@ CAPACITY_BYTES = 256 * MIB
 # Not the user's own, in which somebody's build may be under way, or may have been cut off.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions.ROOT)
 
+# On a machine with AMX oneDNN packs bf16 for instructions that torch was told not to use, and torch
+# refuses ("pack_vnni2 is only supported when avx512 is supported": `could_pack` in
+# aten/src/ATen/native/CPUBlas.cpp asks oneDNN alone).
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 # torch has one accelerator in a process. Where that is a CUDA card, the tests marked gpu run on it,
 # and those on the simulated card run with CUDA_VISIBLE_DEVICES= (scripts/gpu_check does both).
 NO_SIMGPU = simgpu_module.unavailable_reason() or (
