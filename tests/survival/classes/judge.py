@@ -185,8 +185,7 @@ class _Weights(TrainerCallback):
 
     def on_step_end(self, *_, **__) -> None:
         assert self._engine._run is not None
-        (weights,) = self._engine._run.certificate._weights.values()
-        self.names.append(weights[0].name)
+        self.names += [one[0].name for one in self._engine._run.certificate._weights.values()]
 
 
 def _off_by(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
