@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer_plugins.explain.snapshot import NotReadableError
-from trainer_plugins.explain.snapshot.oom import Case, case_of
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.units import size
 
 _MOST_CATEGORIES = 3
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     return 1 if different else 0
 
 
-def _is_same(case: Case) -> bool:
+def _is_same(case: SnapshotCase) -> bool:
     return (
         case.repeated is not None
         and case.repeated.outcome.is_same
@@ -49,7 +49,7 @@ def _is_same(case: Case) -> bool:
     )
 
 
-def _row(name: str, case: Case) -> str:
+def _row(name: str, case: SnapshotCase) -> str:
     repeated = case.repeated.outcome.replayed_peak_bytes if case.repeated is not None else None
     categories = list(case.held.categories.items())[:_MOST_CATEGORIES]
     words = ", ".join(f"{category} {size(num_bytes)}" for category, num_bytes in categories)

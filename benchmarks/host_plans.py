@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from trainer_plugins.launch.configs import path
+from trainer_plugins.planner.predict import predict_one
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.run import predict_one
 
 FLAGS = (
     "--output_dir runs --per_device_train_batch_size 1 --bf16 True --gradient_checkpointing True"

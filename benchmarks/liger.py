@@ -26,7 +26,7 @@ import torch
 from trainer_plugins.allocator.model import AllocatorModel
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.pretend import triton
-from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.pretend.fake_cuda import install_once
 from trainer_plugins.planner.tracing.events import ALLOC, Trace
 from trainer_plugins.units import MIB

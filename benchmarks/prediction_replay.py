@@ -20,7 +20,7 @@ from torch.nn import functional
 from benchmarks.published import Row, published
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda, quantised
-from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.replay import replay
 from trainer_plugins.planner.tracing.trace import Tracker

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from benchmarks.published import Row
-from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.ranks import as_first_rank
 from trainer_plugins.planner.tracing.events import Trace

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.published import Row
-from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.fsdp1 import Fsdp1
 from trainer_plugins.planner.sharded.ranks import as_first_rank

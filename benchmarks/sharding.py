@@ -15,8 +15,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.planner.plan import Category
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import GIB
 
 CONFIG = Path(__file__).parent.parent / "tests/planner/configs/llama-3-8b.json"

@@ -16,7 +16,7 @@ from trainer_plugins.explain.run.request import request_of
 from trainer_plugins.launch.configs import path
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.oom_record import OomRecord, Shape
 from trainer_plugins.record.run_facts import Launch, RunFacts, read_run_facts

@@ -15,8 +15,8 @@ from transformers import Trainer
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import GIB
 

@@ -16,7 +16,7 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import GIB
 
 IS_OLD = int(transformers.__version__.partition(".")[0]) < 5

@@ -33,8 +33,8 @@ from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
-from trainer_plugins.planner.run import predict_all
 
 IS_OLD = int(transformers.__version__.partition(".")[0]) < 5
 SECOND = 16_000  # samples, as the models' feature extractors make them

@@ -24,9 +24,9 @@ from tests.planner.loop import Loop
 from tests.planner.test_closed_loop import run
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, StreamBase
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import GIB
 
 peft = pytest.importorskip("peft")

@@ -19,7 +19,7 @@ from trainer_plugins import plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.inputs import arguments_to_send
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import GIB, MIB
 
 IS_OLD = int(transformers.__version__.partition(".")[0]) < 5

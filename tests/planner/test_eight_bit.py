@@ -7,8 +7,8 @@ from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS, _StandIn
-from trainer_plugins.planner.run import predict_all
 
 BLOCK = 512  # what the allocator rounds to
 VOCABULARY, HIDDEN, INTERMEDIATE = 2048, 64, 128

@@ -10,8 +10,8 @@ import pytest
 
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.run import predict_all
-from trainer_plugins.report.plan import details, verdict
+from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.report.plan_text import details, verdict
 from trainer_plugins.units import GIB, MIB
 
 VOCABULARY, WIDTH = 32128, 64

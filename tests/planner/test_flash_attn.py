@@ -9,7 +9,7 @@ from tests.planner.test_plans import ADAM, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import MIB
 
 pytestmark = pytest.mark.skipif(

@@ -18,8 +18,8 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
 from trainer_plugins.planner.plan import Moment
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import GIB
 

@@ -17,7 +17,7 @@ from tests.planner.test_plans import CHECKPOINTING, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.launch.configs import path
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 
 pytestmark = pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 

@@ -12,7 +12,7 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import KIB, MIB
 
 LENGTH, HEADS = 640, 4
@@ -90,7 +90,7 @@ BACKWARD_OF_SILU = """
 import os
 import torch
 from trainer_plugins.planner.pretend import fake_cuda
-from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 
 fake_cuda.install()
 with in_world(World(device="cuda")) as tracker:

@@ -12,8 +12,8 @@ from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.inputs import arguments_to_send
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import TRL_TRAINERS, PlanRequest
-from trainer_plugins.planner.run import predict_all
 
 pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
 

@@ -15,8 +15,8 @@ from tests.planner.test_closed_loop import llama, rows, run
 from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend.optimizers import PACKAGES, let_it_be_imported
-from trainer_plugins.planner.run import predict_all
 
 MISSING = [each for each, _ in PACKAGES.values() if importlib.util.find_spec(each) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"without {MISSING}")

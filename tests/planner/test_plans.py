@@ -14,8 +14,8 @@ from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import CATEGORIES, MOMENTS
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import MIB
 
 CONFIGS = Path(__file__).parent / "configs"

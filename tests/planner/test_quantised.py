@@ -18,8 +18,8 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.compare.switches import IN_4_BITS, source_of, with_base_in_4_bits
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend import quantised
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import size
 
 pytest.importorskip("peft")

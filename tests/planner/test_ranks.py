@@ -21,7 +21,7 @@ from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import names, path
 from trainer_plugins.planner import NotPredicted, PlanError
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,7 +12,7 @@ from tests.planner.several import IS_TOO_OLD
 from tests.planner.test_plans import LORA, REENTRANT, request, tiny
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 
 TOKENS = {
     "pad_token_id": 0,

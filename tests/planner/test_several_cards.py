@@ -18,8 +18,8 @@ from tests.planner.test_closed_loop import EVALUATES, gpt2, llama, rows, run, t5
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, MemoryWatchdog, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError, calibrate
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
-from trainer_plugins.planner.run import predict_all
 from trainer_plugins.units import GIB, MIB, size
 
 

@@ -18,7 +18,7 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import NotPredicted, PlanError
-from trainer_plugins.planner.run import predict_all
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.testing import simgpu
 
 SCRIPT = Path(__file__).with_name("shared_rows.py")

@@ -25,10 +25,10 @@ from trainer_plugins.planner.compare.lines import STREAMED, SearchRequest
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.compare.switches import source_of
 from trainer_plugins.planner.plan import Streamed
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.run import predict_all
-from trainer_plugins.report.plan import details
+from trainer_plugins.report.plan_text import details
 from trainer_plugins.report.search import line_in_words
 from trainer_plugins.units import MIB
 

@@ -16,8 +16,8 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import request, tiny
 from trainer_plugins import MemoryPlan
 from trainer_plugins.launch.configs import path
+from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.run import predict_all
 
 pytestmark = pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 

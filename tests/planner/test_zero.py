@@ -10,7 +10,7 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.sharded.zero_config import refuse_config
-from trainer_plugins.planner.tracing.host import HostMemory
+from trainer_plugins.planner.tracing.host_tensors import HostMemory
 
 SCRIPT = Path(__file__).with_name("zero_stream.py")
 if IS_TOO_OLD:

@@ -251,7 +251,7 @@ def without_bytes(folder: Path) -> None:
     from trainer_plugins.planner.inputs import arguments_to_send
     from trainer_plugins.planner.request import ConfigSource, PlanRequest
     from trainer_plugins.planner.tracing.events import Trace
-    from trainer_plugins.planner.tracing.host import HostMemory
+    from trainer_plugins.planner.tracing.host_tensors import HostMemory
     from trainer_plugins.planner.tracing.trace import Tracker
 
     HostMemory.pin = HostMemory.see  # type: ignore[method-assign]  # test_zero.py has its blocks

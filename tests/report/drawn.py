@@ -13,7 +13,7 @@ from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.explain.snapshot.explained import explained_case
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, Proposal, TensorAtPeak
 from trainer_plugins.report.html.page import Page
-from trainer_plugins.report.html.snapshot import snapshot_page
+from trainer_plugins.report.html.snapshot_page import snapshot_page
 from trainer_plugins.units import GIB, MIB
 
 VOID = {"meta", "br", "hr", "wbr"}

@@ -11,7 +11,7 @@ from tests.report.drawn import MOMENTS, Read, heights, loads_nothing, plan_of
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.report.html.chart import height_of
-from trainer_plugins.report.html.plan import plan_chart, plan_page
+from trainer_plugins.report.html.plan_page import plan_chart, plan_page
 from trainer_plugins.units import GIB
 
 

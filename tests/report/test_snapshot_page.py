@@ -13,7 +13,7 @@ from trainer_plugins.cli import app
 from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.report.html.scales import Height
 from trainer_plugins.report.html.segments import segment_map
-from trainer_plugins.report.html.snapshot import history_chart
+from trainer_plugins.report.html.snapshot_page import history_chart
 from trainer_plugins.units import GIB, MIB
 
 

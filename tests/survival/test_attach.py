@@ -12,7 +12,7 @@ from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_tr
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.exact.finality import is_reentrant
-from trainer_plugins.survival.run import memo_of
+from trainer_plugins.survival.training_run import memo_of
 from trainer_plugins.units import MIB
 
 

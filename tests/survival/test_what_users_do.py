@@ -29,7 +29,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.run import memo_of
+from trainer_plugins.survival.training_run import memo_of
 
 
 class WithPenalty(Trainer):

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer_plugins.check import arguments, data, environment, host, machine, model, planned
+from trainer_plugins.check import arguments, data, environment, machine, main_memory, model, planned
 from trainer_plugins.check.facts import Facts, Line
 from trainer_plugins.finding import Finding, Severity
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _GROUPS: tuple[tuple[str, tuple[Callable[[Facts], Line | None], ...]], ...] = (
     ("machine", machine.CHECKS),
-    ("main memory", host.CHECKS),
+    ("main memory", main_memory.CHECKS),
     ("plan", planned.CHECKS),
     ("model", (*model.CHECKS, *data.CHECKS)),
     ("arguments", arguments.CHECKS),

@@ -139,7 +139,7 @@ def _with_model(facts: "Facts", given: Mapping[str, Any], flags: list[str]) -> "
     from trainer_plugins.cli.plan import plan_request
     from trainer_plugins.planner.inputs import read_config
     from trainer_plugins.planner.plan import NotPredicted
-    from trainer_plugins.planner.run import predict_one
+    from trainer_plugins.planner.predict import predict_one
 
     assert facts.run is not None
     length = given["seq_length"]
@@ -168,7 +168,7 @@ def _streamed(request: "PlanRequest", plan: "MemoryPlan", seconds: float) -> "Me
     """Plan a run that does not fit with its frozen base streamed; None if that is refused."""
     from trainer_plugins.planner.compare.switches import with_base_streamed
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.planner.run import predict_one
+    from trainer_plugins.planner.predict import predict_one
 
     if plan.fits_card is not False:
         return None

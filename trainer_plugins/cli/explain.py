@@ -110,7 +110,7 @@ def _explained(path: str, predicts: bool) -> "Explanation":
 def _drawn(paths: list[str], html: Path) -> "Explanation":
     """Write the page of a snapshot, and return what is said of it."""
     from trainer_plugins.explain.snapshot.explained import explained_case
-    from trainer_plugins.report.html.snapshot import snapshot_page
+    from trainer_plugins.report.html.snapshot_page import snapshot_page
 
     if len(paths) > 1 or not _is_pickle(Path(paths[0])):
         raise ValueError(

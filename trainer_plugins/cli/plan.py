@@ -329,12 +329,12 @@ def _one_plan(
 ) -> bool | None:
     """Print one plan, and return whether the run fits."""
     from trainer_plugins.planner.calibrate import calibrate
-    from trainer_plugins.planner.run import predict_one
+    from trainer_plugins.planner.predict import predict_one
 
     outcome = predict_one(_in_full(context), timeout_seconds, _say)
     compared = calibrate(outcome, run_dir) if run_dir is not None else None
     if html is not None:
-        from trainer_plugins.report.html.plan import plan_page
+        from trainer_plugins.report.html.plan_page import plan_page
 
         html.write_text(plan_page(outcome), encoding="utf-8")
     if as_json:
@@ -365,7 +365,7 @@ def _show_beside(a: Path, b: Path, as_json: bool) -> int:
 
 def _show(outcome: "MemoryPlan", compared: "Calibration | None") -> None:
     from trainer_plugins.report.page import show
-    from trainer_plugins.report.plan import plan_report
+    from trainer_plugins.report.plan_text import plan_report
 
     show(plan_report(outcome))
     if compared is not None:

@@ -15,8 +15,8 @@ from rich.text import Text
 from trainer_plugins.planner.compare.changes import changes_of, explain
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest
 from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.run import predict_all, search_run
 from trainer_plugins.report.page import show
 from trainer_plugins.report.search import line_in_words, lines_table
 
@@ -100,7 +100,7 @@ def explain_changes(
             )
         )
     else:
-        from trainer_plugins.report.plan import verdict
+        from trainer_plugins.report.plan_text import verdict
         from trainer_plugins.report.search import changes_report
 
         show(Group(verdict(plan), changes_report(plan, saved)))

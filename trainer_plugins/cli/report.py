@@ -89,7 +89,7 @@ def _write(
 ) -> None:
     """Write the page."""
     from trainer_plugins.planner.plan import MemoryPlan
-    from trainer_plugins.report.html.run import run_page
+    from trainer_plugins.report.html.run_page import run_page
 
     try:
         planned = None if plan is None else MemoryPlan.from_json(plan.read_text("utf-8"))

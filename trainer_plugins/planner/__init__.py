@@ -8,7 +8,7 @@ from trainer_plugins.planner.plan import (
     PlanError,
     TensorAtPeak,
 )
-from trainer_plugins.planner.run import plan_run
+from trainer_plugins.planner.predict import plan_run
 
 __all__ = [
     "Calibration",

@@ -12,7 +12,7 @@ from trainer_plugins.survival.exact.losses import VOUCH, Family, Unknown, family
 from trainer_plugins.survival.limit.ladder import RUNGS, STREAM, descend
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.run import Attached, memo_of
+from trainer_plugins.survival.training_run import Attached, memo_of
 from trainer_plugins.survival.words import not_attached
 
 

@@ -33,10 +33,10 @@ from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.replaced import Replaced
-from trainer_plugins.survival.run import Attached, Run, memo_of
 from trainer_plugins.survival.training.recoveries import RECOVERIES
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training.rehearsal import rehearse
+from trainer_plugins.survival.training_run import Attached, TrainingRun, memo_of
 
 
 class Engine:
@@ -46,7 +46,7 @@ class Engine:
         self.is_attached = True
         self._attached, self._replaced = attached, Replaced()
         self._accelerator: Accelerator | None = None
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._current: MicroBatch | None = None
         self._evaluation = Evaluation(attached)
 
@@ -92,7 +92,7 @@ class Engine:
 
     def _training_loss(
         self,
-        run: Run,
+        run: TrainingRun,
         model: nn.Module,
         inputs: Inputs,
         num_items_in_batch: torch.Tensor | int | None,
@@ -138,7 +138,7 @@ class Engine:
             raise
 
     def _training_backward(
-        self, run: Run, micro: MicroBatch, loss: torch.Tensor, options: dict[str, object]
+        self, run: TrainingRun, micro: MicroBatch, loss: torch.Tensor, options: dict[str, object]
     ) -> None:
         assert micro.handed is not None
         wrong = micro.handed.added(loss)
@@ -174,7 +174,7 @@ class Engine:
                 recovery.failed(micro.whole, micro.start, failure, "backward", why_not=why_not)
                 recovery.finish()
 
-    def _planned(self, run: Run, micro: MicroBatch) -> Recovery | None:
+    def _planned(self, run: TrainingRun, micro: MicroBatch) -> Recovery | None:
         """Plan how to divide a micro-batch that is larger than the limit; None: it stays whole."""
         if not RECOVERIES[run.ranks.recovery].may_divide(run, micro):
             return None
@@ -202,7 +202,7 @@ class Engine:
 
     def _run_of(
         self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> Run:
+    ) -> TrainingRun:
         """Return the run this micro-batch belongs to.
 
         At its first micro-batch the run is judged again: the optimizer is there, and a batch to
@@ -214,7 +214,7 @@ class Engine:
             self._end_run()
             self._follow_accelerator()
             reasons = [*refusals(self._attached.trainer), *self._judged_anew()]
-            self._run, self._current = Run(self._attached, model), None
+            self._run, self._current = TrainingRun(self._attached, model), None
             self._run.memo.when_over = WeakMethod(self._forget_run)
             roll_call = self._run.memo.roll_call
             if absent := self._run.ranks.absent(roll_call, is_met=self._have_met(num_items)):
@@ -273,7 +273,7 @@ class Engine:
         return 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
 
 
-def _recovery(run: Run, micro: MicroBatch, **options: object) -> Recovery:
+def _recovery(run: TrainingRun, micro: MicroBatch, **options: object) -> Recovery:
     return RECOVERIES[run.ranks.recovery](run, micro, **options)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.marks import GradientMark
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.handed import Handed
 from trainer_plugins.survival.exact.layouts import Inputs, Layout
 from trainer_plugins.survival.exact.shares import Weight
@@ -17,7 +17,7 @@ from trainer_plugins.survival.limit.limit import cells
 class Start:
     """Holds the moment before an attempt: generators, metrics, gradients and allocated memory."""
 
-    snapshot: Snapshot
+    snapshot: RestorePoint
     mark: GradientMark
     allocated_bytes: int
 

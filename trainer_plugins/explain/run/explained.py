@@ -9,7 +9,7 @@ from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import cause, causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
-from trainer_plugins.explain.run.host import less_main_memory, without_shm
+from trainer_plugins.explain.run.main_memory_remedies import less_main_memory, without_shm
 from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.run.typed import as_typed
 from trainer_plugins.explain.text import explain_text

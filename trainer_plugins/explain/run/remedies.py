@@ -9,7 +9,7 @@ from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Grade, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import kept_in, kept_logits
-from trainer_plugins.explain.run.host import less_main_memory, without_shm
+from trainer_plugins.explain.run.main_memory_remedies import less_main_memory, without_shm
 from trainer_plugins.printable import printable
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark

@@ -6,18 +6,18 @@ from dataclasses import replace
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.lives import BEFORE
-from trainer_plugins.explain.snapshot.oom import Case, reserved_after
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, reserved_after
 from trainer_plugins.explain.snapshot.remedies import Tries, leaked_lives
 from trainer_plugins.units import GIB, percent, size
 
 
-def causes_of(case: Case, tries: Tries) -> tuple[Cause, ...]:
+def causes_of(case: SnapshotCase, tries: Tries) -> tuple[Cause, ...]:
     """Name the causes, the surest first."""
     first, *others = _found(case, tries)
     return (replace(first, evidence=(_asked(case), *first.evidence)), *others)
 
 
-def _found(case: Case, tries: Tries) -> Iterator[Cause]:
+def _found(case: SnapshotCase, tries: Tries) -> Iterator[Cause]:
     if case.is_impossible:
         yield _impossible()
     elif case.is_contradictory:
@@ -35,7 +35,7 @@ def _found(case: Case, tries: Tries) -> Iterator[Cause]:
             yield _capacity(case)
 
 
-def _asked(case: Case) -> str:
+def _asked(case: SnapshotCase) -> str:
     assert case.oom is not None
     return (
         f"{size(case.oom.num_bytes)} were asked for at {case.request.place}; the card had "
@@ -65,7 +65,7 @@ def _contradictory() -> Cause:
     )
 
 
-def _foreign(case: Case) -> Iterator[Cause]:
+def _foreign(case: SnapshotCase) -> Iterator[Cause]:
     """Compare what could be held at the first and at the last OOM: the rest is others'."""
     reserved = reserved_after(case.card)
     ends = [
@@ -87,7 +87,7 @@ def _foreign(case: Case) -> Iterator[Cause]:
         )
 
 
-def _fragmentation(case: Case, tries: Tries) -> Iterator[Cause]:
+def _fragmentation(case: SnapshotCase, tries: Tries) -> Iterator[Cause]:
     assert case.oom is not None
     wanted, unused = case.oom.num_bytes, case.unused_bytes
     if case.missing_bytes > 0:
@@ -107,7 +107,7 @@ def _fragmentation(case: Case, tries: Tries) -> Iterator[Cause]:
         )
 
 
-def _leak(case: Case) -> Iterator[Cause]:
+def _leak(case: SnapshotCase) -> Iterator[Cause]:
     leaked = leaked_lives(case)
     if not leaked:
         return
@@ -131,7 +131,7 @@ def _leak(case: Case) -> Iterator[Cause]:
     )
 
 
-def _long_sample(case: Case) -> Iterator[Cause]:
+def _long_sample(case: SnapshotCase) -> Iterator[Cause]:
     assert case.oom is not None
     now = case.sorter.step_at(case.held.position)
     before = [
@@ -157,7 +157,7 @@ def _long_sample(case: Case) -> Iterator[Cause]:
         )
 
 
-def _by_request(case: Case) -> Iterator[Cause]:
+def _by_request(case: SnapshotCase) -> Iterator[Cause]:
     """Name what the failing request itself was for, where that has a cause of its own."""
     logits = case.held.categories.get("logits", 0)
     work = case.request.work
@@ -200,7 +200,7 @@ def _by_request(case: Case) -> Iterator[Cause]:
         )
 
 
-def _uneven(case: Case) -> Iterator[str]:
+def _uneven(case: SnapshotCase) -> Iterator[str]:
     """Compare the cards of a process that uses several."""
     others = {
         card.index: max(reserved_after(card))
@@ -215,7 +215,7 @@ def _uneven(case: Case) -> Iterator[str]:
         )
 
 
-def _capacity(case: Case) -> Cause:
+def _capacity(case: SnapshotCase) -> Cause:
     assert case.oom is not None
     category, most = next(iter(case.held.categories.items()), ("unknown", 0))
     missing, unused = size(case.missing_bytes), size(case.unused_bytes)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from trainer_plugins.explain.answer import Cause, Explanation
 from trainer_plugins.explain.snapshot.explained import in_bytes
 from trainer_plugins.explain.snapshot.held import WORDS, Held
-from trainer_plugins.explain.snapshot.oom import Case, case_of
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError, no_collection
 from trainer_plugins.printable import printable
 from trainer_plugins.units import MIB, size
@@ -43,14 +43,14 @@ def compare_snapshots(before: Path, after: Path) -> Explanation:
     )
 
 
-def _case(path: Path) -> Case:
+def _case(path: Path) -> SnapshotCase:
     try:
         return case_of(path)
     except NotReadableError as error:
         raise NotReadableError(f"{printable(path)}: {error}") from None
 
 
-def _held(case: Case) -> Held:
+def _held(case: SnapshotCase) -> Held:
     return case.held if case.oom is not None else case.at_end
 
 
@@ -67,7 +67,7 @@ def _leak(first: Held, second: Held, grown: int) -> Cause:
     )
 
 
-def _facts(first: Held, second: Held, cases: list[Case]) -> Iterator[str]:
+def _facts(first: Held, second: Held, cases: list[SnapshotCase]) -> Iterator[str]:
     for which, held, case in zip(("first", "second"), (first, second), cases, strict=True):
         when = "at its OOM" if case.oom is not None else "when it was dumped"
         yield (

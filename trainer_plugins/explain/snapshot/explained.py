@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS, Held
-from trainer_plugins.explain.snapshot.oom import Case, case_of
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import no_collection
 from trainer_plugins.explain.snapshot.remedies import Tries
 from trainer_plugins.explain.snapshot.stacks import lines_of
@@ -29,7 +29,7 @@ def explain_snapshot(path: Path) -> Explanation:
     return explained_case(path)[1]
 
 
-def explained_case(path: Path) -> tuple[Case, Explanation]:
+def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
     """Return what `explain_snapshot` says, with the case that it is about.
 
     Raises:
@@ -40,7 +40,7 @@ def explained_case(path: Path) -> tuple[Case, Explanation]:
         return case, _explanation(case, path)
 
 
-def _explanation(case: Case, path: Path) -> Explanation:
+def _explanation(case: SnapshotCase, path: Path) -> Explanation:
     tries = Tries(case)
     tries.run()
     causes = causes_of(case, tries) if case.oom is not None else ()
@@ -60,7 +60,7 @@ def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Re
         yield replace(remedy, cause=remedy.cause or first)
 
 
-def _facts(case: Case) -> Iterator[str]:
+def _facts(case: SnapshotCase) -> Iterator[str]:
     yield _ending(case)
     if case.oom is not None and case.oom_stack:
         lines = lines_of(case.snapshot.stacks[case.oom_stack])
@@ -95,7 +95,7 @@ def _facts(case: Case) -> Iterator[str]:
         yield f"The file has other cards, which are not counted here; at its end they held: {held}"
 
 
-def _ending(case: Case) -> str:
+def _ending(case: SnapshotCase) -> str:
     card = f"Card {case.card.index}"
     if case.oom is None:
         category, most = next(iter(case.held.categories.items()), ("unknown", 0))
@@ -111,7 +111,7 @@ def _ending(case: Case) -> str:
     )
 
 
-def _checks(case: Case) -> Iterator[str]:
+def _checks(case: SnapshotCase) -> Iterator[str]:
     """Say how the figures were checked against what the file states."""
     stated = case.card.allocated_bytes
     if case.at_end.allocated_bytes == stated:
@@ -125,7 +125,7 @@ def _checks(case: Case) -> Iterator[str]:
         )
 
 
-def _unknown(case: Case, tries: Tries) -> Iterator[str]:
+def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
     if not case.card.events:
         yield (
             "The moment of the peak: the file has no events; record them with "
@@ -157,7 +157,7 @@ def _unknown(case: Case, tries: Tries) -> Iterator[str]:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
 
-def _likely(unknown: int, case: Case) -> str:
+def _likely(unknown: int, case: SnapshotCase) -> str:
     """Guess from the size of the gradients, which is that of the parameters."""
     gradients = case.sorter.gradient_bytes()
     for times, words in ((1, "the parameters"), (3, "the parameters with two states of Adam")):

@@ -13,7 +13,7 @@ from trainer_plugins.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SnapshotCase:
     """Holds one card of a snapshot at the moment that matters."""
 
     snapshot: Snapshot
@@ -81,7 +81,7 @@ class Case:
         return self.sorter.meaning(self.oom_stack)
 
 
-def case_of(path: Path) -> Case:
+def case_of(path: Path) -> SnapshotCase:
     """Read a snapshot, and bring its main card to the moment that matters.
 
     Raises:
@@ -100,7 +100,7 @@ def case_of(path: Path) -> Case:
     sorter = Sorter(snapshot, card, lives, end)
     position = end if end is not None else peak_of(card, lives)
     reserved = reserved_after(card)
-    return Case(
+    return SnapshotCase(
         snapshot,
         card,
         sorter,

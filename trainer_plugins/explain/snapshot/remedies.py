@@ -14,7 +14,7 @@ from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, Alloc
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.snapshot.cards import Event
 from trainer_plugins.explain.snapshot.lives import BEFORE, Life
-from trainer_plugins.explain.snapshot.oom import Case
+from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _MOST_EVENTS = 400_000  # repeated in all, which takes about two seconds
@@ -27,7 +27,7 @@ _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
 _LEAK_STEPS = 3  # what is alive from so many earlier steps was not meant to be
 
 
-def leaked_lives(case: Case) -> list[Life]:
+def leaked_lives(case: SnapshotCase) -> list[Life]:
     """Find what is alive from several earlier steps: activations should live for one."""
     now = case.sorter.step_at(case.held.position)
     old: dict[str, list[Life]] = {}
@@ -49,7 +49,7 @@ def leaked_lives(case: Case) -> list[Life]:
 class Tries:
     """Repeats the trace of a case, and says what made the failing request fit."""
 
-    case: Case
+    case: SnapshotCase
     num_events: int = 0
     """Events that were repeated until now."""
 
@@ -235,7 +235,7 @@ class Tries:
         return model.capacity_bytes - model.reserved_bytes
 
 
-def _placed_anew(model: AllocatorModel, case: Case) -> dict[int, Block]:
+def _placed_anew(model: AllocatorModel, case: SnapshotCase) -> dict[int, Block]:
     assert case.repeated is not None
     blocks: dict[int, Block] = {}
     for segment in case.repeated.trace.segments:

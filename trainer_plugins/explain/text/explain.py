@@ -10,14 +10,14 @@ from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
-from trainer_plugins.explain.text.facts import Facts, gather
 from trainer_plugins.explain.text.remedies import batch, remedies_of
+from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.vendor import translated, vendor_of
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import size
 
 # Words that people take for an OOM of the card, what they are, and what to do about them.
-_LOOKALIKES: tuple[tuple[str, str, Callable[[Facts], list[Remedy]] | None], ...] = (
+_LOOKALIKES: tuple[tuple[str, str, Callable[[TextFacts], list[Remedy]] | None], ...] = (
     (r"No space left on device", "a disk is full, not the card", None),
     (
         r"out of resource: shared memory",
@@ -105,7 +105,7 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     return Explanation(subject=subject, causes=(), remedies=())
 
 
-def _known(facts: Facts) -> tuple[str, ...]:
+def _known(facts: TextFacts) -> tuple[str, ...]:
     names = {
         "asked for": facts.asked,
         "card": facts.total,
@@ -129,7 +129,7 @@ def _known(facts: Facts) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _unknown(facts: Facts) -> tuple[str, ...]:
+def _unknown(facts: TextFacts) -> tuple[str, ...]:
     lines = []
     has_a_place = ("allocator", "driver", "library", "masked")
     is_host = facts.oom.source == "host" and facts.oom.is_certain and not facts.oom.fatal

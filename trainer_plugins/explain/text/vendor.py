@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from trainer_plugins.explain.answer import Cause, Remedy
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 
 _PROCESSES = r"nvidia-smi --query-compute-apps=\S+ --format=csv"
 _MEMORY = r"nvidia-smi --query-gpu=\S+ --format=csv(?: -l 1)?"
@@ -122,7 +122,7 @@ _WINDOWS = replace(
 )
 
 
-def vendor_of(facts: Facts) -> Vendor:
+def vendor_of(facts: TextFacts) -> Vendor:
     """Tell whose card it is: by the message, else by frames and what else the text says."""
     for read in (lambda words: re.search(words, facts.oom.text), facts.called, facts.says):
         for one in _VENDORS:

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.planner.rehearse.model import model_of
+from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.request import LAYER_COUNTS, ConfigSource
 
 _Look: TypeAlias = list[object]

@@ -15,7 +15,7 @@ from trainer_plugins.planner.rehearse.batches import batches_of, with_positions
 from trainer_plugins.planner.rehearse.failures import first_line
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import Loop, loop_of, make
-from trainer_plugins.planner.rehearse.model import adapter_of, model_of
+from trainer_plugins.planner.rehearse.model_of_config import adapter_of, model_of
 from trainer_plugins.planner.rehearse.numbers import asked_of, copied
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models

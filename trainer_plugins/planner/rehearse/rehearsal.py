@@ -12,7 +12,7 @@ from trainer_plugins.planner import progress
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.evaluation import evaluate
-from trainer_plugins.planner.rehearse.generation import Generation
+from trainer_plugins.planner.rehearse.generate import Generation
 from trainer_plugins.planner.sharded import (
     fsdp1_checkpoint,
     sharded_checkpoint,

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import MOST_CARDS
-from trainer_plugins.planner.tracing.host import key_of
+from trainer_plugins.planner.tracing.host_tensors import key_of
 
 _ELSEWHERE = ("cpu", "disk")
 

@@ -12,12 +12,12 @@ from trainer_plugins.launch.main_memory import HostNeed
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import NotPredicted, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.pretend import eight_bit, fake_cuda
-from trainer_plugins.planner.pretend.environment import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.rehearse import refusals, rollout
 from trainer_plugins.planner.rehearse.arguments import arguments_of
 from trainer_plugins.planner.rehearse.build import rehearsal_of
+from trainer_plugins.planner.rehearse.description import planned_of
 from trainer_plugins.planner.rehearse.failures import told_in_one_line
-from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
 from trainer_plugins.planner.rehearse.replaced import replace_again
 from trainer_plugins.planner.rehearse.spread import num_cards_of

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from trainer_plugins.planner.tracing.host import key_of
+from trainer_plugins.planner.tracing.host_tensors import key_of
 from trainer_plugins.planner.tracing.trace import Tracker
 
 _Content: TypeAlias = Any

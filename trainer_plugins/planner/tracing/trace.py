@@ -28,7 +28,7 @@ from trainer_plugins.planner.tracing.events import (
     Trace,
 )
 from trainer_plugins.planner.tracing.graph import Graph
-from trainer_plugins.planner.tracing.host import HostMemory, key_of, local_of, makes_pinned
+from trainer_plugins.planner.tracing.host_tensors import HostMemory, key_of, local_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.lag import Lag

@@ -6,8 +6,8 @@ from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.history import read_history
 from trainer_plugins.report.html.page import Page
-from trainer_plugins.report.html.plan import plan_page
-from trainer_plugins.report.html.run import run_page
+from trainer_plugins.report.html.plan_page import plan_page
+from trainer_plugins.report.html.run_page import run_page
 
 
 def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from trainer_plugins.explain.snapshot.held import WORDS
-from trainer_plugins.explain.snapshot.oom import Case
+from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.explain.snapshot.trace import ranges_after
 from trainer_plugins.report.html.chart import Band
 from trainer_plugins.report.html.colours import colour_of
@@ -46,7 +46,7 @@ class SegmentMap:
         )
 
 
-def segment_map(case: Case) -> SegmentMap | None:
+def segment_map(case: SnapshotCase) -> SegmentMap | None:
     """Draw the card at the moment of a case; None if nothing was reserved."""
     segments = ranges_after(case.card, case.held.position)
     reserved = sum(high - low for low, high in segments)
@@ -71,7 +71,7 @@ def segment_map(case: Case) -> SegmentMap | None:
     )
 
 
-def _pieces(case: Case, segments: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
     """Cut what is reserved into blocks and gaps: what each is, and its size."""
     alive = sorted(case.sorter.alive_at(case.held.position), key=lambda life: life.address)
     at = 0

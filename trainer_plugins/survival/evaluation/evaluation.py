@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.evaluation.generated import Generated
@@ -23,7 +23,7 @@ from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import cells, sizes
 from trainer_plugins.survival.ranks import Alone, kind_of
 from trainer_plugins.survival.ranks.gathers import Gathers
-from trainer_plugins.survival.run import Attached
+from trainer_plugins.survival.training_run import Attached
 
 Outputs = dict[str, Any]
 """A model's outputs by name: a `ModelOutput`, or a dictionary."""
@@ -141,10 +141,10 @@ class Evaluation:
             )
         return _joined(layout, results)
 
-    def _before(self) -> Snapshot:
+    def _before(self) -> RestorePoint:
         if self._owners is None:
             self._owners = owners_of_state(self._attached.trainer.model)
-        return Snapshot(self._attached.trainer, "eval", State(self._owners))
+        return RestorePoint(self._attached.trainer, "eval", State(self._owners))
 
     def _compute_part(self, compute: Compute, part: Inputs, share: float, is_last: bool) -> Result:
         with self._gathers.piece(share, is_last):
@@ -175,7 +175,9 @@ class Evaluation:
         }
         return type(outputs)(**wanted)
 
-    def _weight(self, layout: Layout, inputs: Inputs, compute: Compute, before: Snapshot) -> Weight:
+    def _weight(
+        self, layout: Layout, inputs: Inputs, compute: Compute, before: RestorePoint
+    ) -> Weight:
         trainer, certificate = self._attached.trainer, self._certificates.get(self._is_over_items)
         if certificate is None:
             certificate = Certificate(

@@ -7,12 +7,12 @@ from torch import nn
 from transformers import Seq2SeqTrainer
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.evaluation.parts import Parts, say_survived
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, find_layout
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks import kind_of
-from trainer_plugins.survival.run import Attached
+from trainer_plugins.survival.training_run import Attached
 
 Predicted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` returns them."""
@@ -46,7 +46,7 @@ class Generated:
             step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
             return step
 
-        before, failures = Snapshot(trainer, "eval"), []
+        before, failures = RestorePoint(trainer, "eval"), []
         if cells(inputs) <= self._parts.limit:
             result = attempt(partial(work, inputs))
             if not isinstance(result, DidNotFit):

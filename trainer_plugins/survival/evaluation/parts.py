@@ -10,10 +10,10 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout
 from trainer_plugins.survival.limit.limit import cells, lower, sizes
-from trainer_plugins.survival.run import memo_of
+from trainer_plugins.survival.training_run import memo_of
 
 R = TypeVar("R")
 
@@ -40,7 +40,7 @@ class Parts:
         layout: Layout,
         inputs: Inputs,
         failures: list[DidNotFit],
-        before: Snapshot,
+        before: RestorePoint,
         work: Callable[[Inputs, int, bool], R],
     ) -> Iterator[tuple[Inputs, int, R, bool]]:
         """Compute part after part.

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, DidNotFitElsewhere
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.layouts import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
@@ -292,7 +292,7 @@ class FSDP2(Together):
 
         It fails on the last rank.
         """
-        before = Snapshot(self.trainer)
+        before = RestorePoint(self.trainer)
         first = self._compute(self._norms)
         self._drop()
         self.model.set_requires_gradient_sync(False)

@@ -10,11 +10,11 @@ from trainer_plugins.callbacks.preflight import LIMITS, refusal
 from trainer_plugins.finding import Severity
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.timeline import Remark
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.callback import SurviveOOM
 from trainer_plugins.survival.rehearsal.kept import attributes, put_back
+from trainer_plugins.survival.rehearsal.rehearse import rehearse_run
 from trainer_plugins.survival.rehearsal.report import RehearsalReport
-from trainer_plugins.survival.rehearsal.run import rehearse_run
 from trainer_plugins.upkeep.agreement import has_peers
 from trainer_plugins.upkeep.roll_call import RollCall
 
@@ -122,7 +122,7 @@ def rehearse(trainer: Trainer, *, plan: MemoryPlan | None = None) -> RehearsalRe
             "rehearse(trainer) is for one process, without FSDP and DeepSpeed: their wrappers"
             " cannot be put on twice. Give every rank callbacks=[Rehearsal()]"
         )
-    rehearsal, generators = Rehearsal(plan=plan), Snapshot(trainer)
+    rehearsal, generators = Rehearsal(plan=plan), RestorePoint(trainer)
     owners = (trainer, trainer.model, trainer.callback_handler, trainer.accelerator)
     before = [attributes(owner) for owner in owners]
     trainer.callback_handler.callbacks = [rehearsal, _EndsHere()]

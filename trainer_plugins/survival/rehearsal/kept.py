@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.devices.host import HostDevice
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.exact.modules import full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
@@ -41,7 +41,7 @@ class Kept:
         self._state = full_state(model, has_parameters=False)
         self._modes = [(module, module.training) for module in model.modules()]
         self._sources = sources_of(trainer)
-        self._metrics = [Snapshot(trainer, mode) for mode in ("train", "eval")]
+        self._metrics = [RestorePoint(trainer, mode) for mode in ("train", "eval")]
         self._owners = [(each, attributes(each)) for each in _owners(trainer)]
         self._callback_states = trainer.state.stateful_callbacks
         self._values_of_callbacks = copy.deepcopy(self._callback_states)

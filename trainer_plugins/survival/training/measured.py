@@ -15,7 +15,7 @@ from trainer_plugins.survival.exact.modules import why_not_divided
 from trainer_plugins.survival.exact.shares import Weight
 from trainer_plugins.survival.limit.limit import num_that_fit, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
-from trainer_plugins.survival.run import Run
+from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import Story, in_doubt
 
 
@@ -27,7 +27,7 @@ class Measured:
         micro: the micro-batch.
     """
 
-    def __init__(self, run: Run, micro: MicroBatch) -> None:
+    def __init__(self, run: TrainingRun, micro: MicroBatch) -> None:
         self._run, self._attached, self._micro = run, run.attached, micro
         self._story = Story()
         self._layout: Layout | None = None

@@ -9,8 +9,8 @@ import torch
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.limit.limit import even
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece
-from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.training.recovery import Recovery, part_raised
+from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import not_attached
 
 
@@ -23,7 +23,9 @@ class Planned(Recovery):
     _num_pieces = 1
 
     @classmethod
-    def begin_run(cls, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+    def begin_run(
+        cls, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
+    ) -> None:
         """Prepare a run, at its first micro-batch: all ranks have one limit, which does not grow.
 
         If there is a limit, they measure together by which weights pieces add up.
@@ -46,7 +48,7 @@ class Planned(Recovery):
             run.say(not_attached([f"micro-batches cannot be divided: {why}"]))
 
     @classmethod
-    def may_divide(cls, run: Run, micro: MicroBatch) -> bool:
+    def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
         """Tell whether there is a limit: another rank's micro-batch may be larger."""
         return not math.isinf(run.memo.limit)
 

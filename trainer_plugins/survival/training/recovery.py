@@ -13,7 +13,7 @@ from torch import nn
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import leftover
 from trainer_plugins.survival.attempt.marks import frozen
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.delegated import check_delegated
 from trainer_plugins.survival.exact.finality import what_is_never_final
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
@@ -21,8 +21,8 @@ from trainer_plugins.survival.limit.ladder import is_checkpointing
 from trainer_plugins.survival.limit.limit import lower, sizes
 from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
-from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.training.measured import Measured
+from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import what_else
 
 
@@ -35,10 +35,10 @@ class Recovery(Measured):
         options: what the caller of `backward` passes besides the loss.
     """
 
-    def __init__(self, run: Run, micro: MicroBatch, **options: object) -> None:
+    def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
         super().__init__(run, micro)
         self._options, self._phase = options, ""
-        self._added: list[tuple[Piece, Snapshot, set[nn.Parameter] | None]] = []
+        self._added: list[tuple[Piece, RestorePoint, set[nn.Parameter] | None]] = []
         """Parts that have added to gradients, from which moment, and to which parameters.
 
         None stands for all parameters that were not final.
@@ -47,7 +47,9 @@ class Recovery(Measured):
         """Numbers of examples of the failed attempts."""
 
     @classmethod
-    def begin_run(cls, run: Run, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+    def begin_run(
+        cls, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
+    ) -> None:
         """Prepare a run, at its first micro-batch: the limit follows this rank's own pace.
 
         A limit that a rehearsal found does not grow, unless it was lowered since.
@@ -58,7 +60,7 @@ class Recovery(Measured):
         run.memo.pace = Pace(too_much=ceiling, ceiling=ceiling, num_retries=num_retries)
 
     @classmethod
-    def may_divide(cls, run: Run, micro: MicroBatch) -> bool:
+    def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
         """Tell whether a micro-batch may have to be divided before it is computed."""
         return micro.whole.num_cells > run.memo.limit
 

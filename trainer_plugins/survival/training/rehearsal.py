@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.exact.layouts import (
     Batch,
@@ -26,13 +26,13 @@ from trainer_plugins.survival.exact.layouts import (
     Layout,
 )
 from trainer_plugins.survival.limit.limit import cells
-from trainer_plugins.survival.run import Run
+from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import UNCHANGED
 
 logger = logging.getLogger(__name__)
 
 
-def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
+def rehearse(run: TrainingRun, num_items: torch.Tensor | int | None, scale: float) -> None:
     """Set the limit of a run that has none yet.
 
     Nothing is rehearsed if torch does not count memory, if the limit is known from a checkpoint, or
@@ -83,7 +83,9 @@ def rehearse(run: Run, num_items: torch.Tensor | int | None, scale: float) -> No
 class _Rehearsal:
     """Tries the longest batch of a run."""
 
-    def __init__(self, run: Run, num_items: torch.Tensor | int | None, scale: float) -> None:
+    def __init__(
+        self, run: TrainingRun, num_items: torch.Tensor | int | None, scale: float
+    ) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
         self._inputs = _longest_batch(run)
@@ -168,7 +170,7 @@ class _Rehearsal:
         return self._layout.take(self._inputs, self.num - num, self.num)
 
 
-def _longest_batch(run: Run) -> Inputs:
+def _longest_batch(run: TrainingRun) -> Inputs:
     """Collate the longest rows as the data loader would.
 
     It is empty if rows cannot be had without consuming them.
@@ -198,12 +200,12 @@ def _sources(trainer: Trainer) -> Sources:
 
 
 @contextmanager
-def _without_trace(run: Run, sources: Sources) -> Iterator[None]:
+def _without_trace(run: TrainingRun, sources: Sources) -> Iterator[None]:
     """Restore generators, metrics, the model's state and that of the data afterwards.
 
     `ranks.most` takes care of gradients, and weights do not move.
     """
-    before = Snapshot(run.attached.trainer, state=run.full_state())
+    before = RestorePoint(run.attached.trainer, state=run.full_state())
     try:
         yield
     finally:

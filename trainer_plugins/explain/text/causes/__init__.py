@@ -7,59 +7,59 @@ comes before what a place in the code suggests.
 from collections.abc import Callable
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes import engine, frames, host, numbers, others
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.causes import inference, numbers, off_card, others, place
+from trainer_plugins.explain.text.text_facts import TextFacts
 
-RULES: tuple[Callable[[Facts], Cause | None], ...] = (
+RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     # Sizes that cannot be meant.
     numbers.impossible_size,
     numbers.contradictory,
     # Who else is on the card.
     others.ddp_gpu0,
     others.data_parallel,
-    engine.engine_share,
+    inference.engine_share,
     numbers.spilled,
     others.kept_after_catch,
     others.gave_up,
     others.other_framework,
     # Not the card's memory.
-    host.shm,
-    host.host_limit,
-    host.host_kill,
-    host.host_commit,
-    host.host_alloc,
-    host.nccl,
-    host.pinned,
+    off_card.shm,
+    off_card.host_limit,
+    off_card.host_kill,
+    off_card.host_commit,
+    off_card.host_alloc,
+    off_card.nccl,
+    off_card.pinned,
     others.foreign,
     numbers.mps_other,
     # What the run was doing.
-    frames.eval_logits,
-    frames.eval_batch,
-    frames.save_gather,
-    frames.resume_load,
-    frames.shard_too_large,
-    frames.load_too_large,
-    frames.adapter_delta,
-    frames.logits_loss,
-    frames.image_size,
-    frames.quadratic_attention,
-    frames.generate_cache,
-    frames.optimizer_state,
-    frames.zero3_gather,
+    place.eval_logits,
+    place.eval_batch,
+    place.save_gather,
+    place.resume_load,
+    place.shard_too_large,
+    place.load_too_large,
+    place.adapter_delta,
+    place.logits_loss,
+    place.image_size,
+    place.quadratic_attention,
+    place.generate_cache,
+    place.optimizer_state,
+    place.zero3_gather,
     others.leftover,
-    frames.move_too_large,
-    frames.before_training,
-    frames.generation,
+    place.move_too_large,
+    place.before_training,
+    place.generation,
     # What is left: pieces, a shape, growth, size.
     numbers.fragmentation,
     numbers.wrong_shape,
-    frames.long_sample,
+    place.long_sample,
     numbers.capacity,
 )
 _MOST_CAUSES = 3
 
 
-def causes_of(facts: Facts) -> tuple[Cause, ...]:
+def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
     """Judge the facts: the answer first, then what is possible too if it is not certain."""
     found: list[Cause] = []
     for rule in RULES:

@@ -1,7 +1,7 @@
 """Causes that the numbers of a message show."""
 
 from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, percent, size
 
 _SLACK_BYTES = GIB // 4
@@ -12,7 +12,7 @@ _LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
 
 
-def impossible_size(facts: Facts) -> Cause | None:
+def impossible_size(facts: TextFacts) -> Cause | None:
     """More than a TiB at once is a wrong shape."""
     if "1EB" not in facts.oom.text and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
         return None
@@ -29,7 +29,7 @@ def impossible_size(facts: Facts) -> Cause | None:
     )
 
 
-def is_held_by_others(facts: Facts) -> bool:
+def is_held_by_others(facts: TextFacts) -> bool:
     """Return whether others have so much of the card that it is no context and no desktop."""
     total = facts.total or 0
     least = max(_LEAST_OTHERS_FRACTION * total, min(_LEAST_OTHERS_BYTES, total / 2))
@@ -37,14 +37,14 @@ def is_held_by_others(facts: Facts) -> bool:
     return max(facts.others or 0, named) > least
 
 
-def is_held_beside_torch(facts: Facts) -> bool:
+def is_held_beside_torch(facts: TextFacts) -> bool:
     """Return whether this process has much of the card outside torch: an engine, JAX, NCCL."""
     return facts.beside_torch > max(
         _LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0)
     )
 
 
-def contradictory(facts: Facts) -> Cause | None:
+def contradictory(facts: TextFacts) -> Cause | None:
     """The driver refused though memory was free."""
     free, total, asked = facts.free, facts.total, facts.asked
     if free is None or asked is None or facts.oom.limit_bytes is not None:
@@ -71,7 +71,7 @@ def contradictory(facts: Facts) -> Cause | None:
     )
 
 
-def spilled(facts: Facts) -> Cause | None:
+def spilled(facts: TextFacts) -> Cause | None:
     """More is allocated than the card has: Windows lends main memory."""
     if facts.live is None or facts.total is None or facts.live <= facts.total:
         return None
@@ -90,7 +90,7 @@ def spilled(facts: Facts) -> Cause | None:
     )
 
 
-def mps_other(facts: Facts) -> Cause | None:
+def mps_other(facts: TextFacts) -> Cause | None:
     """Most of a Mac's limit is held outside torch's tensors."""
     other = facts.says(r"other allocations: ([\d.]+) ([KMG])i?B, max allowed: ([\d.]+) ([KMG])i?B")
     if not other or "MPS" not in facts.oom.text:
@@ -114,7 +114,7 @@ def mps_other(facts: Facts) -> Cause | None:
     )
 
 
-def fragmentation(facts: Facts) -> Cause | None:
+def fragmentation(facts: TextFacts) -> Cause | None:
     """The request would have fitted in what torch holds unused, but for its pieces."""
     if not is_fragmented(facts):
         return None
@@ -132,7 +132,7 @@ def fragmentation(facts: Facts) -> Cause | None:
     )
 
 
-def is_fragmented(facts: Facts) -> bool:
+def is_fragmented(facts: TextFacts) -> bool:
     """Return whether the unused reservation was large enough to be worth anything here."""
     if facts.asked is None or facts.unused is None or facts.total is None:
         return False
@@ -144,7 +144,7 @@ def is_fragmented(facts: Facts) -> bool:
     )
 
 
-def wrong_shape(facts: Facts) -> Cause | None:
+def wrong_shape(facts: TextFacts) -> Cause | None:
     """One tensor is larger than the whole card."""
     if facts.asked is None or facts.total is None or facts.asked <= facts.total:
         return None
@@ -162,7 +162,7 @@ def wrong_shape(facts: Facts) -> Cause | None:
     )
 
 
-def capacity(facts: Facts) -> Cause:
+def capacity(facts: TextFacts) -> Cause:
     """Nothing else is shown: the run is too large for the card."""
     live, total, frame = facts.live, facts.total, facts.users_frame or facts.failed
     limit = facts.oom.limit_bytes
@@ -188,7 +188,7 @@ def capacity(facts: Facts) -> Cause:
     )
 
 
-def _open_question(facts: Facts) -> str:
+def _open_question(facts: TextFacts) -> str:
     if facts.oom.source == "driver" and facts.total is None:
         return (
             "The driver's words do not say which memory it was: the card's, full of others' or of"

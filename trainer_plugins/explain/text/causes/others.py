@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import percent, size
 
 _SURE_FRACTION = 0.8
@@ -14,7 +14,7 @@ _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
 
 
-def ddp_gpu0(facts: Facts) -> Cause | None:
+def ddp_gpu0(facts: TextFacts) -> Cause | None:
     """Processes of other cards hold a context on the first card."""
     cards_of = _cards_of(facts)
     first = min((one.card for one in facts.processes), default=0)
@@ -34,7 +34,7 @@ def ddp_gpu0(facts: Facts) -> Cause | None:
     )
 
 
-def data_parallel(facts: Facts) -> Cause | None:
+def data_parallel(facts: TextFacts) -> Cause | None:
     """One process drives several cards, and gathers what they make on the first."""
     frame = facts.called(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
     evidence = [f"It failed in {frame}."] if frame else []
@@ -60,14 +60,14 @@ def data_parallel(facts: Facts) -> Cause | None:
     )
 
 
-def _cards_of(facts: Facts) -> dict[int, set[int]]:
+def _cards_of(facts: TextFacts) -> dict[int, set[int]]:
     cards: dict[int, set[int]] = defaultdict(set)
     for one in facts.processes:
         cards[one.pid].add(one.card)
     return cards
 
 
-def gave_up(facts: Facts) -> Cause | None:
+def gave_up(facts: TextFacts) -> Cause | None:
     """Whoever looks for a batch size that fits caught each OOM, and found none."""
     if not facts.has_tried_one_row or facts.progress:
         return None
@@ -81,7 +81,7 @@ def gave_up(facts: Facts) -> Cause | None:
     )
 
 
-def other_framework(facts: Facts) -> Cause | None:
+def other_framework(facts: TextFacts) -> Cause | None:
     """JAX or TensorFlow got no memory: what is known of torch does not apply."""
     if not facts.framework:
         return None
@@ -99,7 +99,7 @@ def other_framework(facts: Facts) -> Cause | None:
     )
 
 
-def foreign(facts: Facts) -> Cause | None:
+def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
     if facts.others is not None and facts.total:
         if not is_held_by_others(facts) or not _would_fit_alone(facts):
@@ -129,7 +129,7 @@ def foreign(facts: Facts) -> Cause | None:
     return _by_table(facts) or _at_first_touch(facts)
 
 
-def _ranks_on_one_card(facts: Facts) -> Cause:
+def _ranks_on_one_card(facts: TextFacts) -> Cause:
     return Cause(
         code="ddp-gpu0",
         grade="likely",
@@ -140,12 +140,12 @@ def _ranks_on_one_card(facts: Facts) -> Cause:
     )
 
 
-def _would_fit_alone(facts: Facts) -> bool:
+def _would_fit_alone(facts: TextFacts) -> bool:
     room = (facts.free or 0) + (facts.others or 0) + (facts.unused or 0)
     return (facts.asked or 0) <= room
 
 
-def sum_of(facts: Facts) -> str:
+def sum_of(facts: TextFacts) -> str:
     """Say whose the card's memory is."""
     return (
         f"{size(facts.total or 0)} card: {size(facts.own or 0)} yours, {size(facts.free or 0)}"
@@ -153,13 +153,13 @@ def sum_of(facts: Facts) -> str:
     )
 
 
-def _names(facts: Facts) -> tuple[str, ...]:
+def _names(facts: TextFacts) -> tuple[str, ...]:
     told = [f"process {pid} has {size(held)}" for pid, held in facts.neighbours]
     told += [f"{one.name} (pid {one.pid}) has {size(one.num_bytes)}" for one in facts.processes]
     return (f"The text names {', '.join(told[:6])}.",) if told else ()
 
 
-def _by_table(facts: Facts) -> Cause | None:
+def _by_table(facts: TextFacts) -> Cause | None:
     """Judge by a pasted nvidia-smi table, where the message has no numbers."""
     device = facts.oom.device or 0
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
@@ -178,7 +178,7 @@ def _by_table(facts: Facts) -> Cause | None:
     )
 
 
-def _at_first_touch(facts: Facts) -> Cause | None:
+def _at_first_touch(facts: TextFacts) -> Cause | None:
     """A driver that refuses the first thing it is asked for."""
     is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
     if facts.oom.source != "driver" or not facts.failed or is_later:
@@ -193,7 +193,7 @@ def _at_first_touch(facts: Facts) -> Cause | None:
     )
 
 
-def leftover(facts: Facts) -> Cause | None:
+def leftover(facts: TextFacts) -> Cause | None:
     """Something of an earlier run in this process is still alive."""
     trial = facts.says(_TRIAL)
     full = facts.live is not None and bool(facts.total)
@@ -216,7 +216,7 @@ def leftover(facts: Facts) -> Cause | None:
     )
 
 
-def kept_after_catch(facts: Facts) -> Cause | None:
+def kept_after_catch(facts: TextFacts) -> Cause | None:
     """The script catches the OOM, and what it caught keeps the tensors."""
     if facts.num_skipped < 2:
         return None

@@ -5,26 +5,26 @@ from dataclasses import replace
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Cause, Remedy
-from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.explain.text.remedies import batch, card, engine, host
+from trainer_plugins.explain.text.remedies import batch, card, inference, off_card
+from trainer_plugins.explain.text.text_facts import TextFacts
 
-REMEDIES: dict[str, Callable[[Facts], list[Remedy]]] = {
+REMEDIES: dict[str, Callable[[TextFacts], list[Remedy]]] = {
     "adapter-delta": card.adapter_delta,
     "api-misuse": card.wrong_shape,
     "capacity": batch.capacity,
     "contradictory": card.contradictory,
     "data-parallel": card.data_parallel,
     "ddp-gpu0": card.ddp_gpu0,
-    "engine-share": engine.engine_share,
+    "engine-share": inference.engine_share,
     "eval-batch": batch.eval_batch,
     "eval-logits": batch.eval_logits,
     "foreign": card.foreign,
     "fragmentation": card.fragmentation,
     "generate-cache": batch.generate_cache,
-    "host-alloc": host.host_alloc,
-    "host-commit": host.host_commit,
-    "host-kill": host.host_kill,
-    "host-limit": host.host_limit,
+    "host-alloc": off_card.host_alloc,
+    "host-commit": off_card.host_commit,
+    "host-kill": off_card.host_kill,
+    "host-limit": off_card.host_limit,
     "image-size": batch.image_size,
     "impossible-size": card.wrong_shape,
     "leak": card.kept_after_catch,
@@ -35,16 +35,16 @@ REMEDIES: dict[str, Callable[[Facts], list[Remedy]]] = {
     "mps-other": card.mps_other,
     "nccl": card.nccl,
     "optimizer-state": batch.optimizer_state,
-    "pinned": host.pinned,
+    "pinned": off_card.pinned,
     "quadratic-attention": batch.quadratic_attention,
     "resume-load": card.resume_load,
     "save-gather": card.save_gather,
-    "shm": host.shm,
+    "shm": off_card.shm,
     "zero3-gather": card.zero3_gather,
 }
 
 
-def remedies_of(causes: tuple[Cause, ...], facts: Facts) -> tuple[Remedy, ...]:
+def remedies_of(causes: tuple[Cause, ...], facts: TextFacts) -> tuple[Remedy, ...]:
     """Collect the remedies of the answer, then the first one of what is possible too."""
     found: list[Remedy] = []
     for cause in causes:

@@ -6,8 +6,8 @@ from math import ceil
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.text.facts import Facts
-from trainer_plugins.explain.text.remedies.planned import plan_command
+from trainer_plugins.explain.text.remedies.plan_command import plan_command
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
 
 _SHORTER_ROWS = Remedy(
@@ -49,7 +49,7 @@ _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
 
 
-def capacity(facts: Facts) -> list[Remedy]:
+def capacity(facts: TextFacts) -> list[Remedy]:
     """Make the training smaller; where it only runs a model, say what makes that smaller."""
     if facts.framework:
         return not_torch(facts)
@@ -74,7 +74,7 @@ def capacity(facts: Facts) -> list[Remedy]:
     return [*fewer_rows(facts), survive(facts), switches.checkpointing(), plan(facts)]
 
 
-def cache_flushes(facts: Facts) -> list[Remedy]:
+def cache_flushes(facts: TextFacts) -> list[Remedy]:
     """Give the cache back on all ranks at once, or leave room for it."""
     return [
         Remedy(
@@ -87,7 +87,7 @@ def cache_flushes(facts: Facts) -> list[Remedy]:
     ]
 
 
-def not_torch(facts: Facts) -> list[Remedy]:
+def not_torch(facts: TextFacts) -> list[Remedy]:
     """Say what JAX and TensorFlow have; the Trainer's flags and torch's settings do nothing."""
     fewer = Remedy(
         do="pass fewer rows at once, or shorter ones",
@@ -102,7 +102,7 @@ def not_torch(facts: Facts) -> list[Remedy]:
     return [_JAX_SHARE, _REMAT, fewer, _JAX_GROWS]
 
 
-def fewer_rows(facts: Facts) -> list[Remedy]:
+def fewer_rows(facts: TextFacts) -> list[Remedy]:
     """Divide the micro-batch and accumulate more, so that the effective batch stays the same."""
     rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
     if rows == 1 or facts.has_tried_one_row:
@@ -132,7 +132,7 @@ def fewer_rows(facts: Facts) -> list[Remedy]:
     ]
 
 
-def survive(facts: Facts) -> Remedy:
+def survive(facts: TextFacts) -> Remedy:
     """Finish a micro-batch that does not fit in pieces."""
     found = switches.survive(facts.launched)
     if facts.called(r"hydra[/\\]"):
@@ -140,7 +140,7 @@ def survive(facts: Facts) -> Remedy:
     return found
 
 
-def plan(facts: Facts) -> Remedy:
+def plan(facts: TextFacts) -> Remedy:
     """Let the planner try what would fit."""
     do, missing = plan_command(facts)
     unknown = f" (the text does not show {' and '.join(missing)})" if missing else ""
@@ -151,7 +151,7 @@ def plan(facts: Facts) -> Remedy:
     )
 
 
-def long_sample(facts: Facts) -> list[Remedy]:
+def long_sample(facts: TextFacts) -> list[Remedy]:
     """Let long batches pass in pieces, or come first."""
     if not uses_trainer(facts):
         return fewer_rows(facts)
@@ -172,14 +172,14 @@ def long_sample(facts: Facts) -> list[Remedy]:
     ]
 
 
-def logits_loss(facts: Facts) -> list[Remedy]:
+def logits_loss(facts: TextFacts) -> list[Remedy]:
     """Never make the logits whole, or make fewer of them."""
     if not uses_trainer(facts):
         return fewer_rows(facts)
     return [switches.liger(facts.asked), *fewer_rows(facts), survive(facts), plan(facts)]
 
 
-def eval_logits(facts: Facts) -> list[Remedy]:
+def eval_logits(facts: TextFacts) -> list[Remedy]:
     """Keep less of each batch, or keep it in main memory."""
     asked = f" ({size(facts.asked)} at that place)" if facts.asked else ""
     return [
@@ -203,7 +203,7 @@ def eval_logits(facts: Facts) -> list[Remedy]:
     ]
 
 
-def eval_batch(facts: Facts) -> list[Remedy]:
+def eval_batch(facts: TextFacts) -> list[Remedy]:
     """Make evaluation batches smaller."""
     rows = facts.rows("per_device_eval_batch_size")
     found = []
@@ -241,7 +241,7 @@ def eval_batch(facts: Facts) -> list[Remedy]:
     return found
 
 
-def generate_cache(facts: Facts) -> list[Remedy]:
+def generate_cache(facts: TextFacts) -> list[Remedy]:
     """Keep fewer or shorter rows in the cache."""
     found = [
         Remedy(
@@ -264,7 +264,7 @@ def generate_cache(facts: Facts) -> list[Remedy]:
     return found
 
 
-def image_size(facts: Facts) -> list[Remedy]:
+def image_size(facts: TextFacts) -> list[Remedy]:
     """Cut pictures into fewer patches."""
     del facts
     return [
@@ -282,7 +282,7 @@ def image_size(facts: Facts) -> list[Remedy]:
     ]
 
 
-def quadratic_attention(facts: Facts, kernel: str = "flash_attention_2") -> list[Remedy]:
+def quadratic_attention(facts: TextFacts, kernel: str = "flash_attention_2") -> list[Remedy]:
     """Use a kernel that makes no matrix of length x length."""
     asked = size(facts.asked) if facts.asked else "the matrix"
     return [
@@ -301,7 +301,7 @@ def quadratic_attention(facts: Facts, kernel: str = "flash_attention_2") -> list
     ]
 
 
-def optimizer_state(facts: Facts) -> list[Remedy]:
+def optimizer_state(facts: TextFacts) -> list[Remedy]:
     """Use smaller states, or put them elsewhere."""
     if facts.called(r"deepspeed"):
         return [
@@ -329,7 +329,7 @@ def optimizer_state(facts: Facts) -> list[Remedy]:
     ]
 
 
-def uses_trainer(facts: Facts) -> bool:
+def uses_trainer(facts: TextFacts) -> bool:
     """Return whether flags of TrainingArguments fit; without any frame they are assumed to."""
     return (
         not facts.frames
@@ -338,14 +338,14 @@ def uses_trainer(facts: Facts) -> bool:
     )
 
 
-def _only_runs(facts: Facts) -> bool:
+def _only_runs(facts: TextFacts) -> bool:
     """Return whether the frames are of a model that is used and not trained."""
     frame = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
     trains = facts.called(r"(?i)backward|train|optimizer|closure")
     return frame is not None and trains is None
 
 
-def _shortage(facts: Facts) -> str:
+def _shortage(facts: TextFacts) -> str:
     if facts.asked is None or facts.free is None or facts.asked <= facts.free:
         return ""
     return f"at least {size(facts.asked - facts.free)} less are needed"

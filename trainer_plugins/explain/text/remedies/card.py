@@ -4,9 +4,9 @@ import re
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.text.causes.frames import SHARDING
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.causes.place import SHARDING
 from trainer_plugins.explain.text.remedies.batch import capacity, fewer_rows, plan, uses_trainer
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.vendor import vendor_of
 from trainer_plugins.units import size
 
@@ -20,7 +20,7 @@ _EXPANDABLE = r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)
 _SEE = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 
 
-def foreign(facts: Facts) -> list[Remedy]:
+def foreign(facts: TextFacts) -> list[Remedy]:
     """See who it is, then take another card or wait: no setting of the run helps."""
     who = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names nobody"
     found = [Remedy(do=_SEE, effect=f"shows who holds the card ({who})", grade="known")]
@@ -47,7 +47,7 @@ def foreign(facts: Facts) -> list[Remedy]:
     ]
 
 
-def ddp_gpu0(facts: Facts) -> list[Remedy]:
+def ddp_gpu0(facts: TextFacts) -> list[Remedy]:
     """Keep ranks off card 0."""
     first = min((one.card for one in facts.processes), default=0)
     stray = sum(one.num_bytes for one in facts.processes if one.card == first)
@@ -66,7 +66,7 @@ def ddp_gpu0(facts: Facts) -> list[Remedy]:
     ]
 
 
-def fragmentation(facts: Facts) -> list[Remedy]:
+def fragmentation(facts: TextFacts) -> list[Remedy]:
     """Expandable segments where they exist and are not in force, else fewer lengths."""
     pieces = size(facts.unused or 0)
     pad = Remedy(
@@ -89,7 +89,7 @@ def fragmentation(facts: Facts) -> list[Remedy]:
     ]
 
 
-def contradictory(facts: Facts) -> list[Remedy]:
+def contradictory(facts: TextFacts) -> list[Remedy]:
     """Name the check; a smaller batch would not help."""
     if vendor_of(facts).name == "HIP":
         checks = [
@@ -118,7 +118,7 @@ def contradictory(facts: Facts) -> list[Remedy]:
     return [Remedy(do=do, effect=effect, grade="known") for do, effect in checks]
 
 
-def wrong_shape(facts: Facts) -> list[Remedy]:
+def wrong_shape(facts: TextFacts) -> list[Remedy]:
     """Look at the shapes."""
     where = facts.users_frame
     place = f"{where.path.rsplit('/', 1)[-1]}:{where.line}" if where else "the failing line"
@@ -131,7 +131,7 @@ def wrong_shape(facts: Facts) -> list[Remedy]:
     ]
 
 
-def leftover(facts: Facts) -> list[Remedy]:
+def leftover(facts: TextFacts) -> list[Remedy]:
     """Start anew, or free what is left."""
     first = Remedy(
         do="restart the kernel, and run the cells once",
@@ -149,7 +149,7 @@ def leftover(facts: Facts) -> list[Remedy]:
     return [first, *([] if facts.says(r"[Tt]rial ?#?\d") else capacity(facts)[:1])]
 
 
-def kept_after_catch(facts: Facts) -> list[Remedy]:
+def kept_after_catch(facts: TextFacts) -> list[Remedy]:
     """Let go of what the exception keeps."""
     del facts
     return [
@@ -161,7 +161,7 @@ def kept_after_catch(facts: Facts) -> list[Remedy]:
     ]
 
 
-def data_parallel(facts: Facts) -> list[Remedy]:
+def data_parallel(facts: TextFacts) -> list[Remedy]:
     """Start one process a card, so that nothing is gathered on the first."""
     num_cards = len({one.card for one in facts.processes}) or len(facts.cards) or "NUM_CARDS"
     script = re.search(r"\S+\.py\b.*", facts.launched)
@@ -179,7 +179,7 @@ def data_parallel(facts: Facts) -> list[Remedy]:
     ]
 
 
-def adapter_delta(facts: Facts) -> list[Remedy]:
+def adapter_delta(facts: TextFacts) -> list[Remedy]:
     """Make no delta of the size of the weights; rows have no part in it."""
     if facts.called(r"\bmerge"):
         return [
@@ -215,7 +215,7 @@ def adapter_delta(facts: Facts) -> list[Remedy]:
     return [newer, no_experts]
 
 
-def load_too_large(facts: Facts) -> list[Remedy]:
+def load_too_large(facts: TextFacts) -> list[Remedy]:
     """Load fewer bytes a parameter, or never all of them onto one card."""
     if facts.called("prepare_model_for_kbit_training"):
         unprepared = Remedy(
@@ -233,7 +233,7 @@ def load_too_large(facts: Facts) -> list[Remedy]:
     return _fewer_bytes(facts)
 
 
-def _fewer_bytes(facts: Facts) -> list[Remedy]:
+def _fewer_bytes(facts: TextFacts) -> list[Remedy]:
     return [
         Remedy(
             do="from_pretrained(..., dtype=torch.bfloat16)",
@@ -250,7 +250,7 @@ def _fewer_bytes(facts: Facts) -> list[Remedy]:
     ]
 
 
-def resume_load(facts: Facts) -> list[Remedy]:
+def resume_load(facts: TextFacts) -> list[Remedy]:
     """Load into main memory, and drop the copy."""
     del facts
     return [
@@ -267,7 +267,7 @@ def resume_load(facts: Facts) -> list[Remedy]:
     ]
 
 
-def save_gather(facts: Facts) -> list[Remedy]:
+def save_gather(facts: TextFacts) -> list[Remedy]:
     """Save in parts."""
     if facts.called(r"deepspeed|zero3"):
         return [switches.SAVE_WITHOUT_GATHER]
@@ -282,7 +282,7 @@ def save_gather(facts: Facts) -> list[Remedy]:
     ]
 
 
-def zero3_gather(facts: Facts) -> list[Remedy]:
+def zero3_gather(facts: TextFacts) -> list[Remedy]:
     """Gather less at once."""
     if not facts.called(r"deepspeed"):
         return [
@@ -296,7 +296,7 @@ def zero3_gather(facts: Facts) -> list[Remedy]:
     return [switches.FEWER_LIVE_PARAMETERS, *fewer_rows(facts)]
 
 
-def mps_other(facts: Facts) -> list[Remedy]:
+def mps_other(facts: TextFacts) -> list[Remedy]:
     """Give back what is not live."""
     del facts
     return [
@@ -314,7 +314,7 @@ def mps_other(facts: Facts) -> list[Remedy]:
     ]
 
 
-def nccl(facts: Facts) -> list[Remedy]:
+def nccl(facts: TextFacts) -> list[Remedy]:
     """Leave room outside torch."""
     del facts
     return [

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from trainer_plugins.explain.switches import DECIDING
 from trainer_plugins.explain.text.command import shown
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
@@ -26,7 +26,7 @@ _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_tr
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
-def plan_command(facts: Facts) -> tuple[str, list[str]]:
+def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
     """Write the command, and list what is to be filled in, because the text does not show it.
 
     It has the model, the card, rows and length, an adapter, quantised weights, and those flags of
@@ -36,7 +36,7 @@ def plan_command(facts: Facts) -> tuple[str, list[str]]:
     return printable(shlex.join(words)), [word for word in words if word in _LEFT_OPEN]
 
 
-def _words(facts: Facts, read: "_Settings") -> Iterator[str]:
+def _words(facts: TextFacts, read: "_Settings") -> Iterator[str]:
     yield from ("--model", read.model or "MODEL")
     if facts.total:
         yield from ("--gpu", f"{facts.total / GIB:.2f}GiB")
@@ -60,7 +60,7 @@ def _words(facts: Facts, read: "_Settings") -> Iterator[str]:
             yield from (f"--{name}", value)
 
 
-def _adapter(facts: Facts, read: "_Settings") -> Iterator[str]:
+def _adapter(facts: TextFacts, read: "_Settings") -> Iterator[str]:
     """Yield what says that the base is quantised, and an adapter trained."""
     bits = read.value(_BITS, "[48]")
     if (
@@ -85,7 +85,7 @@ def _adapter(facts: Facts, read: "_Settings") -> Iterator[str]:
 class _Settings:
     """Looks settings up: in the command line that a text shows, then anywhere in the text."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: TextFacts) -> None:
         self._text = f"{facts.command}\n{facts.text}"
         self.given = _arguments(shown(self._text))
 

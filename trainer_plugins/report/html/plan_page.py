@@ -19,7 +19,7 @@ from trainer_plugins.report.html.chart import (
 from trainer_plugins.report.html.colours import colour_of
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.scales import WIDTH, byte_ticks
-from trainer_plugins.report.plan import details, host_verdict, moment_of, verdict
+from trainer_plugins.report.plan_text import details, host_verdict, moment_of, verdict
 from trainer_plugins.units import size
 
 _PIXELS = 260

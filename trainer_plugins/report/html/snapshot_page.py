@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.snapshot.held import WORDS, Category
 from trainer_plugins.explain.snapshot.lives import BEFORE
-from trainer_plugins.explain.snapshot.oom import Case, reserved_after
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, reserved_after
 from trainer_plugins.report.html.chart import (
     Band,
     Chart,
@@ -44,7 +44,7 @@ _ORDER: tuple[Category, ...] = (
 _PASSES = (("forward", "c-first"), ("backward", "c-second"), ("optimizer", "c-third"))
 
 
-def snapshot_page(case: Case, answer: Explanation) -> Page:
+def snapshot_page(case: SnapshotCase, answer: Explanation) -> Page:
     """Render what a snapshot shows, and what explains it."""
     total = case.in_use_bytes
     return page(
@@ -68,7 +68,7 @@ def snapshot_page(case: Case, answer: Explanation) -> Page:
     )
 
 
-def _verdict(case: Case, cause: str) -> str:
+def _verdict(case: SnapshotCase, cause: str) -> str:
     if case.oom is None:
         most, num_bytes = next(iter(case.held.categories.items()), ("unknown", 0))
         share = percent(num_bytes / max(case.in_use_bytes, 1))
@@ -76,7 +76,7 @@ def _verdict(case: Case, cause: str) -> str:
     return f"Out of memory: {cause}"
 
 
-def history_chart(case: Case) -> Chart | None:
+def history_chart(case: SnapshotCase) -> Chart | None:
     """Draw what was in use after each event, by category; None if no event was recorded."""
     num = len(case.card.events)
     if not num:
@@ -134,7 +134,7 @@ def history_chart(case: Case) -> Chart | None:
     )
 
 
-def _named(case: Case) -> list[tuple[str, str, str]]:
+def _named(case: SnapshotCase) -> list[tuple[str, str, str]]:
     """Name the areas, each with its size at the moment of the case."""
     held = case.held.categories
     return [
@@ -142,7 +142,7 @@ def _named(case: Case) -> list[tuple[str, str, str]]:
     ]
 
 
-def _dot(case: Case, at_percent: float, height: Height) -> Dot:
+def _dot(case: SnapshotCase, at_percent: float, height: Height) -> Dot:
     y, above = height.y(case.in_use_bytes), height.y(case.reserved_bytes)
     return Dot(
         at_percent=at_percent,
@@ -152,7 +152,7 @@ def _dot(case: Case, at_percent: float, height: Height) -> Dot:
     )
 
 
-def _states(case: Case, columns: int) -> tuple[list[int], list[list[int]]]:
+def _states(case: SnapshotCase, columns: int) -> tuple[list[int], list[list[int]]]:
     """Return the last event of each column, and the categories when most was in use in it."""
     num = len(case.card.events)
     ends = [num * (at + 1) // columns for at in range(columns)]
@@ -188,7 +188,7 @@ def _numbers(num: int) -> tuple[tuple[float, str], ...]:
     return tuple((25.0 * at, f"{num * at // 4:,}") for at in range(5))
 
 
-def _passes(case: Case, num: int) -> Iterator[Lane]:
+def _passes(case: SnapshotCase, num: int) -> Iterator[Lane]:
     """Show which pass it was; what is narrower than a column is left out."""
     signs = []
     shown = 0.0

@@ -5,7 +5,7 @@ import re
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.text.causes.numbers import is_held_beside_torch, is_held_by_others
 from trainer_plugins.explain.text.causes.others import sum_of
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 
 _ENGINE = r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|EngineCore|cumem_allocator"
 _WARMS_UP = r"warming up|Capture cuda graph failed"
@@ -17,7 +17,7 @@ _REFUSALS = (
 )
 
 
-def engine_share(facts: Facts) -> Cause | None:
+def engine_share(facts: TextFacts) -> Cause | None:
     """An inference engine has a fixed share of the card."""
     said = facts.oom.text.split("\n")[0]
     if facts.oom.source == "engine":
@@ -53,7 +53,7 @@ def engine_share(facts: Facts) -> Cause | None:
     )
 
 
-def _no_room(facts: Facts) -> bool:
+def _no_room(facts: TextFacts) -> bool:
     """Return whether others hold the card, or the engine counts what it has given back."""
     held = is_held_by_others(facts) or is_held_beside_torch(facts)
     return held or (facts.live or 0) > (facts.total or facts.live or 0)

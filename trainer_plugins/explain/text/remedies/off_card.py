@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from trainer_plugins.explain import switches
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.text.causes.frames import ATTENTION, LEAST_QUADRATIC_BYTES, LOADING
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.causes.place import ATTENTION, LEAST_QUADRATIC_BYTES, LOADING
 from trainer_plugins.explain.text.remedies.batch import fewer_rows, quadratic_attention
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
 
 _PRINT_THE_SHAPES = Remedy(
@@ -25,7 +25,7 @@ _GROWS = "it had run for some time: each worker's copy of the data set grows as 
 _TAKERS = r"(?i)dataloader|offload|cpu_?adam"
 
 
-def shm(facts: Facts) -> list[Remedy]:
+def shm(facts: TextFacts) -> list[Remedy]:
     """Give /dev/shm more, or do without."""
     del facts
     return [
@@ -38,7 +38,7 @@ def shm(facts: Facts) -> list[Remedy]:
     ]
 
 
-def host_limit(facts: Facts) -> list[Remedy]:
+def host_limit(facts: TextFacts) -> list[Remedy]:
     """Raise the limit, or need less."""
     if facts.says(r"(?i)slurm|srun|sbatch"):
         first = Remedy(
@@ -55,7 +55,7 @@ def host_limit(facts: Facts) -> list[Remedy]:
     return [first, *_less(facts)]
 
 
-def host_kill(facts: Facts) -> list[Remedy]:
+def host_kill(facts: TextFacts) -> list[Remedy]:
     """Confirm it first, unless the text shows what took the memory."""
     see = Remedy(
         do="sudo dmesg -T | grep -i 'killed process'",
@@ -65,7 +65,7 @@ def host_kill(facts: Facts) -> list[Remedy]:
     return [*_less(facts), see] if facts.says(_TAKERS) else [see, *_less(facts)]
 
 
-def host_commit(facts: Facts) -> list[Remedy]:
+def host_commit(facts: TextFacts) -> list[Remedy]:
     """Need less of what counts as committed, or raise the limit."""
     del facts
     return [
@@ -78,7 +78,7 @@ def host_commit(facts: Facts) -> list[Remedy]:
     ]
 
 
-def host_alloc(facts: Facts) -> list[Remedy]:
+def host_alloc(facts: TextFacts) -> list[Remedy]:
     """Say what makes the tensor smaller where its place tells what it is; then look."""
     asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
     frame = facts.users_frame
@@ -99,7 +99,7 @@ def host_alloc(facts: Facts) -> list[Remedy]:
     return [look, *_less(facts)]
 
 
-def pinned(facts: Facts) -> list[Remedy]:
+def pinned(facts: TextFacts) -> list[Remedy]:
     """Pin less."""
     found = [switches.NO_PINNED_BATCHES]
     if facts.called(r"(?i)unsloth") or facts.says(r"CPU_BUFFERS"):
@@ -117,7 +117,7 @@ def pinned(facts: Facts) -> list[Remedy]:
     return found
 
 
-def _less(facts: Facts) -> list[Remedy]:
+def _less(facts: TextFacts) -> list[Remedy]:
     """Say what takes less main memory, as far as the text shows what took it."""
     if facts.says(r"DataLoader worker|dataloader"):
         return [switches.NO_WORKERS]

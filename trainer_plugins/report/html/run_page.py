@@ -25,9 +25,9 @@ from trainer_plugins.report.at_oom import records_of, with_records
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
-from trainer_plugins.report.html.pace import pace_chart, rate_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
+from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size

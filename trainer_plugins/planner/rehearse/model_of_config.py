@@ -10,8 +10,13 @@ import torch
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import refusals
-from trainer_plugins.planner.rehearse.configs import class_of, config_of, part_of, said_of_config
 from trainer_plugins.planner.rehearse.failures import first_line
+from trainer_plugins.planner.rehearse.model_config import (
+    class_of,
+    config_of,
+    part_of,
+    said_of_config,
+)
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.sharded import tensors

@@ -20,14 +20,14 @@ from trainer_plugins.survival.exact.layouts import IndivisibleError
 from trainer_plugins.survival.limit.limit import even, lower
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.ranks.protocol import Window
-from trainer_plugins.survival.run import Run
 from trainer_plugins.survival.training.planned import Planned
+from trainer_plugins.survival.training_run import TrainingRun
 
 
 class Replay(Planned):
     """Finishes one micro-batch, and computes again those before it in its window."""
 
-    def __init__(self, run: Run, micro: MicroBatch, **options: object) -> None:
+    def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
         super().__init__(run, micro, **options)
         self._ranks = run.ranks
         self._total: torch.Tensor | None = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, MIB, size
 
 _DEEP = 6
@@ -65,7 +65,7 @@ class ByFrame:
     within: str = ""
     """A frame that must be there as well."""
 
-    def __call__(self, facts: Facts) -> Cause | None:
+    def __call__(self, facts: TextFacts) -> Cause | None:
         """Judge the frames."""
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
@@ -216,7 +216,7 @@ zero3_gather = ByFrame(
 )
 
 
-def logits_loss(facts: Facts) -> Cause | None:
+def logits_loss(facts: TextFacts) -> Cause | None:
     """Logits over the vocabulary, in fp32, at the loss."""
     frame = facts.called(_LOGITS, innermost=4)
     asked = facts.asked
@@ -238,7 +238,7 @@ def logits_loss(facts: Facts) -> Cause | None:
     )
 
 
-def quadratic_attention(facts: Facts) -> Cause | None:
+def quadratic_attention(facts: TextFacts) -> Cause | None:
     """A matrix of length x length."""
     frame = facts.called(ATTENTION, innermost=3)
     if not frame or (facts.asked or 0) < LEAST_QUADRATIC_BYTES:
@@ -259,7 +259,7 @@ def quadratic_attention(facts: Facts) -> Cause | None:
     )
 
 
-def long_sample(facts: Facts) -> Cause | None:
+def long_sample(facts: TextFacts) -> Cause | None:
     """The run had fitted for some steps."""
     is_else = facts.called(EVALUATION) or not (facts.called(TRAINING) or not facts.frames)
     if not facts.progress or is_else or facts.oom.source not in ("allocator", "masked", "library"):

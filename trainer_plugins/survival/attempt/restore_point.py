@@ -15,7 +15,7 @@ The second is that of trl < 1.0.
 """
 
 
-class Snapshot:
+class RestorePoint:
     """Holds the states of all random generators, the counts of a TRL trainer, and a model's state.
 
     The generators are those of Python, numpy, torch and the device.

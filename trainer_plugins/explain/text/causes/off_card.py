@@ -3,7 +3,7 @@
 import re
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.facts import Facts
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.oom.rules import Source
 from trainer_plugins.units import GIB, size
 
@@ -15,7 +15,7 @@ _LIMITED = (
 )
 
 
-def shm(facts: Facts) -> Cause | None:
+def shm(facts: TextFacts) -> Cause | None:
     """A worker did not get shared memory."""
     return _of_source(
         facts,
@@ -27,7 +27,7 @@ def shm(facts: Facts) -> Cause | None:
     )
 
 
-def host_limit(facts: Facts) -> Cause | None:
+def host_limit(facts: TextFacts) -> Cause | None:
     """A container or a job passed its limit of main memory."""
     if facts.oom.source != "host":
         return None
@@ -49,7 +49,7 @@ def host_limit(facts: Facts) -> Cause | None:
     )
 
 
-def host_kill(facts: Facts) -> Cause | None:
+def host_kill(facts: TextFacts) -> Cause | None:
     """The kernel killed the process for main memory."""
     if facts.oom.source != "host":
         return None
@@ -70,7 +70,7 @@ def host_kill(facts: Facts) -> Cause | None:
     )
 
 
-def host_commit(facts: Facts) -> Cause | None:
+def host_commit(facts: TextFacts) -> Cause | None:
     """Windows refuses memory that its paging file cannot back."""
     by_code = re.search(r"WinError 1455|os error 1455", facts.oom.text)
     by_torch = facts.oom.source == "host" and re.search(
@@ -90,7 +90,7 @@ def host_commit(facts: Facts) -> Cause | None:
     )
 
 
-def host_alloc(facts: Facts) -> Cause | None:
+def host_alloc(facts: TextFacts) -> Cause | None:
     """Main memory refused one allocation."""
     if facts.oom.source != "host" or not facts.oom.is_certain:
         return None
@@ -114,7 +114,7 @@ def host_alloc(facts: Facts) -> Cause | None:
     )
 
 
-def nccl(facts: Facts) -> Cause | None:
+def nccl(facts: TextFacts) -> Cause | None:
     """A collective got no buffer."""
     return _of_source(
         facts,
@@ -127,7 +127,7 @@ def nccl(facts: Facts) -> Cause | None:
 
 
 def _of_source(
-    facts: Facts, source: Source, *, code: str, summary: str, why: str, doubt: str
+    facts: TextFacts, source: Source, *, code: str, summary: str, why: str, doubt: str
 ) -> Cause | None:
     """Name the cause that the words of one source stand for, with a doubt if they may not."""
     if facts.oom.source != source:
@@ -142,7 +142,7 @@ def _of_source(
     )
 
 
-def pinned(facts: Facts) -> Cause | None:
+def pinned(facts: TextFacts) -> Cause | None:
     """Page-locked main memory ran out; the driver says it in its own words."""
     is_driver = facts.oom.source == "driver" and facts.total is None
     frame = facts.called(_PINS, innermost=6) if is_driver else None
@@ -170,15 +170,15 @@ def pinned(facts: Facts) -> Cause | None:
     )
 
 
-def _is_killed(facts: Facts) -> bool:
+def _is_killed(facts: TextFacts) -> bool:
     return "killed from outside" in facts.oom.fatal
 
 
-def _first_line(facts: Facts) -> str:
+def _first_line(facts: TextFacts) -> str:
     return next(iter(facts.oom.text.strip().splitlines()), "")[:200]
 
 
-def _host_use(facts: Facts) -> tuple[str, ...]:
+def _host_use(facts: TextFacts) -> tuple[str, ...]:
     used = list(re.finditer(_USED, facts.text))
     if not used:
         return ()

@@ -11,7 +11,7 @@ from transformers import Trainer
 from trainer_plugins.finding import Finding
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.attempt.marks import GradientMark
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate.certificate import Certificate
 from trainer_plugins.survival.exact.delegated import why_not_delegated
@@ -68,7 +68,7 @@ def memo_of(trainer: Trainer) -> SurvivalMemo:
     return memo
 
 
-class Run:
+class TrainingRun:
     """Holds the state of one training.
 
     Args:
@@ -108,7 +108,7 @@ class Run:
         """Take down the moment before an attempt."""
         reading = self.card.read() if self.card else None
         return Start(
-            Snapshot(self.attached.trainer, state=State(self._owners)),
+            RestorePoint(self.attached.trainer, state=State(self._owners)),
             GradientMark(self.ranks.kept(self._parameters)),
             reading.allocated_bytes if reading else 0,
         )

@@ -3,8 +3,8 @@
 from math import ceil, floor
 
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.text.facts import Facts
 from trainer_plugins.explain.text.remedies.card import foreign
+from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
 _SETTING = (
@@ -26,7 +26,7 @@ _MOST_SEQUENCES = ("--max-num-seqs", 64)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
 
 
-def engine_share(facts: Facts) -> list[Remedy]:
+def engine_share(facts: TextFacts) -> list[Remedy]:
     """Give the engine less where it takes too much, more where it has no room for its cache."""
     if facts.oom.source != "engine":
         return [*_lower(facts), *_fewer_at_once(facts), *_allocator(facts)]
@@ -37,7 +37,7 @@ def engine_share(facts: Facts) -> list[Remedy]:
     return [*shorter, *_raise(facts), *([] if shorter else _fewer_at_once(facts)), *_weights(facts)]
 
 
-def _lower(facts: Facts) -> list[Remedy]:
+def _lower(facts: TextFacts) -> list[Remedy]:
     """Lower the share below the one in the text, by what is missing or to what is free."""
     share, is_told = _share(facts)
     total, free, asked = _total(facts), facts.free, facts.asked
@@ -66,7 +66,7 @@ def _lower(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _raise(facts: Facts) -> list[Remedy]:
+def _raise(facts: TextFacts) -> list[Remedy]:
     """Raise the share, if there is room above it: weights and graphs have left no cache."""
     share, is_told = _share(facts)
     total, missing = _total(facts), _missing(facts)
@@ -89,7 +89,7 @@ def _raise(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _shorter(facts: Facts) -> list[Remedy]:
+def _shorter(facts: TextFacts) -> list[Remedy]:
     """Take the length that the engine says would fit."""
     told = facts.says(_LENGTH)
     if not told:
@@ -106,7 +106,7 @@ def _shorter(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _fewer_at_once(facts: Facts) -> list[Remedy]:
+def _fewer_at_once(facts: TextFacts) -> list[Remedy]:
     """Warm up for fewer sequences: the engine measures its activations with all of them."""
     name, _ = _spelling(facts)
     if not name.startswith(("--gpu", "--mem")):
@@ -123,7 +123,7 @@ def _fewer_at_once(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _weights(facts: Facts) -> list[Remedy]:
+def _weights(facts: TextFacts) -> list[Remedy]:
     """Put less of the weights on each card."""
     name, _ = _spelling(facts)
     return [
@@ -136,7 +136,7 @@ def _weights(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _allocator(facts: Facts) -> list[Remedy]:
+def _allocator(facts: TextFacts) -> list[Remedy]:
     if _spelling(facts)[0].startswith(("--gpu", "--mem")):
         return []
     return [
@@ -148,17 +148,17 @@ def _allocator(facts: Facts) -> list[Remedy]:
     ]
 
 
-def _share(facts: Facts) -> tuple[float, bool]:
+def _share(facts: TextFacts) -> tuple[float, bool]:
     """Return the share in force, and whether the text tells it."""
     told = facts.says(_WANTED) or facts.says(_SETTING)
     return (float(told["share"]), True) if told else (_spelling(facts)[1], False)
 
 
-def _spelling(facts: Facts) -> tuple[str, float]:
+def _spelling(facts: TextFacts) -> tuple[str, float]:
     return next((name, share) for words, name, share in _SPELLINGS if facts.says(words))
 
 
-def _spelled(facts: Facts, share: float) -> str:
+def _spelled(facts: TextFacts, share: float) -> str:
     """Write the setting as the text does, if it is a flag, an argument or an override there."""
     told = facts.says(_SETTING)
     if told and (told["name"].startswith("-") or told["sep"].strip() == "="):
@@ -166,13 +166,13 @@ def _spelled(facts: Facts, share: float) -> str:
     return f"{_spelling(facts)[0]}{share:g}"
 
 
-def _total(facts: Facts) -> int | None:
+def _total(facts: TextFacts) -> int | None:
     told = facts.says(_TOTAL)
     cards = facts.cards[facts.oom.device or 0 :]
     return facts.total or (int(float(told[1]) * GIB) if told else cards[0][1] if cards else None)
 
 
-def _missing(facts: Facts) -> int:
+def _missing(facts: TextFacts) -> int:
     """Return how much more the KV cache needs, as far as the engine says it; else 0."""
     if facts.asked and facts.free is not None:
         return max(0, facts.asked - facts.free)

@@ -39,7 +39,7 @@ class SmiProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class TextFacts:
     """Gathers what the rules judge. All sizes are in bytes; None is what the text does not say."""
 
     oom: OutOfMemory
@@ -191,14 +191,14 @@ class Facts:
         return int(found[1]) if found else None
 
 
-def gather(excerpt: Excerpt, oom: OutOfMemory) -> Facts:
+def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     """Read the facts off the lines around an OOM."""
     lines, at = excerpt.lines, excerpt.at
     texts = [line.text for line in lines]
     near = max(0, at - _NUM_NEAR)
     processes = [match for text in texts if (match := _SMI_PROCESS.match(text))]
     cards = [match for text in texts if (match := _SMI_CARD.search(text))]
-    return Facts(
+    return TextFacts(
         oom=oom,
         frames=frames_around(lines, at) or _last_words(texts, at),
         writer=lines[at].writer,

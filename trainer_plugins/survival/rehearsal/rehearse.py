@@ -9,7 +9,7 @@ from transformers import Trainer
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import card_of
-from trainer_plugins.survival.attempt.snapshot import Snapshot
+from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.layouts import Completions
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.limit.optimizer_states import create_states
@@ -35,7 +35,7 @@ def rehearse_run(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> Rehe
         plan: the plan of this run, if there is one.
         saves: whether a checkpoint is written, and loaded.
     """
-    generators = Snapshot(trainer)  # even the search for reasons draws, under DDP
+    generators = RestorePoint(trainer)  # even the search for reasons draws, under DDP
     try:
         return _rehearsed(trainer, plan, saves)
     finally:
