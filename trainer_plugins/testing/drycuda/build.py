@@ -1,0 +1,169 @@
+"""Builds the libraries that stand where CUDA's would: once for each installed torch."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from trainer_plugins.compiled import (
+    CompileError,
+    cache_folder,
+    compiled_once,
+    cpp_compiler,
+    fingerprint,
+)
+from trainer_plugins.testing.drycuda.needs import Library, needs_of
+
+_SOURCES = Path(__file__).parent
+_TIMEOUT_SECONDS = 600
+_CORE = "libdrycuda.so"
+
+_OURS = {
+    "libcudart.so": "cudart.cpp",
+    "libcuda.so": "driver.cpp",
+    "libnccl.so": "nccl.cpp",
+    "libcublas.so": "cublas.c",
+    "libcublasLt.so": "cublas.c",
+}
+"""The sources of the libraries of which something is written by hand; the rest is generated."""
+
+_WITH_LIBRARIES = ("bitsandbytes", "torchaudio", "torchvision", "flash_attn", "xformers", "apex")
+"""Packages whose compiled code calls CUDA's libraries too."""
+
+
+# It names a state, like torch.cuda.is_available.
+class DryCudaUnavailable(RuntimeError):  # noqa: N818
+    """The dry card cannot be built here; the text says in one line what is missing."""
+
+
+def torch_folder() -> Path:
+    """Return the folder of the installed torch, which is not imported.
+
+    Raises:
+        DryCudaUnavailable: there is none, or it was built without CUDA.
+    """
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise DryCudaUnavailable(
+            f"the dry card needs Linux on x86-64; this is {sys.platform} on {os.uname().machine}"
+        )
+    for folder in map(Path, sys.path):
+        if (folder / "torch" / "version.py").is_file():
+            if not (folder / "torch" / "lib" / "libtorch_cuda.so").is_file():
+                version = re.search(
+                    r"__version__ = '([^'+]+)", (folder / "torch" / "version.py").read_text()
+                )
+                wanted = f"=={'=' + version[1] if version else ' VERSION'}"
+                raise DryCudaUnavailable(
+                    "the installed torch was built without CUDA: in an environment of its own, "
+                    f"pip install --no-deps torch{wanted}"
+                )
+            return folder / "torch"
+    raise DryCudaUnavailable("the dry card needs torch, in its build for CUDA: pip install torch")
+
+
+def built() -> Path:
+    """Return the folder with the libraries for the installed torch, built if necessary.
+
+    Raises:
+        DryCudaUnavailable: no such torch, no compiler, or the build failed.
+    """
+    torch = torch_folder()
+    of_torch = sorted((torch / "lib").glob("*.so*"))
+    callers = [*of_torch, *_other_callers(torch.parent, needs_of(of_torch))]
+    stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
+    sources = sorted([*_SOURCES.glob("*.[hc]*"), _SOURCES.parent / "card_file.h", Path(__file__)])
+    name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
+    folder = cache_folder().absolute() / f"drycuda-{name}"
+    compiler = cpp_compiler()
+    if (folder / "complete").exists():
+        return folder
+    if compiler is None:
+        raise DryCudaUnavailable("the dry card needs a C++ compiler: install g++ or set CXX")
+    try:
+        _build(folder, compiler, needs_of(callers))
+    except CompileError as error:
+        raise DryCudaUnavailable(f"the dry card cannot be built: {error}\n{error.output}") from error
+    except OSError as error:
+        raise DryCudaUnavailable(
+            f"the dry card cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
+        ) from error
+    (folder / "complete").touch()
+    return folder
+
+
+def libraries_in(folder: Path) -> list[Path]:
+    """Return the libraries to load before a program, what others need first."""
+    first = [folder / _CORE, *sorted(folder.glob("libcuda.so.*"))]
+    return [*first, *(each for each in sorted(folder.glob("lib*.so.*")) if each not in first)]
+
+
+def _other_callers(site: Path, torchs: Mapping[str, Library]) -> Iterator[Path]:
+    """Yield the compiled code of other packages that needs the same CUDA as torch."""
+    for name in _WITH_LIBRARIES:
+        for path in sorted((site / name).rglob("*.so")):
+            if set(needs_of([path])) <= set(torchs):
+                yield path
+
+
+def _build(folder: Path, compiler: str, needed: Mapping[str, Library]) -> None:
+    """Compile the core, then each library: what is written by hand, and a stub for the rest."""
+    cudart = next((name for name in needed if name.startswith("libcudart.so.")), None)
+    if cudart is None:
+        raise DryCudaUnavailable("torch's libraries are not linked to CUDA's runtime")
+    flags = ["-O1", "-fPIC", "-shared", "-w", f"-DCUDA_MAJOR={cudart.rpartition('.')[2]}"]
+    base = [*compiler.split(), "-std=c++17", *flags]
+    core = [*base, f"-Wl,-soname,{_CORE}", str(_SOURCES / "core.cpp")]
+    compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)
+    for name, library in sorted({"libcuda.so.1": Library(), **needed}.items()):
+        if (folder / name).exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            ours = _OURS.get(re.sub(r"\.\d+$", "", name))
+            own = _object(base, _SOURCES / ours, Path(scratch)) if ours else None
+            stub = Path(scratch) / "stub.c"
+            stub.write_text(stub_of(name, library, _exported(own) if own else set()))
+            link = [*base, f"-Wl,-soname,{name}"]
+            if library.version:
+                script = Path(scratch) / "versions"
+                script.write_text(f"{library.version} {{ global: *; }};\n")
+                link.append(f"-Wl,--version-script={script}")
+            parts = [str(each) for each in (own, _object(base, stub, Path(scratch))) if each]
+            link += [*parts, f"-L{folder}", f"-l:{_CORE}", "-Wl,-rpath,$ORIGIN"]
+            compiled_once(folder / name, link, _TIMEOUT_SECONDS)
+
+
+def _object(base: list[str], source: Path, scratch: Path) -> Path:
+    language = ["-x", "c", "-std=gnu17"] if source.suffix == ".c" else []
+    command = [each for each in base if each != "-shared"]
+    if language:
+        command.remove("-std=c++17")
+    made = scratch / f"{source.stem}.o"
+    return compiled_once(made, [*command, *language, "-c", str(source)], _TIMEOUT_SECONDS)
+
+
+def _exported(made: Path) -> set[str]:
+    """Return the names that an object file defines."""
+    listed = subprocess.run(
+        ["nm", "--defined-only", "-g", str(made)], capture_output=True, text=True, check=True
+    )
+    return {line.split()[-1] for line in listed.stdout.splitlines() if line}
+
+
+def stub_of(name: str, library: Library, written: Iterable[str]) -> str:
+    """Return C for every name that is not written by hand: each counts that it was called.
+
+    One that returns a text returns an empty one, all others 0. A `...Create` gives a handle.
+    """
+    lines = ["extern int drycuda_unwritten(const char *, const char *);", "static int handle;"]
+    for each in sorted(library.names - set(written)):
+        counted = f'drycuda_unwritten("{name}", "{each}")'
+        if re.search(r"(String|ErrorName|LastError)$", each):
+            lines.append(f'const char *{each}(void) {{ {counted}; return ""; }}')
+        elif re.search(r"Create(_v2)?$", each):
+            lines.append(f"int {each}(void **made) {{ *made = &handle; return {counted}; }}")
+        else:
+            lines.append(f"int {each}(void) {{ return {counted}; }}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,185 @@
+"""Small tensors have values on the dry card, although no kernel runs. Imports torch.
+
+The card's memory is the host's, so the CPU's operator computes on an alias of it what is small:
+integers and booleans (tokens, masks, positions, counts, lengths) and a few numbers. The card's own
+operator runs too, for what it allocates. What is large stays as the memory was, which is zero.
+
+Where a shape depends on values, the values decide if they are known, else the card's zeros do, and
+the operator is counted. Where an expert or a token is chosen from zeros, see `_CHOICES`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+_MOST_INTEGER_BYTES = 4 << 20
+_MOST_FLOAT_BYTES = 4 << 10
+_aten = torch.ops.aten
+
+_SHAPED_BY_VALUES = {
+    _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_consecutive,
+    _aten.unique_dim, _aten.repeat_interleave, _aten.bincount, _aten.index,
+}  # fmt: skip
+"""Operators whose result has a shape that the values of their arguments decide."""
+
+
+class Values(TorchDispatchMode):
+    """Computes what is small; `with Values():`, or `Values().__enter__()` for a whole process.
+
+    Args:
+        all_numbers: compute every operator, so that a small model really trains.
+    """
+
+    unknown_shapes: ClassVar[Counter[str]] = Counter()
+    """How often each operator took its shape from values that were not computed."""
+
+    def __init__(self, all_numbers: bool = False) -> None:
+        super().__init__()
+        self._all = all_numbers
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a compiled function run as compiled; this mode sees what it calls (torch 2.12)."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without a wrapper that imports torch's compiler in every run (torch 2.9 to 2.14)."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator on the card, and compute it where it is small."""
+        kwargs = kwargs or {}
+        if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
+            return NotImplemented  # DTensor and the like come back with their local tensors
+        given = list(_tensors((args, kwargs)))
+        is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
+        if not is_on_card:
+            return func(*args, **kwargs)
+        packet: Any = func.overloadpacket  # type: ignore[attr-defined]
+        if not all(map(self._is_small, given)):
+            return _chosen(packet, func, args, kwargs)
+        if packet in _SHAPED_BY_VALUES and (packet is not _aten.index or _has_mask(args[1])):
+            return _shaped(func, args, kwargs)
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
+            _on_host(func, args, kwargs)
+            return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        found = list(_tensors(made))
+        if found and all(each.is_cuda and self._is_small(each) for each in found):
+            homes = {each.untyped_storage().data_ptr() for each in given}
+            if not any(each.untyped_storage().data_ptr() in homes for each in found):
+                for own, computed in zip(found, _tensors(_on_host(func, args, kwargs))):
+                    if own.shape == computed.shape and own.numel():
+                        alias(own).copy_(computed)
+        return made
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        if self._all or not tensor.is_cuda:
+            return True
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        most = _MOST_FLOAT_BYTES if is_number else _MOST_INTEGER_BYTES
+        return tensor.numel() * tensor.element_size() <= most
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor of the CPU."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    host = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    made = torch.empty(0, dtype=tensor.dtype)
+    return made.set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute an operator with the CPU's code; None if the CPU has none for these arguments."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return alias(value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    with _disable_current_modes():
+        try:
+            return func(*tree_map(moved, args), **tree_map(moved, kwargs))
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def _shaped(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    computed = _on_host(func, args, kwargs)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = torch.empty_like(value, device="cuda")
+        if own.numel():
+            alias(own).copy_(value)
+        return own
+
+    with _disable_current_modes():
+        return func(*args, **kwargs) if computed is None else tree_map(moved, computed)
+
+
+def _chosen(packet: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an operator of which something is large, and make its choices by `_CHOICES`."""
+    if packet in _SHAPED_BY_VALUES and (packet is not _aten.index or _has_mask(args[1])):
+        Values.unknown_shapes[str(packet)] += 1
+    made = func(*args, **kwargs)
+    choose = _CHOICES.get(packet)
+    if choose is not None:
+        for own in _tensors(made):
+            if own.is_cuda and not own.is_floating_point() and own.numel():
+                choose(alias(own), args)
+    return made
+
+
+def _balanced(indices: torch.Tensor, args: Any) -> None:
+    """Choose each of n in turn: experts get as many tokens as the others."""
+    dim = args[2] if len(args) > 2 else -1
+    in_turn = torch.arange(indices.numel()) % args[0].shape[dim]
+    indices.copy_(in_turn.reshape(indices.shape))
+
+
+def _in_order(indices: torch.Tensor, args: Any) -> None:
+    """Take what is sorted to be in order."""
+    dim = args[-1] if isinstance(args[-1], int) and not isinstance(args[-1], bool) else -1
+    size = indices.shape[dim]
+    along = [size if at == dim % indices.dim() else 1 for at in range(indices.dim())]
+    indices.copy_(torch.arange(size).reshape(along).expand_as(indices))
+
+
+_CHOICES = {_aten.topk: _balanced, _aten.sort: _in_order}
+"""What is chosen from numbers that were not computed."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _is_made_there(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
