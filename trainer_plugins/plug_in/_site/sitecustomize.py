@@ -22,6 +22,16 @@ def _attach():  # type: () -> None
         _say(error)
 
 
+def _start_dry():  # type: () -> None
+    try:
+        from trainer_plugins.testing.drycuda.inside.start import start
+
+        start()
+    except Exception as error:  # noqa: BLE001 # a program on a dry card must not go on as if real
+        sys.stderr.write("dry CUDA: %s\n" % error)
+        os._exit(1)
+
+
 def _say(error):  # type: (Exception) -> None
     reason = " ".join(str(error).split())
     words = "trainer_plugins: nothing was attached in this Python (%s): %s\n"
@@ -48,6 +58,10 @@ def _go_on_to_the_users_own():  # type: () -> None
         sys.path.insert(place, here)
 
 
+if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
+    from trainer_plugins_on_import import when_imported
+
+    when_imported("torch", _start_dry)
 # No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:

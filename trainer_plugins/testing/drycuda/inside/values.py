@@ -68,7 +68,9 @@ class Values(TorchDispatchMode):
             return func(*args, **kwargs)
         packet: Any = func.overloadpacket  # type: ignore[attr-defined]
         if not all(map(self._is_small, given)):
-            return _chosen(packet, func, args, kwargs)
+            made = _chosen(packet, func, args, kwargs)
+            self._clear(made, given)
+            return made
         if packet in _SHAPED_BY_VALUES and (packet is not _aten.index or _has_mask(args[1])):
             return _shaped(func, args, kwargs)
         if func._schema.is_mutable:  # type: ignore[attr-defined]
@@ -83,6 +85,14 @@ class Values(TorchDispatchMode):
                     if own.shape == computed.shape and own.numel():
                         alias(own).copy_(computed)
         return made
+
+    def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
+        """Set what is small and was not computed to zero: its block still has what was there."""
+        for own in _tensors(made):
+            if own.is_cuda and own.is_floating_point() and self._is_small(own) and own.numel():
+                homes = {each.untyped_storage().data_ptr() for each in given}
+                if own.untyped_storage().data_ptr() not in homes:
+                    alias(own).zero_()
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         if self._all or not tensor.is_cuda:

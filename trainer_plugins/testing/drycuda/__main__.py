@@ -1,0 +1,51 @@
+"""Run any script on a dry card, unedited.
+
+    python -m trainer_plugins.testing.drycuda --gpu a100-80gb train.py --lr 1e-5
+    python -m trainer_plugins.testing.drycuda --gpu 24GiB --num-gpus 2 -- torchrun ... train.py
+
+The exit code is the script's.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.testing.drycuda import DryCuda, DryCudaUnavailable
+
+_EXIT_USAGE = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_plugins.testing.drycuda",
+        usage="%(prog)s --gpu CARD [--num-gpus N] [--alone] [--numbers] (SCRIPT | -- COMMAND) ...",
+        description="Run a command on CUDA cards that compute nothing.",
+    )
+    parser.add_argument("--gpu", default="h100-80gb", help="a card by name, or its size")
+    parser.add_argument("--num-gpus", type=int, default=1, help="how many cards there are")
+    parser.add_argument("--alone", action="store_true", help="rank 0 of WORLD_SIZE, by itself")
+    parser.add_argument("--numbers", action="store_true", help="compute every operator")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("name a script, or a command after --")
+    if Path(command[0]).suffix == ".py":
+        command = [sys.executable, *command]
+    try:
+        made = DryCuda(
+            card_of(options.gpu), options.num_gpus, alone=options.alone, numbers=options.numbers
+        )
+    except (PlanError, DryCudaUnavailable) as error:
+        sys.stderr.write(f"dry CUDA: {error}\n")
+        return _EXIT_USAGE
+    with made as dry:
+        return subprocess.run(command, env=dry.environment(), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""What a dry run must not do: push, report to a tracker, write over a real checkpoint."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "SWANLAB_MODE": "disabled",
+    "TRACKIO_DISABLED": "1",
+}
+
+
+def protect() -> None:
+    """Set trackers and the hub offline, and keep the bytes of saved tensors from being written."""
+    os.environ.update(_OFFLINE)
+    import torch.serialization
+
+    save = torch.serialization.save
+
+    @functools.wraps(save)
+    def saved(*args: Any, **kwargs: Any) -> None:
+        with torch.serialization.skip_data():
+            save(*args, **kwargs)
+
+    torch.save = torch.serialization.save = saved
+
+
+def scratch(output_dir: str) -> str:
+    """Return the folder in which a dry run writes what it would write to `output_dir`."""
+    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "output" / Path(output_dir).name
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+def protect_arguments() -> None:
+    """Let TrainingArguments write to scratch, and report to nothing."""
+    from transformers.training_args import TrainingArguments
+
+    made = TrainingArguments.__post_init__
+
+    @functools.wraps(made)
+    def post_init(self: Any) -> None:
+        self.push_to_hub = False
+        self.report_to = "none"
+        if self.output_dir:
+            self.output_dir = scratch(self.output_dir)
+        made(self)
+
+    TrainingArguments.__post_init__ = post_init
