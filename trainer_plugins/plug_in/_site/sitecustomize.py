@@ -22,14 +22,19 @@ def _attach():  # type: () -> None
         _say(error)
 
 
-def _start_dry():  # type: () -> None
-    try:
-        from trainer_plugins.testing.drycuda.inside.start import start
+def _prepare_dry(module, function):  # type: (str, str) -> Callable[[], None]
+    def prepare():  # type: () -> None
+        try:
+            import importlib
 
-        start()
-    except Exception as error:  # noqa: BLE001 # a program on a dry card must not go on as if real
-        sys.stderr.write("dry CUDA: %s\n" % error)
-        os._exit(1)
+            inside = "trainer_plugins.testing.drycuda.inside."
+            getattr(importlib.import_module(inside + module), function)()
+        except Exception as error:  # noqa: BLE001 # what is not prepared must not go on as if real
+            sys.stderr.write("dry CUDA: %s: %s\n" % (type(error).__name__, error))
+            sys.stderr.flush()
+            os._exit(1)
+
+    return prepare
 
 
 def _say(error):  # type: (Exception) -> None
@@ -61,7 +66,15 @@ def _go_on_to_the_users_own():  # type: () -> None
 if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
     from trainer_plugins_on_import import when_imported
 
-    when_imported("torch", _start_dry)
+    # A module that imports torch is under way when torch has been imported: all are named before.
+    for name, place, function in (
+        ("torch", "start", "start"),
+        ("safetensors.torch", "safety", "save_holes"),
+        ("transformers.training_args", "safety", "protect_arguments"),
+        ("transformers.modeling_utils", "weights", "make_those_that_are_missing"),
+        ("transformers.generation.stopping_criteria", "longest", "generate_to_the_end"),
+    ):
+        when_imported(name, _prepare_dry(place, function))
 # No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:

@@ -102,6 +102,8 @@ class DryCuda:
             "LD_PRELOAD": ":".join(preload),
             "PYTHONPATH": os.pathsep.join(path),
             "TRAINER_PLUGINS_DRYCUDA": str(self.folder),
+            # Triton links its launchers to the driver's library, and looks for it by itself.
+            "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
             "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
         }
         hidden = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"}

@@ -75,6 +75,7 @@ def built() -> Path:
     callers = [*of_torch, *_other_callers(torch.parent, needs_of(of_torch))]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
     sources = sorted([*_SOURCES.glob("*.[hc]*"), _SOURCES.parent / "card_file.h", Path(__file__)])
+    stamps.append(str(sorted(_names_of_the_driver(torch.parent))))
     name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
     folder = cache_folder().absolute() / f"drycuda-{name}"
     compiler = cpp_compiler()
@@ -82,10 +83,14 @@ def built() -> Path:
         return folder
     if compiler is None:
         raise DryCudaUnavailable("the dry card needs a C++ compiler: install g++ or set CXX")
+    needed = {"libcuda.so.1": Library(), **needs_of(callers)}
+    needed["libcuda.so.1"].names |= _names_of_the_driver(torch.parent)
     try:
-        _build(folder, compiler, needs_of(callers))
+        _build(folder, compiler, needed)
     except CompileError as error:
-        raise DryCudaUnavailable(f"the dry card cannot be built: {error}\n{error.output}") from error
+        raise DryCudaUnavailable(
+            f"the dry card cannot be built: {error}\n{error.output}"
+        ) from error
     except OSError as error:
         raise DryCudaUnavailable(
             f"the dry card cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
@@ -108,6 +113,17 @@ def _other_callers(site: Path, torchs: Mapping[str, Library]) -> Iterator[Path]:
                 yield path
 
 
+def _names_of_the_driver(site: Path) -> set[str]:
+    """Return what Triton's launchers may call, which are compiled while a program runs."""
+    header = site / "triton" / "backends" / "nvidia" / "include" / "cuda.h"
+    if not header.is_file():
+        return set()
+    text = header.read_text(errors="replace")
+    versions = dict(re.findall(r"^#define (cu[A-Z]\w+)\s+(cu[A-Z]\w+_v\d)$", text, re.MULTILINE))
+    names = re.findall(r"^CUresult CUDAAPI\s+(cu[A-Z]\w+)\(", text, re.MULTILINE)
+    return {*names, *(versions[name] for name in names if name in versions)}
+
+
 def _build(folder: Path, compiler: str, needed: Mapping[str, Library]) -> None:
     """Compile the core, then each library: what is written by hand, and a stub for the rest."""
     cudart = next((name for name in needed if name.startswith("libcudart.so.")), None)
@@ -117,7 +133,7 @@ def _build(folder: Path, compiler: str, needed: Mapping[str, Library]) -> None:
     base = [*compiler.split(), "-std=c++17", *flags]
     core = [*base, f"-Wl,-soname,{_CORE}", str(_SOURCES / "core.cpp")]
     compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)
-    for name, library in sorted({"libcuda.so.1": Library(), **needed}.items()):
+    for name, library in sorted(needed.items()):
         if (folder / name).exists():
             continue
         with tempfile.TemporaryDirectory(dir=folder) as scratch:

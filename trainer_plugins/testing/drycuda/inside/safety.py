@@ -2,8 +2,11 @@
 
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -17,9 +20,10 @@ _OFFLINE = {
 
 
 def protect() -> None:
-    """Set trackers and the hub offline, and keep the bytes of saved tensors from being written."""
+    """Set trackers and the hub offline, and write holes in place of the bytes of tensors."""
     os.environ.update(_OFFLINE)
     import torch.serialization
+
 
     save = torch.serialization.save
 
@@ -29,6 +33,18 @@ def protect() -> None:
             save(*args, **kwargs)
 
     torch.save = torch.serialization.save = saved
+
+
+def save_holes() -> None:
+    """Let safetensors write holes."""
+
+    def save_file(
+        tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None
+    ) -> None:
+        write_holes(Path(filename), tensors, metadata)
+
+    # While it is being imported its package does not know it yet.
+    sys.modules["safetensors.torch"].save_file = save_file  # type: ignore[attr-defined]
 
 
 def scratch(output_dir: str) -> str:

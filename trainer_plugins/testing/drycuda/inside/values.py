@@ -4,13 +4,12 @@ The card's memory is the host's, so the CPU's operator computes on an alias of i
 integers and booleans (tokens, masks, positions, counts, lengths) and a few numbers. The card's own
 operator runs too, for what it allocates. What is large stays as the memory was, which is zero.
 
-Where a shape depends on values, the values decide if they are known, else the card's zeros do, and
-the operator is counted. Where an expert or a token is chosen from zeros, see `_CHOICES`.
+Where an expert or a token is chosen from zeros, see `_CHOICES`; where a shape depends on values,
+see `shapes.py`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -20,12 +19,6 @@ _MOST_INTEGER_BYTES = 4 << 20
 _MOST_FLOAT_BYTES = 4 << 10
 _aten = torch.ops.aten
 
-_SHAPED_BY_VALUES = {
-    _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_consecutive,
-    _aten.unique_dim, _aten.repeat_interleave, _aten.bincount, _aten.index,
-}  # fmt: skip
-"""Operators whose result has a shape that the values of their arguments decide."""
-
 
 class Values(TorchDispatchMode):
     """Computes what is small; `with Values():`, or `Values().__enter__()` for a whole process.
@@ -33,9 +26,6 @@ class Values(TorchDispatchMode):
     Args:
         all_numbers: compute every operator, so that a small model really trains.
     """
-
-    unknown_shapes: ClassVar[Counter[str]] = Counter()
-    """How often each operator took its shape from values that were not computed."""
 
     def __init__(self, all_numbers: bool = False) -> None:
         super().__init__()
@@ -71,8 +61,6 @@ class Values(TorchDispatchMode):
             made = _chosen(packet, func, args, kwargs)
             self._clear(made, given)
             return made
-        if packet in _SHAPED_BY_VALUES and (packet is not _aten.index or _has_mask(args[1])):
-            return _shaped(func, args, kwargs)
         if func._schema.is_mutable:  # type: ignore[attr-defined]
             _on_host(func, args, kwargs)
             return func(*args, **kwargs)
@@ -95,11 +83,14 @@ class Values(TorchDispatchMode):
                     alias(own).zero_()
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
-        if self._all or not tensor.is_cuda:
-            return True
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        most = _MOST_FLOAT_BYTES if is_number else _MOST_INTEGER_BYTES
-        return tensor.numel() * tensor.element_size() <= most
+        return self._all or not tensor.is_cuda or is_small(tensor)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values on the dry card."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    most = _MOST_FLOAT_BYTES if is_number else _MOST_INTEGER_BYTES
+    return tensor.numel() * tensor.element_size() <= most
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,25 +120,8 @@ def _on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return None
 
 
-def _shaped(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    computed = _on_host(func, args, kwargs)
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        own = torch.empty_like(value, device="cuda")
-        if own.numel():
-            alias(own).copy_(value)
-        return own
-
-    with _disable_current_modes():
-        return func(*args, **kwargs) if computed is None else tree_map(moved, computed)
-
-
 def _chosen(packet: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an operator of which something is large, and make its choices by `_CHOICES`."""
-    if packet in _SHAPED_BY_VALUES and (packet is not _aten.index or _has_mask(args[1])):
-        Values.unknown_shapes[str(packet)] += 1
     made = func(*args, **kwargs)
     choose = _CHOICES.get(packet)
     if choose is not None:
@@ -189,7 +163,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _is_made_there(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "cuda"
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)

@@ -6,24 +6,16 @@ takes no space, and loading it costs nothing but time for its header.
 """
 
 import functools
-import json
 import os
-import struct
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
+from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""How safetensors calls a dtype: https://github.com/huggingface/safetensors#format."""
+_wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
 
 
 def make_those_that_are_missing() -> None:
@@ -65,22 +57,12 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = cls(config)
-    shown, at = {}, 0
-    for key, tensor in model.state_dict().items():
-        its = dtype if tensor.is_floating_point() else tensor.dtype
-        num_bytes = tensor.numel() * torch.empty(0, dtype=its).element_size()
-        shown[key] = {
-            "dtype": _NAMES[its],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + num_bytes],
-        }
-        at += num_bytes
-    header = json.dumps({"__metadata__": {"format": "pt"}, **shown}).encode()
-    header += b" " * (-len(header) % 8)
+    tensors = {
+        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for key, tensor in model.state_dict().items()
+    }
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
     path = folder / f"{os.getpid()}-{len(list(folder.iterdir()))}.safetensors"
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + at)
+    write_holes(path, tensors, {"format": "pt"})
     return path
