@@ -27,6 +27,7 @@ _OURS = {
     "libnccl.so": "nccl.cpp",
     "libcublas.so": "cublas.c",
     "libcublasLt.so": "cublas.c",
+    "libcudnn.so": "cudnn.c",
 }
 """The sources of the libraries of which something is written by hand; the rest is generated."""
 

@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_map
 _MOST_INTEGER_BYTES = 4 << 20
 _MOST_FLOAT_BYTES = 4 << 10
 _aten = torch.ops.aten
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
+"""Operators that change which memory a tensor has; its values stay in it."""
 
 
 class Values(TorchDispatchMode):
@@ -26,6 +29,8 @@ class Values(TorchDispatchMode):
     Args:
         all_numbers: compute every operator, so that a small model really trains.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, all_numbers: bool = False) -> None:
         super().__init__()
@@ -50,19 +55,23 @@ class Values(TorchDispatchMode):
     ) -> Any:
         """Run an operator on the card, and compute it where it is small."""
         kwargs = kwargs or {}
-        if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
+        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):  # type: ignore[attr-defined]
             return NotImplemented  # DTensor and the like come back with their local tensors
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # an operator of graphs: its body comes back here
         given = list(_tensors((args, kwargs)))
         is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
         if not is_on_card:
             return func(*args, **kwargs)
-        packet: Any = func.overloadpacket  # type: ignore[attr-defined]
+        packet: Any = func.overloadpacket
         if not all(map(self._is_small, given)):
-            made = _chosen(packet, func, args, kwargs)
+            made = func(*args, **kwargs)
             self._clear(made, given)
+            _choose(packet, made, args)
             return made
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            _on_host(func, args, kwargs)
+        if func._schema.is_mutable:
+            if packet not in _MOVES_STORAGE:
+                _on_host(func, args, kwargs)
             return func(*args, **kwargs)
         made = func(*args, **kwargs)
         found = list(_tensors(made))
@@ -77,7 +86,7 @@ class Values(TorchDispatchMode):
     def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
         """Set what is small and was not computed to zero: its block still has what was there."""
         for own in _tensors(made):
-            if own.is_cuda and own.is_floating_point() and self._is_small(own) and own.numel():
+            if own.is_cuda and self._is_small(own) and own.numel():
                 homes = {each.untyped_storage().data_ptr() for each in given}
                 if own.untyped_storage().data_ptr() not in homes:
                     alias(own).zero_()
@@ -120,15 +129,12 @@ def _on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return None
 
 
-def _chosen(packet: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an operator of which something is large, and make its choices by `_CHOICES`."""
-    made = func(*args, **kwargs)
+def _choose(packet: Any, made: Any, args: Any) -> None:
+    """Make the choices of an operator of which something is large, by `_CHOICES`."""
     choose = _CHOICES.get(packet)
-    if choose is not None:
-        for own in _tensors(made):
-            if own.is_cuda and not own.is_floating_point() and own.numel():
-                choose(alias(own), args)
-    return made
+    for own in _tensors(made) if choose is not None else ():
+        if own.is_cuda and not own.is_floating_point() and own.numel():
+            choose(alias(own), args)
 
 
 def _balanced(indices: torch.Tensor, args: Any) -> None:
