@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
-from trainer_plugins.units import gib
+from trainer_plugins.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ def metrics_of(
 def as_logs(metrics: MemoryMetrics) -> dict[str, float]:
     """Return the metrics as floats, under the names and units for TensorBoard and its like."""
     return {
-        "memory/peak_gib": gib(metrics.peak_bytes),
-        "memory/reserved_gib": gib(metrics.reserved_bytes),
-        "memory/foreign_gib": gib(metrics.foreign_bytes),
+        "memory/peak_gib": metrics.peak_bytes / GIB,
+        "memory/reserved_gib": metrics.reserved_bytes / GIB,
+        "memory/foreign_gib": metrics.foreign_bytes / GIB,
         "memory/pressure_fraction": metrics.pressure_fraction,
         "memory/alloc_retries": float(metrics.num_alloc_retries),
         "memory/flush_seconds": float(metrics.flush_seconds),
