@@ -12,7 +12,7 @@ from time import time
 
 import torch
 
-from trainer_plugins.record.regular_file import replacing
+from trainer_plugins.record.folder import replacing
 
 logger = logging.getLogger(__name__)
 
