@@ -49,9 +49,16 @@ def test_every_link_and_anchor_resolves(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_is_a_heading_by_accident(page: Path) -> None:
+    """The site makes a heading of a line that begins with an issue's number: `#1797).`"""
+    assert re.findall(r"^#+[^# ].*$", prose(page), re.MULTILINE) == []
+
+
 def test_a_page_is_short() -> None:
     lengths = {page.name: len(page.read_text().splitlines()) for page in DOCS.glob("*.md")}
     assert {name for name, length in lengths.items() if length > 150} <= LONG
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def flags_of_commands() -> dict[str, set[str]]:
