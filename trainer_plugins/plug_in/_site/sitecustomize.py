@@ -27,7 +27,7 @@ def _prepare_dry(module, function):  # type: (str, str) -> Callable[[], None]
         try:
             import importlib
 
-            inside = "trainer_plugins.testing.drycuda.inside."
+            inside = "trainer_plugins.dry.inside."
             getattr(importlib.import_module(inside + module), function)()
         except Exception as error:  # noqa: BLE001 # what is not prepared must not go on as if real
             sys.stderr.write("dry CUDA: %s: %s\n" % (type(error).__name__, error))
@@ -71,6 +71,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
         ("torch", "start", "start"),
         ("safetensors.torch", "safety", "save_holes"),
         ("transformers.training_args", "safety", "protect_arguments"),
+        ("transformers.trainer", "observe", "watch_trainers"),
         ("transformers.modeling_utils", "weights", "make_those_that_are_missing"),
         ("transformers.generation.stopping_criteria", "longest", "generate_to_the_end"),
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.testing.drycuda import DryCuda, DryCudaUnavailable
+from trainer_plugins.dry.dry_cuda import DryCuda, DryCudaUnavailable
 
 _EXIT_USAGE = 2
 
@@ -44,7 +44,10 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
     with made as dry:
-        return subprocess.run(command, env=dry.environment(), check=False).returncode
+        code = subprocess.run(command, env=dry.environment(), check=False).returncode
+        import os, shutil
+        if os.environ.get("DRY_KEEP"): shutil.copytree(dry.folder, os.environ["DRY_KEEP"], dirs_exist_ok=True, ignore=lambda d, n: [x for x in n if x in ("weights","output")])
+        return code
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.testing.drycuda.inside.values import alias, is_small
+from trainer_plugins.dry.inside.values import alias, is_small
 
 unknown: Counter[str] = Counter()
 """How often each operator took its shape from values that were not computed."""

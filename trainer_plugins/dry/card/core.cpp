@@ -15,7 +15,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "../card_file.h"
+#include "../../testing/card_file.h"
 
 namespace dry {
 namespace {

@@ -15,9 +15,10 @@ from trainer_plugins.compiled import (
     cpp_compiler,
     fingerprint,
 )
-from trainer_plugins.testing.drycuda.needs import Library, needs_of
+from trainer_plugins.dry.card.needs import Library, needs_of
 
 _SOURCES = Path(__file__).parent
+_CARD_FILE = _SOURCES.parent.parent / "testing" / "card_file.h"
 _TIMEOUT_SECONDS = 600
 _CORE = "libdrycuda.so"
 
@@ -75,7 +76,7 @@ def built() -> Path:
     of_torch = sorted((torch / "lib").glob("*.so*"))
     callers = [*of_torch, *_other_callers(torch.parent, needs_of(of_torch))]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
-    sources = sorted([*_SOURCES.glob("*.[hc]*"), _SOURCES.parent / "card_file.h", Path(__file__)])
+    sources = sorted([*_SOURCES.glob("*.[hc]*"), _CARD_FILE, Path(__file__)])
     stamps.append(str(sorted(_names_of_the_driver(torch.parent))))
     name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
     folder = cache_folder().absolute() / f"drycuda-{name}"

@@ -5,8 +5,8 @@ import sys
 
 import torch
 
-from trainer_plugins.testing.drycuda.inside import alone, cheap, safety, shapes
-from trainer_plugins.testing.drycuda.inside.values import Values
+from trainer_plugins.dry.inside import alone, cheap, safety, shapes
+from trainer_plugins.dry.inside.values import Values
 
 
 def start() -> None:

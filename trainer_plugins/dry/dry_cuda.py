@@ -1,0 +1,116 @@
+"""DryCuda: torch's own CUDA build at full size on a card that computes nothing.
+
+Libraries of this folder stand where CUDA's would. Memory of the card is address space, kernels are
+counted and not run, so the unmodified script runs at its full size in seconds: torch's caching
+allocator, its CUDA operators, its real OutOfMemoryError, accelerate, DeepSpeed, bitsandbytes'
+library, Triton. What tensors hold is zero, but for small ones (`inside/values.py`).
+
+    with DryCuda(card_of("a100-80gb"), num_cards=2) as dry:
+        subprocess.run(["python", "train.py"], env=dry.environment())
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.testing.card import SimCard
+from trainer_plugins.dry.card.libraries import (
+    DryCudaUnavailable,
+    built,
+    libraries_in,
+    torch_folder,
+)
+
+__all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
+
+_SITE = Path(__file__).parent.parent / "plug_in" / "_site"
+
+_SHARED_BYTES = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
+"""Shared memory of a multiprocessor in KiB; 228 of what is not here (CUDA C++ Programming Guide,
+"Technical Specifications per Compute Capability")."""
+
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""Threads of a multiprocessor; 2048 of what is not here (the same table)."""
+
+_L2_MIB = {
+    "t4": 4, "v100-16gb": 6, "v100-32gb": 6, "rtx3090": 6, "rtx4090": 72, "rtx5090": 96,
+    "rtxa6000": 6, "rtx6000ada": 96, "a10g": 6, "l4": 48, "l40s": 96, "a100-40gb": 40,
+    "a100-80gb": 40, "h100-80gb": 50, "h200-141gb": 50, "b200-180gb": 126,
+}  # fmt: skip
+"""The second-level cache in MiB, from NVIDIA's data sheets; cuBLAS' workspace does not follow it."""
+
+
+def unavailable_reason() -> str | None:
+    """Say why the dry card cannot be had here; None if it can. Builds nothing."""
+    from trainer_plugins.compiled import cpp_compiler
+
+    try:
+        torch_folder()
+    except DryCudaUnavailable as error:
+        return str(error)
+    return None if cpp_compiler() else "the dry card needs a C++ compiler: install g++ or set CXX"
+
+
+class DryCuda:
+    """Makes cards, and the environment in which programs see them; a context manager.
+
+    Args:
+        card: what each card is.
+        num_cards: how many there are.
+        alone: one process is rank 0 of as many as it says.
+        numbers: compute every operator, so that small models really train.
+
+    Raises:
+        DryCudaUnavailable: the libraries cannot be built here.
+    """
+
+    def __init__(
+        self, card: Card, num_cards: int = 1, *, alone: bool = False, numbers: bool = False
+    ) -> None:
+        self._libraries = libraries_in(built())
+        self._numbers = numbers
+        self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
+        self.cards = [
+            SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
+            for index in range(num_cards)
+        ]
+        shared_kib = _SHARED_BYTES.get(card.capability, 228)
+        described = {
+            "name": f"Dry {card.name} (computes nothing)",
+            "major": card.capability[0],
+            "minor": card.capability[1],
+            "multiprocessors": card.num_multiprocessors,
+            "l2_bytes": _L2_MIB.get(card.name, 50) << 20,
+            "shared_bytes": shared_kib << 10,
+            "shared_optin_bytes": (shared_kib - 1) << 10,
+            "max_threads": _THREADS.get(card.capability, 2048),
+            "context_bytes": card.context_bytes,
+            "largest_copy_bytes": 1 << 62 if numbers else 4 << 20,
+            "alone": int(alone),
+        }
+        lines = "".join(f"{key}={value}\n" for key, value in described.items())
+        (self.folder / "card.txt").write_text(lines)
+
+    def environment(self, of: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return an environment with the cards, for a program of Python or a launcher."""
+        path = [str(_SITE), *filter(None, [of.get("PYTHONPATH")])]
+        preload = [*map(str, self._libraries), *filter(None, [of.get("LD_PRELOAD")])]
+        ours = {
+            "LD_PRELOAD": ":".join(preload),
+            "PYTHONPATH": os.pathsep.join(path),
+            "TRAINER_PLUGINS_DRYCUDA": str(self.folder),
+            # Triton links its launchers to the driver's library, and looks for it by itself.
+            "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
+            "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
+        }
+        hidden = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+        return {name: text for name, text in of.items() if name not in hidden} | ours
+
+    def __enter__(self) -> "DryCuda":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,213 @@
+"""Watches the Trainer of a program on the dry card, and ends the program when all is seen.
+
+A training of few steps on the longest rows, one evaluation, one save: what decides about memory is
+in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run as they are.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_plugins.dry.inside.start import counters, say
+from trainer_plugins.longest import longest_rows
+
+MOST_EVALUATED_BATCHES = 16
+_MOST_EVENTS = 1_000_000
+
+
+@dataclass(slots=True)
+class Seen:
+    """Holds what one process saw. Sizes in bytes; lists go by card."""
+
+    moments: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """The allocated and the reserved peak of each moment."""
+
+    arguments: dict[str, object] = field(default_factory=dict)
+    num_parameters: int = 0
+    num_trainable_parameters: int = 0
+    world_size: int = 1
+    rank: int = 0
+    rows: int = 0
+    notes: list[str] = field(default_factory=list)
+    num_evaluated_batches: int = 0
+    num_evaluation_batches: int = 0
+    num_ooms: int = 0
+    num_retries: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    unknown_shapes: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+
+
+def watch_trainers() -> None:
+    """Replace `Trainer.train` by what is said above, and record where memory is allocated."""
+    if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
+        return
+    from transformers import Trainer
+
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python")
+    train = Trainer.train
+
+    @functools.wraps(train)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        observer = _Observer(self)
+        try:
+            observer.run(functools.partial(train, self))
+        except torch.OutOfMemoryError:
+            observer.write()
+            raise
+        observer.write()
+        say("all is seen: the program ends here")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    Trainer.train = watched
+
+
+class _Observer:
+    """Reads the peaks of a Trainer's moments."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._seen = Seen(arguments=_plain(trainer.args))
+        self._moment = "load"
+
+    def run(self, train: Callable[[], object]) -> None:
+        """Train, evaluate and save, as the arguments ask for, each once."""
+        trainer, args = self._trainer, self._trainer.args
+        evaluates = args.eval_strategy != "no" and trainer.eval_dataset is not None
+        saves = args.save_strategy != "no"
+        args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
+        args.eval_strategy = args.save_strategy = "no"
+        args.load_best_model_at_end = False
+        self._take_the_longest_rows()
+        self._watch_moments()
+        train()
+        self._close()
+        if evaluates:
+            with self._at("evaluation"):
+                trainer.evaluate()
+        if saves:
+            with self._at("save"):
+                trainer._save_checkpoint(trainer.model, trial=None)
+
+    def write(self) -> None:
+        """Write what was seen, and a snapshot of the allocator, for the process that asked."""
+        from trainer_plugins.dry.inside import shapes
+
+        self._close()
+        seen, trainer = self._seen, self._trainer
+        parameters = list(trainer.model.parameters())
+        seen.num_parameters = sum(map(_size, parameters))
+        seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
+        seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
+        seen.rows = trainer._train_batch_size
+        stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+        seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
+        seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
+        seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
+        seen.cpu_seconds = time.process_time()
+        for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
+            if name in sys.modules:
+                seen.versions[name] = sys.modules[name].__version__
+        folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+        torch.cuda.memory._dump_snapshot(str(folder / f"snapshot-{seen.rank}.pickle"))
+        draft = folder / f"seen-{seen.rank}.draft"
+        draft.write_text(json.dumps(asdict(seen), default=str))
+        draft.rename(folder / f"seen-{seen.rank}.json")
+
+    def _take_the_longest_rows(self) -> None:
+        """Let every batch be the longest rows of the data set, where its order may be chosen."""
+        from transformers import Trainer
+
+        trainer, kind = self._trainer, type(self._trainer)
+        if kind._get_train_sampler is not Trainer._get_train_sampler:
+            self._seen.notes.append(f"{kind.__name__} chooses its own rows")
+            return
+        rows = trainer._train_batch_size
+        chosen = longest_rows(trainer.train_dataset, rows)
+        if not chosen:
+            self._seen.notes.append("the rows are the first ones: the data set has no order")
+            return
+        num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
+        batch = (chosen * rows)[:rows]
+        order = batch * (num * trainer.args.world_size)
+        trainer._get_train_sampler = lambda *_: _InOrder(order)
+
+    def _watch_moments(self) -> None:
+        trainer = self._trainer
+        self._around(trainer, "compute_loss", "forward")
+        self._around(trainer, "prediction_step", "evaluation")
+        self._around(trainer.accelerator, "backward", "backward")
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "generate"):
+            self._around(model, "generate", "generation")
+
+    def _around(self, owner: Any, name: str, moment: str) -> None:
+        """Let a method be a moment; what follows a backward pass is the optimizer's step."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            outer = self._moment
+            with self._at(moment if outer != "evaluation" or moment == "generation" else outer):
+                result = method(*args, **kwargs)
+            if outer in ("load", "forward", "backward", "optimizer step"):
+                self._moment = "optimizer step" if moment == "backward" else moment
+            return result
+
+        setattr(owner, name, around)
+
+    @contextmanager
+    def _at(self, moment: str) -> Iterator[None]:
+        self._close()
+        outer, self._moment = self._moment, moment
+        try:
+            yield
+        finally:
+            self._close()
+            self._moment = outer
+
+    def _close(self) -> None:
+        """Count the peaks since the last call as those of the present moment."""
+        peaks = [
+            (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
+            for index in range(torch.cuda.device_count())
+        ]
+        known = self._seen.moments.get(self._moment, [(0, 0)] * len(peaks))
+        self._seen.moments[self._moment] = [
+            (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, peaks, strict=True)
+        ]
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+
+
+class _InOrder(torch.utils.data.Sampler[int]):
+    def __init__(self, indices: list[int]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def _plain(args: Any) -> dict[str, object]:
+    found: dict[str, object] = json.loads(args.to_json_string())
+    return found
+
+
+def _size(parameter: torch.nn.Parameter) -> int:
+    """Return the numbers of a parameter, of which ZeRO-3 leaves an empty one."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
