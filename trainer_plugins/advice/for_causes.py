@@ -213,6 +213,12 @@ OTHERWISE = (
         "a dead worker or the kernel's counter has shown the kill already",
     ),
     Otherwise(
+        "watch",
+        "foreign",
+        machine.OTHER_CARD,
+        "where the driver lists the processes, its finding lists them too",
+    ),
+    Otherwise(
         "check",
         "shm",
         machine.LARGER_SHM,

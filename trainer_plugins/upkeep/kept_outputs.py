@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
 
@@ -61,8 +63,9 @@ def judge_kept(
         summary=f"an evaluation keeps its outputs until its end: {size(need)}, and"
         f" {size(free_bytes)} of {place} is free",
         evidence=f"{num_batches:,} batches of {size(batch_bytes)}{joined}",
-        remedy="Pass callbacks=[EvaluationGuard(logits_to='argmax')], or 'cpu', or a"
-        " preprocess_logits_for_metrics that keeps only what your metrics need",
+        remedy=f"If metrics need no logits, pass {advice.EVALUATION_GUARD.flag(Door.CODE)}; if they"
+        " do, and main memory has room for them, set"
+        f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.ARGUMENTS, steps=1)}.",
         amount=float(need),
     )
 

@@ -1,5 +1,7 @@
 """Finds fragmentation: reserved memory that no request fits into, and retries caused by it."""
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
@@ -10,17 +12,14 @@ STUCK_FRACTION = 0.10
 
 def against_fragmentation(is_expandable: bool) -> str:
     """Say what reduces fragmentation, depending on whether expandable segments are in use."""
+    padding = advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)
     if is_expandable:
         return (
-            "Pad to a few lengths (pad_to_multiple_of=64), so that freed blocks fit again;"
-            " expandable_segments is set already."
+            f"Pad to a few lengths ({padding}), so that freed blocks fit again; segments are"
+            " expandable already."
         )
-    # torch's own out-of-memory message names this setting. It must be set alone: together with
-    # max_split_size_mb reserved memory grows without bound (pytorch issue #123548).
-    return (
-        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch, or pad to"
-        " a few lengths (pad_to_multiple_of=64)."
-    )
+    setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT)
+    return f"Set {setting}, alone, before the launch, or pad to a few lengths ({padding})."
 
 
 def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
