@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import Kind, RunCallback, callback_of
+from trainer_plugins.hf_trainer import HfTrainer
 
 
 class GuardCallback(RunCallback):
@@ -58,7 +59,7 @@ def _surrounded(
     kind: type[Kind],
     around: Callable[..., AbstractContextManager[object]],
 ) -> Callable[..., Any]:
-    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         callback = callback_of(self, kind)
         with around(callback, self, *args, **kwargs) if callback else nullcontext():
             return method(self, *args, **kwargs)

@@ -14,6 +14,7 @@ from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import model_of
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.metrics import as_logs
 from trainer_plugins.record.prometheus import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
@@ -112,9 +113,7 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_epoch_end(args, state, control, **event)
 
     @contextmanager
-    def evaluating(
-        self, args: TrainingArguments, state: TrainerState, **event: object
-    ) -> Iterator[None]:
+    def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
         with super().evaluating(args, state, **event):
             if self._watch is None or self._is_generate_guarded:
                 yield
@@ -130,7 +129,7 @@ class MemoryWatchdog(EvaluationCallback):
                 remove()
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+        self, args: HfArguments, state: HfState, moment: str, **event: object
     ) -> None:
         self._look(args, state, moment)
 
@@ -142,8 +141,8 @@ class MemoryWatchdog(EvaluationCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
+        args: HfArguments,
+        state: HfState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
         **event: object,
@@ -183,7 +182,7 @@ class MemoryWatchdog(EvaluationCallback):
             with self.harmless():
                 watch.generations.end()
 
-    def _look(self, args: TrainingArguments, state: TrainerState, moment: str) -> None:
+    def _look(self, args: HfArguments, state: HfState, moment: str) -> None:
         device = self.device_if_first(args, state)
         if device is None:
             return
@@ -195,7 +194,7 @@ class MemoryWatchdog(EvaluationCallback):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 
-    def _begin_watch(self, device: Device, args: TrainingArguments) -> MemoryWatch:
+    def _begin_watch(self, device: Device, args: HfArguments) -> MemoryWatch:
         timeline = self.timeline_for(args)
         if self.prometheus_dir is not None:
             rank = args.process_index
@@ -211,7 +210,7 @@ class MemoryWatchdog(EvaluationCallback):
                 " with callbacks=[...] or add_callback"
             )
 
-    def _publish(self, state: TrainerState, logs: dict[str, float]) -> None:
+    def _publish(self, state: HfState, logs: dict[str, float]) -> None:
         metrics = None if self._watch is None else self._watch.metrics()
         if metrics is None:
             return
