@@ -10,6 +10,9 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from trainer_plugins.callbacks._run import Kind, RunCallback, callback_of
 from trainer_plugins.hf_trainer import HfTrainer
 
+Method = Callable[..., Any]
+"""A method of a Trainer, which it gets as its first argument."""
+
 
 class GuardCallback(RunCallback):
     """Has nothing to do at an event, because it surrounds a method (`put_around`)."""
@@ -35,10 +38,7 @@ def put_around(
 
 
 def wrap_once(
-    name: str,
-    kind: type,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-    owner: type = Trainer,
+    name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
 ) -> None:
     """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks.
 
@@ -55,10 +55,8 @@ def wrap_once(
 
 
 def _surrounded(
-    method: Callable[..., Any],
-    kind: type[Kind],
-    around: Callable[..., AbstractContextManager[object]],
-) -> Callable[..., Any]:
+    method: Method, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
+) -> Method:
     def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         callback = callback_of(self, kind)
         with around(callback, self, *args, **kwargs) if callback else nullcontext():

@@ -1,12 +1,11 @@
 """EvaluationCallback: tells a callback when evaluations begin and end."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.upkeep.generation import inside_training
@@ -56,6 +55,8 @@ class EvaluationCallback(RunCallback):
     ) -> None:
         self._settle(args, state, **event)
 
+    on_save = on_train_end = on_step_begin
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
@@ -78,16 +79,6 @@ class EvaluationCallback(RunCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self._end(args, state, "predict", **event)
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self._settle(args, state, **event)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self._settle(args, state, **event)
 
     @contextmanager
     def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
@@ -122,7 +113,7 @@ def _wrap_evaluate() -> None:
     wrap_once("evaluate", EvaluationCallback, _telling, owner)
 
 
-def _telling(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(evaluate: Method) -> Method:
     def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         callbacks = [
             each

@@ -1,16 +1,14 @@
 """OOMReporter: a run that dies of an out-of-memory error leaves what an explanation needs."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.callbacks.strategy_in_force import strategy_of
 from trainer_plugins.devices import Device, HostDevice, open_device
@@ -159,7 +157,7 @@ def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
     return tuple(readings)
 
 
-def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(name: str, method: Method) -> Method:
     """Let a Trainer that has a reporter tell it what a method raises: there is no event for it."""
 
     def call(self: HfTrainer, *args: object, **kwargs: object) -> object:

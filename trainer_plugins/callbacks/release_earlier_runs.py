@@ -3,14 +3,12 @@
 import gc
 import logging
 import sys
-from collections.abc import Callable
 from traceback import walk_stack
-from typing import Any
 from weakref import WeakSet
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.upkeep.frames import code_of
@@ -54,7 +52,7 @@ class ReleaseEarlierRuns(RunCallback):
             logger.info("an earlier run of this process still held memory: %s", released(trainer))
 
 
-def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_room(method: Method) -> Method:
     def move(self: HfTrainer, *args: object, **kwargs: object) -> object:
         for trainer in list(_known):
             is_next_trial = trainer is self and self.model_init is not None

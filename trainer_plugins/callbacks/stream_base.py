@@ -3,12 +3,11 @@
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.oom import classify
@@ -137,7 +136,7 @@ def _why_not_moved(move: Callable[[], object], args: HfArguments, is_asked: bool
     return why
 
 
-def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(method: Method) -> Method:
     def move(self: HfTrainer, model: nn.Module, device: object) -> object:
         callback = _stream_base_of(self)
         if callback is None:
