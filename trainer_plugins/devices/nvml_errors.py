@@ -7,7 +7,7 @@ import pynvml  # importing it reads and starts nothing
 
 
 class CodedError(Protocol):
-    """Names what is read of a pynvml.NVMLError: its return code."""
+    """Names what we use of pynvml.NVMLError: its return code."""
 
     value: int
 
@@ -60,13 +60,7 @@ class NvmlError(RuntimeError):
 
 
 def explained(what: str, uuid: str, error: CodedError) -> NvmlError:
-    """Turn pynvml's error into one that says what to do.
-
-    Args:
-        what: what was asked about the card, for the message.
-        uuid: the card's.
-        error: pynvml's error.
-    """
+    """Turn pynvml's error into one that says what to do; `what` is what was asked of the card."""
     kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
     for known in _EXPLANATIONS:
         # Earlier versions of pynvml lack some of these codes.

@@ -44,14 +44,9 @@ def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
 def judge_kept(
     batch_bytes: int, num_batches: int, are_joined: bool, free_bytes: int, place: str
 ) -> Finding | None:
-    """Judge whether the outputs of all batches fit where they are kept.
+    """Judge whether the outputs of all batches fit in `place`, where they are kept.
 
-    Args:
-        batch_bytes: what is kept of one batch.
-        num_batches: the number of batches, as far as it is known.
-        are_joined: whether they are joined after each batch, which holds the old and the new.
-        free_bytes: what is free there, plus what is kept already.
-        place: where that is, in words.
+    `free_bytes` includes what is kept already. Joining batches holds the old array and the new one.
     """
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:

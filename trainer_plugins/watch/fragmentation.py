@@ -11,7 +11,7 @@ STUCK_FRACTION = 0.10
 
 
 def against_fragmentation(is_expandable: bool) -> str:
-    """Say what reduces fragmentation, depending on whether expandable segments are in use."""
+    """Say what reduces fragmentation, by whether torch was told to use expandable segments."""
     padding = advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)
     if is_expandable:
         return (
@@ -23,13 +23,7 @@ def against_fragmentation(is_expandable: bool) -> str:
 
 
 def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
-    """Judge what a release could not free: cached memory in segments that also hold live tensors.
-
-    Args:
-        flush: the release.
-        total_bytes: the device's memory.
-        is_expandable: whether torch was told to use expandable segments.
-    """
+    """Judge what a release could not free: cached memory in segments that hold live tensors too."""
     fraction = flush.stuck_bytes / total_bytes
     if fraction < STUCK_FRACTION:
         return None
@@ -48,13 +42,7 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
 def allocator_retries(
     before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False
 ) -> Finding | None:
-    """Judge allocations since an earlier reading that succeeded only after the cache was flushed.
-
-    Args:
-        before: the earlier reading.
-        now: the reading to judge.
-        is_expandable: whether torch was told to use expandable segments.
-    """
+    """Judge allocations since an earlier reading that succeeded only after a flush of the cache."""
     retries = now.num_alloc_retries - before.num_alloc_retries
     if retries <= 0:
         return None

@@ -84,14 +84,7 @@ def leaks(
     *,
     is_expandable: bool = False,
 ) -> list[Finding]:
-    """Report what `growths` finds, with a remedy for each kind.
-
-    Args:
-        window: footprints as `growths` takes them.
-        card: the last reading of the card.
-        host: the last reading of main memory.
-        is_expandable: whether torch was told to use expandable segments.
-    """
+    """Report what `growths` finds, with a remedy for each kind of memory."""
     return [_leak(growth, window, is_expandable) for growth in growths(window, card, host)]
 
 
