@@ -1,7 +1,4 @@
-"""Record a run on tensors without bytes: an event for each storage that is made or freed.
-
-Imports torch.
-"""
+"""Records a run on tensors without bytes: an event for each storage that is made or freed."""
 
 import threading
 import weakref
