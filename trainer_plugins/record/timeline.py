@@ -203,7 +203,11 @@ def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
 
 
 def read_timeline(path: Path) -> list[Entry]:
-    """Read a file as `read_lines` does, without lines cut off by a kill or a full disk."""
+    """Read a file that a `Timeline` wrote, without lines cut off by a kill or a full disk.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
     return [read[1] for read in read_lines(path) if read is not None]
 
 
