@@ -61,9 +61,7 @@ class EvalGenerateCleanup(EvaluationCallback):
         with self.harmless():
             self._release.notice(state.global_step)
         with self.harmless():
-            model = model_of(event)
-            if hasattr(model, "generate"):
-                self.undo.callback(guard_generate(model, self._mark_generation))
+            self.undo.callback(guard_generate(model_of(event), self._mark_generation))
         super().on_train_begin(args, state, control, **event)
 
     def on_step_begin(

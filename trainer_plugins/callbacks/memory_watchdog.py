@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -87,10 +87,8 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "begin")
         if self._watch is not None:
             with self.harmless():
-                model = model_of(event)
-                if hasattr(model, "generate"):
-                    self.undo.callback(guard_generate(model, self._separate_peak))
-                    self._is_generate_guarded = True
+                self.undo.callback(guard_generate(model_of(event), self._separate_peak))
+                self._is_generate_guarded = True
         super().on_train_begin(args, state, control, **event)
 
     def on_step_end(
@@ -114,19 +112,13 @@ class MemoryWatchdog(EvaluationCallback):
 
     @contextmanager
     def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
-        with super().evaluating(args, state, **event):
-            if self._watch is None or self._is_generate_guarded:
-                yield
-                return
-            model = event.get("model")
-            if not hasattr(model, "generate"):
-                yield
-                return
-            remove = guard_generate(model_of(event), self._separate_peak, outside_training=True)
-            try:
-                yield
-            finally:
-                remove()
+        model = event.get("model")
+        is_over = self._watch is not None and not self._is_generate_guarded
+        with super().evaluating(args, state, **event), ExitStack() as stack:
+            if is_over and isinstance(model, nn.Module):
+                guard = self._separate_peak
+                stack.callback(guard_generate(model, guard, outside_training=True))
+            yield
 
     def after_evaluation(
         self, args: HfArguments, state: HfState, moment: str, **event: object

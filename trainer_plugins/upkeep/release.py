@@ -19,16 +19,6 @@ RECENT_STEPS = 50
 _NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
-def checked_fraction(min_reclaimable_fraction: float) -> float:
-    """Return the fraction if it is between 0 and 1; raise ValueError otherwise."""
-    if not 0 <= min_reclaimable_fraction <= 1:
-        raise ValueError(
-            "min_reclaimable_fraction is a fraction of the card, 0 to 1, got"
-            f" {min_reclaimable_fraction}"
-        )
-    return min_reclaimable_fraction
-
-
 class AgreedRelease:
     """Releases one device's cache when any rank has enough to gain and no rank objects.
 
@@ -49,7 +39,7 @@ class AgreedRelease:
     ) -> None:
         self.device = device
         self.timeline = timeline
-        self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
+        self.min_reclaimable_fraction = min_reclaimable_fraction
         self.vote = vote
         self._noticed: deque[tuple[int, int]] = deque()
         """Steps and bytes outside torch, oldest first."""
