@@ -8,44 +8,19 @@ from enum import Enum
 class Door(Enum):
     """Names a place where a setting is typed, and which decides how it is spelled."""
 
-    TRAINER = "trainer"
-    """A flag of TrainingArguments on the command line of a script."""
-
-    ARGUMENTS = "arguments"
-    """An argument of TrainingArguments, SFTConfig and the like in Python."""
-
-    TRL = "trl"
-    """A flag of TRL's scripts that TrainingArguments does not have."""
-
-    CODE = "code"
-    """A line of Python in the script."""
-
-    ACCELERATE = "accelerate"
-    """A line of accelerate's YAML file."""
-
-    DEEPSPEED = "deepspeed"
-    """A key of DeepSpeed's JSON file."""
-
-    ENVIRONMENT = "environment"
-    """A variable that is exported before the launch."""
-
-    SHELL = "shell"
-    """A command."""
-
-    HYDRA = "hydra"
-    """An override on the command line of a Hydra app."""
-
-    VLLM = "vllm"
-    """A flag of `vllm serve`."""
-
-    SGLANG = "sglang"
-    """A flag of SGLang's server."""
-
-    VERL = "verl"
-    """An override of verl."""
-
-    PLAN = "plan"
-    """An option of `trainer-plugins plan`."""
+    TRAINER = "trainer"  # a flag of TrainingArguments on the command line of a script
+    ARGUMENTS = "arguments"  # an argument of TrainingArguments, SFTConfig and the like in Python
+    TRL = "trl"  # a flag of TRL's scripts that TrainingArguments does not have
+    CODE = "code"  # a line of Python in the script
+    ACCELERATE = "accelerate"  # a line of accelerate's YAML file
+    DEEPSPEED = "deepspeed"  # a key of DeepSpeed's JSON file
+    ENVIRONMENT = "environment"  # a variable that is exported before the launch
+    SHELL = "shell"  # a command
+    HYDRA = "hydra"  # an override on the command line of a Hydra app
+    VLLM = "vllm"  # a flag of `vllm serve`
+    SGLANG = "sglang"  # a flag of SGLang's server
+    VERL = "verl"  # an override of verl
+    PLAN = "plan"  # an option of `trainer-plugins plan`
 
 
 # What a caller fills in. Unfilled, the word tells a reader what belongs there.

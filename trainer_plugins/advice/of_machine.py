@@ -55,6 +55,11 @@ LIST_PROCESSES = Advice(
     effect="shows which processes hold the card",
     shell="nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv",
 )
+LARGER_CARD = Advice(
+    effect="the failing request fits",
+    price="what the step would have asked for after it is not counted",
+    shell="run where this process can hold SIZE",
+)
 OTHER_CARD = Advice(
     effect="takes another card",
     when="where there is another card",

@@ -6,9 +6,6 @@ from typing import Literal
 Certainty = Literal["certain", "likely", "possible"]
 Grade = Literal["predicted", "replayed", "arithmetic", "known"]
 
-IMPOSSIBLE_BYTES = 1 << 40
-"""No card has so much: whoever asks for more at once has a wrong shape or index."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:

@@ -32,12 +32,8 @@ class Event(NamedTuple):
     """Holds one thing that the allocator did; memory that was mapped is a segment too."""
 
     action: Action
-    address: int
-    """In an `oom` the bytes that the card had left."""
-
-    num_bytes: int
-    """What was asked for; of a segment what was taken."""
-
+    address: int  # in an `oom` the bytes that the card had left
+    num_bytes: int  # what was asked for; of a segment what was taken
     stream: int
 
 
@@ -57,11 +53,8 @@ class Wait(NamedTuple):
     """Holds a block that was released while another stream still read it."""
 
     address: int
-    since: int
-    """The number of events before it was released."""
-
-    until: int
-    """The number of events before it was free; more than there are if it never was."""
+    since: int  # the number of events before it was released
+    until: int  # the number of events before it was free; more than there are if it never was
 
 
 class Block(NamedTuple):
@@ -69,9 +62,7 @@ class Block(NamedTuple):
 
     address: int
     num_bytes: int
-    is_active: bool
-    """It is in use, or another stream still reads it."""
-
+    is_active: bool  # it is in use, or another stream still reads it
     stack: int
 
 
@@ -80,15 +71,11 @@ class Segment(NamedTuple):
 
     address: int
     num_bytes: int
-    allocated_bytes: int
-    """What the file states as allocated in it."""
-
+    allocated_bytes: int  # what the file states as allocated in it
     stream: int
     is_small: bool
     is_expandable: bool
-    is_private: bool
-    """It belongs to a CUDA graph or to a pool that the program made."""
-
+    is_private: bool  # it belongs to a CUDA graph or to a pool that the program made
     blocks: tuple[Block, ...]
 
 
@@ -99,9 +86,7 @@ class Card:
     index: int
     segments: tuple[Segment, ...]
     events: tuple[Event, ...]
-    stacks: tuple[int, ...]
-    """For each event the number of its stack."""
-
+    stacks: tuple[int, ...]  # for each event the number of its stack
     waits: tuple[Wait, ...]
     has_mapped: bool
     """Whether pages were mapped, as expandable segments do, rather than segments taken."""
@@ -129,9 +114,7 @@ class Snapshot:
 
     name: str
     cards: tuple[Card, ...]
-    stacks: tuple[Stack, ...]
-    """Each different stack once; number 0 is the empty one."""
-
+    stacks: tuple[Stack, ...]  # each different stack once; number 0 is the empty one
     settings: Mapping[str, Any]
 
     def main_card(self) -> Card:

@@ -55,9 +55,7 @@ class Held:
     """Holds what was in use after one event; sizes in bytes."""
 
     position: int
-    categories: Mapping[Category, int]
-    """All that is in use, the largest first."""
-
+    categories: Mapping[Category, int]  # all that is in use, the largest first
     lines: tuple[tuple[str, int, int], ...]
     """Source line, bytes and number of blocks, the largest first."""
 

@@ -21,9 +21,7 @@ class Life:
 
     address: int
     birth: int
-    death: int | None
-    """None if it is alive at the end."""
-
+    death: int | None  # none if it is alive at the end
     num_bytes: int
     requested_bytes: int
     stack: int
@@ -37,12 +35,9 @@ class Repeated:
     """Holds what came out when a trace was repeated on the allocator's model."""
 
     trace: Trace
-    rules: AllocatorRules
-    """The settings of the run."""
-
+    rules: AllocatorRules  # the settings of the run
     outcome: Outcome
-    block_bytes: tuple[int, ...]
-    """The size of the block that each allocation got."""
+    block_bytes: tuple[int, ...]  # the size of the block that each allocation got
 
 
 class _MeasuredCard(ModelCard):

@@ -156,9 +156,7 @@ class Outcome:
     same_release: int = 0
     out_of_memory: int = 0
     same_out_of_memory: int = 0
-    peak_bytes: int = 0
-    """The highest reserved memory of the real card."""
-
+    peak_bytes: int = 0  # the highest reserved memory of the real card
     replayed_peak_bytes: int = 0
     first_difference: str | None = None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from trainer_plugins.explain.ours import is_ours
+from trainer_plugins.explain.ours import OF_TORCH, is_ours, is_users
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
@@ -26,11 +26,6 @@ Work = Literal[
 
 NOWHERE = "a place that was not recorded"
 
-# A folder of the user's may be called torch too.
-_OF_TORCH = r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
-_OF_PYTHON = r"/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
-_TORCH = re.compile(f"{_OF_TORCH}|{_OF_PYTHON}")
-_LIBRARIES = re.compile(f"/(?:site|dist)-packages/|{_OF_TORCH}|{_OF_PYTHON}|/python3\\.\\d+/")
 _PYTHON = re.compile(r"\.py$|^<ipython-input|^<stdin>|/ipykernel_")
 _NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
 
@@ -60,8 +55,7 @@ class Meaning:
     """Holds what one stack says."""
 
     work: Work
-    place: str
-    """The innermost line outside of libraries, as people name it."""
+    place: str  # the innermost line outside of libraries, as people name it
 
 
 def meaning_of(stack: Stack) -> Meaning:
@@ -89,7 +83,7 @@ def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
 
 
 def _own(python: Iterable[Frame]) -> Iterable[Frame]:
-    return (frame for frame in python if not _LIBRARIES.search(frame.file))
+    return (frame for frame in python if is_users(frame.file))
 
 
 def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
@@ -117,7 +111,7 @@ def _is_head(python: Sequence[Frame]) -> bool:
     called from a `forward` of the same file that another one of it has called.
     """
     of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
-    inner = [frame.name for frame in of_layer if not _TORCH.search(frame.file)]
+    inner = [frame.name for frame in of_layer if not OF_TORCH.search(frame.file)]
     if any(map(_HEAD.search, inner[:2])):
         return True
     of_model = [
@@ -141,7 +135,7 @@ def _makes_parameters(frame: Frame) -> bool:
 def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
     own = next(iter(_own(python)), None)
     # A model of transformers is not the user's code, but tells more than `trainer.train()`.
-    innermost = next((frame for frame in python if not _TORCH.search(frame.file)), own)
+    innermost = next((frame for frame in python if not OF_TORCH.search(frame.file)), own)
     if own is not None and innermost is not None:
         return line_of(own) if innermost is own else f"{line_of(innermost)}, of {line_of(own)}"
     for frame in frames:

@@ -28,17 +28,14 @@ class StartSegment(NamedTuple):
     address: int
     stream: int
     is_small: bool
-    pieces: tuple[tuple[State, int], ...]
-    """What lies in it, without a hole: state and bytes."""
+    pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
 
 @dataclass(frozen=True)
 class Trace:
     """Holds the events of one card, and its segments at the first of them."""
 
-    source: str
-    """The repository, the commit and the path, or the file."""
-
+    source: str  # the repository, the commit and the path, or the file
     expandable: bool
     segments: tuple[StartSegment, ...]
     events: tuple[Event, ...]

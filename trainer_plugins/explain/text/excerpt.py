@@ -57,8 +57,7 @@ class Excerpt:
 
     lines: tuple[Line, ...]
 
-    at: int = 0
-    """The index of the line that says it."""
+    at: int = 0  # the index of the line that says it
 
 
 def find_first(stream: BinaryIO) -> Excerpt:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_plugins.explain.ours import is_ours
+from trainer_plugins.explain.ours import is_ours, is_users
 from trainer_plugins.explain.text.lines import Line
 
 _MOST_LINES = 600
@@ -18,9 +18,6 @@ _RICH = re.compile(r"^\s*(?P<path>\S{2,300}?):(?P<line>\d+) in (?P<name>[\w<>.]+
 _ARROW = re.compile(r"^\s*(?:❱|-{1,4}>)\s*\d+[│\s]*(?P<source>.*)$")
 _MARKS = re.compile(r"^\s*(?:[\^~ ]+|\.\.\.<\d+ lines>\.\.\.)$")
 _HEAD = re.compile(r"Traceback \(most recent call last\)")
-_PACKAGES = re.compile(
-    r"(?:site|dist)-packages|[/\\]lib[/\\]python3|[/\\]Lib[/\\]|^<(?!ipython|stdin)|/usr/lib/|/bin/"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +27,12 @@ class Frame:
     path: str
     line: int | None
     function: str
-    source: str
-    """The line of code, as far as the traceback shows it; empty if it does not."""
+    source: str  # the line of code, as far as the traceback shows it; empty if it does not
 
     @property
     def is_users(self) -> bool:
         """Return whether the file is outside installed packages and the standard library."""
-        return bool(self.path) and not _PACKAGES.search(self.path)
+        return is_users(self.path)
 
     @property
     def words(self) -> str:

@@ -10,9 +10,7 @@ _LONGEST_CHARACTERS = 4000
 class Line(NamedTuple):
     """Holds one line of a log, and which process wrote it."""
 
-    writer: str
-    """The rank or the worker as the log names it; empty if it does not."""
-
+    writer: str  # the rank or the worker as the log names it; empty if it does not
     text: str
 
 
