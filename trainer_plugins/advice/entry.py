@@ -55,7 +55,7 @@ class Advice:
     """What it adds to the time of a step, as a fraction of it; None if that is not known."""
 
     unfilled: str = ""
-    """What to write at the door of the Trainer where the values are not known."""
+    """What to write at its first door where the values are not known."""
 
     trainer: str = ""
     arguments: str = ""
@@ -89,19 +89,20 @@ class Advice:
 
         Args:
             door: where it is typed.
-            values: what to fill the blanks of its spelling with, by their names in small letters.
+            values: what fills the blanks of its spelling, by their names in small letters.
 
         Raises:
             ValueError: it cannot be typed there, or its spelling has no such blank.
         """
-        text = self.spellings.get(door, "")
+        spellings = self.spellings
+        text = spellings.get(door, "")
         blanks = {each.lower() for each in _BLANK.findall(text)}
         if not text or not values.keys() <= blanks:
             raise ValueError(
                 f"{self.effect!r} has no {door.name} with {', '.join(values) or 'text'}"
             )
-        if not values and self.unfilled and door in (Door.TRAINER, Door.ARGUMENTS):
-            return self.unfilled if door is Door.TRAINER else self.unfilled.replace("--", "")
+        if not values and self.unfilled and door in (next(iter(spellings)), Door.ARGUMENTS):
+            return self.unfilled.replace("--", "") if door is Door.ARGUMENTS else self.unfilled
         return _BLANK.sub(lambda blank: str(values.get(blank[0].lower(), blank[0])), text)
 
 

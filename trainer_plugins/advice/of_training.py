@@ -211,6 +211,7 @@ WRAP_LAYERS = Advice(
     effect="one layer is gathered at a time, not the model (in accelerate's file)",
     when="where FSDP runs",
     accelerate="fsdp_transformer_layer_cls_to_wrap: LAYER",
+    unfilled="fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer  # your model's layer",
 )
 ONE_PROCESS_A_CARD = Advice(
     effect="one process a card (DDP): outputs and losses stay where they are made",

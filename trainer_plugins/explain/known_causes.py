@@ -1,4 +1,4 @@
-"""What the causes of a text, a record and a snapshot have in common: their words, and two rules."""
+"""What causes of a text, a record and a snapshot have in common: their words, and two rules."""
 
 from collections.abc import Mapping
 
@@ -79,6 +79,6 @@ def is_refused_though_free(asked: int, free: int, slack: float) -> bool:
 
 
 def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
-    """Return whether what the allocator held unused was enough, but for its pieces."""
+    """Return whether what the allocator held unused was enough, but in pieces."""
     is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
     return 0 < asked <= unused + free and is_worth_it

@@ -1,4 +1,4 @@
-"""Case: one rank's out-of-memory error, with the numbers that the rules of causes go by."""
+"""Case: one rank's out-of-memory error, with the numbers that the rules of causes use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ class Case:
 
     @property
     def foreign(self) -> int:
-        """Return what other processes held, as far as that is plain; 0 if it may be our own."""
+        """Return what other processes held, as far as that is sure; 0 if it may be our own."""
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)
@@ -170,7 +170,7 @@ class Case:
         return max(named, self.outside if self.outside > may_be_ours else 0)
 
     def _first_known(self, by_error: int | None, read: Callable[[MemoryReading], int]) -> int:
-        """Return what the error says, else what the reading after it says; else 0."""
+        """Return what the error states, else what the reading after it states, else 0."""
         if by_error is not None:
             return by_error
         return read(self.record.reading) if self.record.reading else 0

@@ -42,9 +42,8 @@ def causes_of(case: Case) -> tuple[Cause, ...]:
 
 
 def _impossible(case: Case) -> Cause | None:
-    if case.asked <= IMPOSSIBLE_BYTES:
-        return None
-    return cause("impossible-size", f"{size(case.asked)} were asked for in one piece")
+    asked = f"{size(case.asked)} were asked for in one piece"
+    return cause("impossible-size", asked) if case.asked > IMPOSSIBLE_BYTES else None
 
 
 def _other_memory(case: Case) -> Cause | None:

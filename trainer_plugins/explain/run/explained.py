@@ -1,4 +1,4 @@
-"""explain_run: why the last run of a folder ran out of memory, from what it wrote down."""
+"""explain_run: why the last run of a folder ran out of memory, from what it wrote."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _SLACK_SECONDS = 1.0
 
 _SHOWN_FRACTION = 0.01
 _TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-size", "mps-other")
-"""Causes that words and frames show, and for which the record has no numbers of its own."""
+"""Causes that words and frames show, without numbers of the record."""
 
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
@@ -88,7 +88,7 @@ def _history(folder: Path) -> History | None:
 
 
 def _of_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
-    """Return the records of the ranks of the run of one, which died first at the front."""
+    """Return the records of all ranks of the run of one, the rank that died first at the front."""
     began = one.run.time_seconds
     of_run = [each for each in records if abs(each.run.time_seconds - began) <= _SLACK_SECONDS]
     last = {each.rank: each for each in of_run}
@@ -109,11 +109,12 @@ def _explained(
     if causes[0].code == "capacity":
         causes, from_text = _by_text(first, causes)
     remedies = {each.do: each for each in (*from_text, *remedies_of(causes, case))}
+    later = [f"{len(begun_later)} later run(s) into this folder left no such record"]
     found = Explanation(
         subject=printable(folder),
         causes=causes,
         remedies=tuple(remedies.values()),
-        facts=(*_facts(case), *_ranks(records, history), *_later(begun_later)),
+        facts=(*_facts(case), *_ranks(records, history), *(later if begun_later else ())),
         unknown=_unknown(case),
     )
     if predicts:
@@ -124,7 +125,7 @@ def _explained(
 
 
 def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
-    """Write TrainingArguments as overrides, and a preset as a word, if Hydra made the run."""
+    """Write flags and the preset as overrides, if Hydra made the run."""
     if not run.override:
         return remedy
     if remedy.do.startswith(advice.SURVIVE.shell.partition(" -- ")[0]):
@@ -226,12 +227,6 @@ def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, 
             words = f": {last.words}" if isinstance(last, Failure) else ""
             found.append(f"rank {rank} only waited, after step {last.step}{words}")
     return tuple(printable(each) for each in found)
-
-
-def _later(begun_later: Sequence[RunFacts]) -> tuple[str, ...]:
-    if not begun_later:
-        return ()
-    return (f"{len(begun_later)} later run(s) into this folder left no such record",)
 
 
 def _unknown(case: Case) -> tuple[str, ...]:

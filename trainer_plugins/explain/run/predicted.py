@@ -1,4 +1,4 @@
-"""predicted: what the planner says of the remedies of a run, by the run's own config and arguments.
+"""predicted: what the planner predicts of the remedies of a run, from its config and arguments.
 
 It imports no torch; the planner's subprocess does, which takes seconds.
 """
@@ -39,7 +39,6 @@ _PLANNED_AS_TYPED = {
         one.plan.removesuffix("LENGTH"): one.trl.removesuffix("LENGTH")
         for one in (advice.SHORTER_ROWS, advice.ADAPTER, advice.FOUR_BITS)
     },
-    "--lora-target": "--lora_target_modules",
     "--accelerate-config": "accelerate launch --config_file",
 }
 """Options of `trainer-plugins plan`, and what is typed for a run instead (TRL's flags)."""
@@ -64,7 +63,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
         if isinstance(plan, PlanError):
             raise plan
         _refuse_another_run(plan, case)
-    except (ValueError, OSError) as error:  # whatever is in its way, the cause is known
+    except (ValueError, OSError) as error:  # the cause is known even without a plan
         why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
@@ -138,7 +137,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 def _in_order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
 ) -> list[Remedy]:
-    """Return the remedies with what was predicted of them, and what else was found."""
+    """Return the remedies with what was predicted of them, and what else would fit."""
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}

@@ -9,7 +9,7 @@ from functools import partial
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, in_order
-from trainer_plugins.advice.vendors import Vendor, vendor_of
+from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.explain.advised import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.case import Case
@@ -34,27 +34,24 @@ _DOORS = (
 
 def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
     """Return what helps, for the first cause first; nothing is listed twice."""
+    run = case.record.run
     found: dict[str, Remedy] = {}
+    is_wsl = run.place is not None and "WSL" in run.place.limits
+    vendor = vendor_of(run.device, run.versions.get("torch", ""), is_windows=is_wsl)
     for cause in causes:
         has_one_row = cause.code == "capacity" and _rows(case) <= 1
         order = ONE_ROW if has_one_row else in_order(cause.code, "record")
         made = partial(_made, cause.code, case)
-        for one in remedies_for(cause.code, order, made, _vendor(case)):
+        for one in remedies_for(cause.code, order, made, vendor):
             found.setdefault(one.do, one)
     return tuple(found.values())
 
 
 def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
     """Return what helps where main memory or /dev/shm ended a run, of which there is no record."""
-    more = _larger_shm() if cause == "shm" else remedy(advice.MORE_MAIN_MEMORY, Door.SHELL)
+    more = remedy(advice.LARGER_SHM if cause == "shm" else advice.MORE_MAIN_MEMORY, Door.SHELL)
     found = [_fewer_workers(cause, num_workers), more]
     return tuple(replace(each, cause=cause) for each in found if each is not None)
-
-
-def _vendor(case: Case) -> Vendor:
-    run = case.record.run
-    is_wsl = run.place is not None and "WSL" in run.place.limits
-    return vendor_of(run.device, run.versions.get("torch", ""), is_windows=is_wsl)
 
 
 def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
@@ -76,9 +73,9 @@ def _smaller_micro_batch(cause: str, case: Case) -> Remedy | None:
         return None
     steps = max(1, case.argument("gradient_accumulation_steps", 1))
     smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
-    do = one.flag(Door.TRAINER, rows=smaller, steps=steps * rows // smaller)
     effect = f"{_about(case, needed)}, with the same effective batch"
-    return remedy(one, do, effect, by_arithmetic=needed)
+    values = {"rows": smaller, "steps": steps * rows // smaller}
+    return remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
@@ -109,7 +106,7 @@ def _survive(cause: str, case: Case) -> Remedy | None:
     codes = [each.finding.code for each in case.entries if isinstance(each, Remark)]
     if SURVIVAL_REFUSED.search(" ".join([case.record.error.text, *codes])):
         return None
-    return remedy(advice.SURVIVE, advice.SURVIVE.flag(Door.SHELL, command=_command(case)))
+    return remedy(advice.SURVIVE, Door.SHELL, command=_command(case))
 
 
 def _command(case: Case) -> str:
@@ -122,16 +119,17 @@ def _command(case: Case) -> str:
     return shlex.join(("python", *run.command))
 
 
-def _is_checkpointing(case: Case) -> bool:
+def _needs_checkpointing(case: Case) -> bool:
     run = case.record.run
     is_live = run.strategy is not None and run.strategy.is_checkpointing
-    return is_live or bool(run.arguments.get("gradient_checkpointing"))
+    return not is_live and not run.arguments.get("gradient_checkpointing")
 
 
 def _shorter_rows(cause: str, case: Case) -> Remedy:
     length = case.tokens[1] if case.tokens else 0
-    values = {"length": length // 2} if length > 1 else {}
-    return remedy(advice.SHORTER_ROWS, advice.SHORTER_ROWS.flag(Door.TRL, **values))
+    if length <= 1:
+        return remedy(advice.SHORTER_ROWS, Door.TRL)
+    return remedy(advice.SHORTER_ROWS, Door.TRL, length=length // 2)
 
 
 def _liger(cause: str, case: Case) -> Remedy:
@@ -149,9 +147,9 @@ def _without_table(one: Advice, is_sdpa: bool, cause: str, case: Case) -> Remedy
 def _outputs_to_main_memory(cause: str, case: Case) -> Remedy | None:
     if cause != "eval-logits" or case.argument("eval_accumulation_steps", 0):
         return None
-    one, kept = advice.OUTPUTS_TO_MAIN_MEMORY, kept_logits(case)
+    kept = kept_logits(case)
     effect = f"{size(kept)} of outputs go to main memory" if kept else ""
-    return remedy(one, one.flag(Door.TRAINER, steps=1), effect, by_arithmetic=kept)
+    return remedy(advice.OUTPUTS_TO_MAIN_MEMORY, Door.TRAINER, effect, by_arithmetic=kept, steps=1)
 
 
 def _smaller_eval_batch(cause: str, case: Case) -> Remedy | None:
@@ -159,20 +157,24 @@ def _smaller_eval_batch(cause: str, case: Case) -> Remedy | None:
     if rows <= 1:
         return None
     if cause == "generate-cache":
-        return remedy(one, one.flag(Door.TRAINER, rows=rows // 2), "half the cache at once")
+        return remedy(one, Door.TRAINER, "half the cache at once", rows=rows // 2)
     smaller, needed = _rows_that_fit(case, rows, case.fixed)
     effect = f"{_about(case, needed)}; metrics stay the same"
-    return remedy(one, one.flag(Door.TRAINER, rows=smaller), effect, by_arithmetic=needed)
+    return remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
 
 
 def _shorter_answers(cause: str, case: Case) -> Remedy | None:
-    length, one = case.argument("generation_max_length", 0), advice.SHORTER_ANSWERS
-    return remedy(one, one.flag(Door.TRAINER, length=length // 2)) if length > 1 else None
+    length = case.argument("generation_max_length", 0)
+    if length <= 1:
+        return None
+    return remedy(advice.SHORTER_ANSWERS, Door.TRAINER, length=length // 2)
 
 
 def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
     """Offer another optimizer; after a save, only if nothing else makes that smaller."""
-    if cause == "save-gather" and _is_smaller_otherwise(case):
+    is_sharded = _family(case) == "FSDP" or _zero_stage(case) == 3
+    has_other = is_sharded or _saves_states(case) or _copying(case) is not None
+    if cause == "save-gather" and has_other:
         return None
     trained, states, effect = case.trained, case.states, ""
     if one is advice.FUSED_ADAMW:
@@ -188,11 +190,6 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
     return remedy(one, Door.TRAINER, effect, by_arithmetic=effect)
 
 
-def _is_smaller_otherwise(case: Case) -> bool:
-    is_sharded = _family(case) == "FSDP" or _zero_stage(case) == 3
-    return is_sharded or _copying(case) is not None or _saves_states(case)
-
-
 def _saves_states(case: Case) -> bool:
     return "_save_optimizer_and_scheduler" in case.functions
 
@@ -201,8 +198,8 @@ def _copy_in_main_memory(cause: str, case: Case) -> Remedy | None:
     if (copied := _copying(case)) is None:
         return None
     how = "instead of .clone()" if ".clone()" in copied.code else "before the copy"
-    do = advice.COPY_IN_MAIN_MEMORY.flag(Door.CODE, how=how, place=f"{copied.file}:{copied.line}")
-    return remedy(advice.COPY_IN_MAIN_MEMORY, do)
+    place = f"{copied.file}:{copied.line}"
+    return remedy(advice.COPY_IN_MAIN_MEMORY, Door.CODE, how=how, place=place)
 
 
 def _copying(case: Case) -> Frame | None:
@@ -240,9 +237,9 @@ def _end_process(cause: str, case: Case) -> Remedy | None:
     others = [each for each in case.record.processes or () if not each.is_own]
     if len(others) != 1 or not others[0].is_of_user:
         return None
-    do = advice.END_PROCESS.flag(Door.SHELL, pid=others[0].pid)
-    effect = f"frees {size(case.foreign)}; it is yours: {others[0].name or 'its name is unknown'}"
-    return remedy(advice.END_PROCESS, do, effect, by_arithmetic=True)
+    pid, name = others[0].pid, others[0].name or "its name is unknown"
+    effect = f"frees {size(case.foreign)}; it is yours: {name}"
+    return remedy(advice.END_PROCESS, Door.SHELL, effect, by_arithmetic=True, pid=pid)
 
 
 def _list_processes(cause: str, case: Case) -> Remedy:
@@ -251,7 +248,7 @@ def _list_processes(cause: str, case: Case) -> Remedy:
 
 
 def _other_card(cause: str, case: Case) -> Remedy:
-    return remedy(advice.OTHER_CARD, advice.OTHER_CARD.flag(Door.SHELL, command=_command(case)))
+    return remedy(advice.OTHER_CARD, Door.SHELL, command=_command(case))
 
 
 def _smaller_engine_share(cause: str, case: Case) -> Remedy:
@@ -262,7 +259,7 @@ def _smaller_engine_share(cause: str, case: Case) -> Remedy:
     now = share if isinstance(share, float) else case.foreign / total
     new = advice.smaller_share(now, max(0, case.asked - case.free) / total)
     effect = f"the engine holds {size(case.foreign)} now, and takes this share of the card then"
-    return remedy(one, one.flag(door, share=f"{new:g}"), effect, by_arithmetic=case.asked)
+    return remedy(one, door, effect, by_arithmetic=case.asked, share=f"{new:g}")
 
 
 def _expandable_segments(cause: str, case: Case) -> Remedy | None:
@@ -275,22 +272,18 @@ def _expandable_segments(cause: str, case: Case) -> Remedy | None:
 def _print_shapes(cause: str, case: Case) -> Remedy:
     own = _own_frames(case)
     place = f"{own[-1].file}:{own[-1].line}" if own else "the failing line"
-    return remedy(advice.PRINT_SHAPES, advice.PRINT_SHAPES.flag(Door.CODE, place=place))
+    return remedy(advice.PRINT_SHAPES, Door.CODE, place=place)
 
 
 def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
     one = advice.FEWER_WORKERS
     if cause == "shm":
-        return remedy(one, one.flag(Door.TRAINER, workers=0))
+        return remedy(one, Door.TRAINER, workers=0)
     if not num_workers:
         return None
     half = num_workers // 2
     effect = f"{num_workers - half} processes less, each with its part of the data"
-    return remedy(one, one.flag(Door.TRAINER, workers=half), effect)
-
-
-def _larger_shm() -> Remedy:
-    return remedy(advice.LARGER_SHM, advice.LARGER_SHM.flag(Door.SHELL, size="16g"))
+    return remedy(one, Door.TRAINER, effect, workers=half)
 
 
 def _family(case: Case) -> str:
@@ -327,10 +320,9 @@ _FILLED: Mapping[Advice, Callable[[str, Case], Remedy | None]] = {
     advice.FEWER_WORKERS: lambda cause, case: _fewer_workers(
         cause, case.argument("dataloader_num_workers", 0)
     ),
-    advice.LARGER_SHM: lambda cause, case: _larger_shm(),
 }
 _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
-    advice.CHECKPOINTING: lambda case: not _is_checkpointing(case),
+    advice.CHECKPOINTING: _needs_checkpointing,
     advice.SHARDED_SAVE: lambda case: _family(case) == "FSDP",
     advice.SAVE_WITHOUT_GATHER: lambda case: _zero_stage(case) == 3,
     advice.SAVE_ONLY_MODEL: _saves_states,
@@ -345,5 +337,6 @@ _ALWAYS = {
     advice.OFFLOADED_CACHE, advice.RESUME_WITHOUT_STATES, advice.FEWER_LIVE_PARAMETERS,
     advice.NO_PINNED_BATCHES, advice.HEADROOM, advice.SMALLER_NCCL_BUFFERS, advice.WATCH_THE_CARD,
     advice.MAPPING_LIMITS, advice.ROCM_MEMORY, advice.ROCM_LOG, advice.MORE_MAIN_MEMORY,
+    advice.LARGER_SHM,
 }  # fmt: skip
 """What needs no number; advice that is nowhere here is not for a run with a record."""

@@ -20,9 +20,9 @@ _GROWN_FRACTION = 0.01
 
 
 def compare_snapshots(before: Path, after: Path) -> Explanation:
-    """Say what a second snapshot holds more than a first one, at the moment of each dump.
+    """Show what a second snapshot holds more than a first one, at the moment of each dump.
 
-    A snapshot that ended in an OOM is taken at that OOM: its dump shows what was left behind it.
+    A snapshot that ended in an OOM is compared at that OOM: its dump shows what was left after it.
 
     Raises:
         NotReadableError: one of the files is not a snapshot.

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainer_plugins.advice.for_causes import in_order
+from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS
@@ -16,6 +18,8 @@ from trainer_plugins.printable import printable
 from trainer_plugins.units import percent, size
 
 _MOST_LINES = 8
+_NOT_REPLAYED = ("eval-logits", "generate-cache")
+"""Causes whose remedies change what is computed, which no replay of a trace can show."""
 
 
 def explain_snapshot(path: Path) -> Explanation:
@@ -54,10 +58,13 @@ def _explanation(case: SnapshotCase, path: Path) -> Explanation:
 
 
 def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
-    """Put what answers the first cause first; what names no cause answers every one."""
+    """Put what answers the first cause first; a remedy without a cause answers every one."""
     first = causes[0].code if causes else ""
-    for remedy in sorted(remedies, key=lambda remedy: remedy.cause not in ("", first)):
-        yield replace(remedy, cause=remedy.cause or first)
+    if first in _NOT_REPLAYED:
+        for one in in_order(first, "snapshot"):
+            yield replace(remedy(one, next(iter(one.spellings))), cause=first)
+    for each in sorted(remedies, key=lambda each: each.cause not in ("", first)):
+        yield replace(each, cause=each.cause or first)
 
 
 def _facts(case: SnapshotCase) -> Iterator[str]:
@@ -136,7 +143,7 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
     elif has_lost_its_end(case.card):
         yield (
             "What happened between the last event and the dump: recording was stopped before; call"
-            " _dump_snapshot first"
+            " _dump_snapshot before that"
         )
     elif gap := known_from(case.card):
         yield f"The first {gap:,} events were left out: recording was stopped and begun again"

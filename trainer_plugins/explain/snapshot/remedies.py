@@ -64,7 +64,7 @@ class Tries:
             return
         replay = _Replay(case, case.repeated, oom)
         if leaked := leaked_lives(case):
-            self._try_without(leaked, replay)  # all else would only come to the same end later
+            self._try_without(leaked, replay)  # other remedies would only delay the same end
             return
         if case.missing_bytes > 0:
             self.why_none_helps = "what was in use left too little room, with or without gaps"

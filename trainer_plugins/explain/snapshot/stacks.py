@@ -1,4 +1,4 @@
-"""Reads a stack: at what work memory was taken, and which line of the user's code asked."""
+"""Reads a stack: during which work memory was taken, and which line of the user's code asked."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,17 +11,9 @@ from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
 Work = Literal[
-    "optimizer",
-    "evaluation",
-    "generation",
-    "parameters",
-    "saving",
-    "backward",
-    "loss",
-    "forward",
-    "other",
-    "unknown",
-]
+    "optimizer", "evaluation", "generation", "parameters", "saving", "backward", "loss", "forward",
+    "other", "unknown",
+]  # fmt: skip
 """What the program was doing; `unknown` if no frame was recorded."""
 
 NOWHERE = "a place that was not recorded"
@@ -52,7 +44,7 @@ _PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|paramete
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Holds what one stack says."""
+    """Holds what one stack shows."""
 
     work: Work
     place: str  # the innermost line outside of libraries, as people name it
@@ -65,18 +57,18 @@ def meaning_of(stack: Stack) -> Meaning:
 
 
 def lines_of(stack: Stack, most: int = 4) -> list[str]:
-    """Name the innermost lines of the user's own code, or the place if there are none."""
+    """Name the innermost lines of the user's code, or the place if there are none."""
     frames, python = _read(stack)
     return [line_of(frame) for frame in list(_own(python))[:most]] or [_place(frames, python)]
 
 
 def line_of(frame: Frame) -> str:
-    """Name a frame: its folder, file, line and function; an absolute path tells nothing more."""
+    """Name a frame: its folder, file, line and function."""
     return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
 
 
 def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
-    """Return all frames, and those of Python, without ours if there are others."""
+    """Return all frames, and those of Python, without this package's if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
     python = [frame for frame in frames if _PYTHON.search(frame.file)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
@@ -105,7 +97,7 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
 
 
 def _is_head(python: Sequence[Frame]) -> bool:
-    """Say whether it is the product of the head, by a name, or by who called the linear layer.
+    """Return whether it is the product of the head, by a name or by the caller of the linear layer.
 
     In transformers only the head is a layer of the outermost module itself: all other layers are
     called from a `forward` of the same file that another one of it has called.

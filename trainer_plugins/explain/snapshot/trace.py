@@ -46,10 +46,10 @@ class NotModelledError(ValueError):
 
 
 def known_from(card: Card) -> int:
-    """Return the first event from which on all are known.
+    """Return the first event after which all are known.
 
-    A program that stops recording and begins again leaves a gap. Undone back to it, a block is
-    freed that lives, or was allocated where nothing lies.
+    A program that stops recording and begins again leaves a gap. If the events are undone back to
+    it, a live block is freed, or one was allocated where nothing lies.
     """
     return 0 if has_lost_its_end(card) else _behind_gap(card)
 
@@ -68,9 +68,9 @@ def _behind_gap(card: Card) -> int:
 
 
 def has_lost_its_end(card: Card) -> bool:
-    """Say whether the events fit together, but end before the segments were written down.
+    """Return whether the events fit together, but end before the segments were written.
 
-    So it is if recording was stopped before the dump: most events do not fit the segments then.
+    If recording was stopped before the dump, most events do not fit the segments.
     """
     if _behind_gap(card) <= len(card.events) / 2:
         return False
@@ -169,7 +169,7 @@ class _Start:
             yield StartSegment(start, stream, is_small, tuple(pieces))
 
     def _first_behind(self, addresses: list[int]) -> dict[int, int]:
-        """Return where the first allocation behind a live block lies, in its segment."""
+        """Return where the first allocation after a live block lies, in its segment."""
         found: dict[int, int] = {}
         gone: set[int] = set()
         starts = sorted(self._taken)

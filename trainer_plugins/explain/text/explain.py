@@ -1,4 +1,4 @@
-"""explain_text: from a text to causes, remedies, and what the text cannot tell."""
+"""explain_text: from a text to causes, remedies, and what the text does not show."""
 
 import io
 import re

@@ -36,7 +36,7 @@ class Frame:
 
     @property
     def words(self) -> str:
-        """Return all that the traceback says of this call, to be searched."""
+        """Return all that the traceback shows of this call, for a search."""
         return f"{self.path} {self.function} {self.source}"
 
     def __str__(self) -> str:
@@ -50,8 +50,8 @@ class Frame:
 def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
     """Return the frames of the traceback that ends at a line, outermost first.
 
-    Some loggers write the message first: if no frame precedes it, those that follow are taken. Our
-    own are left out: they are neither the user's nor where it failed.
+    Some loggers write the message first: if no frame precedes it, those that follow are taken. This
+    package's frames are left out: they are neither the user's nor where it failed.
     """
     writer = lines[at].writer
     before: list[str] = []
@@ -61,7 +61,7 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
         if _HEAD.search(line.text):
             if _frames(before[::-1]):
                 break
-            before.clear()  # of a rank whose frames stand elsewhere
+            before.clear()  # of a rank whose frames are elsewhere
             continue
         before.append(line.text)
     after = [line.text for line in lines[at + 1 : at + _MOST_LINES] if line.writer == writer]
@@ -70,7 +70,7 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
 
 def _frames(texts: Sequence[str]) -> list[Frame]:
     frames: list[Frame] = []
-    used = -1  # the second line of a place, which is none by itself
+    used = -1  # the second line of a frame that rich has broken
     for number, text in enumerate(texts):
         if number == used:
             continue

@@ -1,4 +1,4 @@
-"""progress: how far a run had come before its OOM, by the shape that lines of progress have.
+"""progress: how far a run had come before its OOM, by the form of its lines.
 
 A number beside the word "step" is no progress: banners and configs are full of them ("Gradient
 accumulation steps = 8", "warmup steps: 100"). A bar of tqdm counts in steps, not in examples or
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from trainer_plugins.explain.text.lines import Line
 
 _FAR = 3
-"""After so many steps nothing happens for the first time."""
+"""From this step on, nothing happens for the first time."""
 
 # tqdm, with its total and without; Lightning's and Keras's bars; the Trainer's bar in a notebook.
 _BARS = (
@@ -73,7 +73,7 @@ def progress(before: Sequence[Line]) -> str:
     has_table = any(_TABLE.search(line.text) for line in before)
     for line in reversed(before):
         if _SUMMARY.search(line.text):
-            return ""  # it had ended: what follows is no step of it
+            return ""  # the training had ended
         row = _ROW.match(line.text) if has_table else None
         if row and int(row[1]) >= _FAR:
             return f"the table of losses is at step {row[1]}"
@@ -97,7 +97,7 @@ def _of_bar(text: str) -> str | None:
     epoch = _EPOCH_TITLE.search(title)
     far = int(done or total) >= _FAR
     if done == total and not epoch:
-        return None  # what was complete was not what failed
+        return None  # a complete bar did not fail
     if not far and epoch and int(epoch[1]) > 1:
         return f"the run was in epoch {epoch[1]}"
     return (
@@ -112,7 +112,7 @@ def _groups_of(bar: re.Match[str]) -> tuple[str | None, ...]:
 
 
 def _of_dict(num_losses: int) -> Callable[[str], str | None]:
-    """Read a dict of a logger: a positive epoch, or as many of them as steps are far."""
+    """Read a dict of a logger: a positive epoch, or enough lines with a loss."""
 
     def told(text: str) -> str | None:
         epoch = _EPOCH.search(text)

@@ -1,4 +1,4 @@
-"""Facts: what the text around an OOM says, in numbers, frames and words."""
+"""Facts: what the text around an OOM shows, in numbers, frames and words."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
 
 NOT_AVAILABLE_BYTES = 1 << 60
-"""More than any process holds: what NVML writes where it does not know."""
+"""More than any process holds: NVML writes this where the size is unknown."""
 
 # How the Trainer and Unsloth print them before the first step.
 _IN_BANNERS = {
@@ -47,7 +47,7 @@ class SmiCard(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFacts:
-    """Gathers what the rules judge. All sizes are in bytes; None is what the text does not say."""
+    """Gathers what the rules judge. All sizes are in bytes; None is unknown."""
 
     oom: OutOfMemory
     frames: tuple[Frame, ...]  # outermost first; empty if the text has none
@@ -86,7 +86,7 @@ class TextFacts:
 
     @property
     def hides_processes(self) -> bool:
-        """Return whether the driver does not tell what each process holds: Windows, and WSL."""
+        """Return whether the driver hides what each process holds, as on Windows and WSL."""
         return any(size >= NOT_AVAILABLE_BYTES for _, size in self.oom.process_bytes)
 
     @property
@@ -151,7 +151,7 @@ class TextFacts:
 
     @property
     def users_frame(self) -> Frame | None:
-        """Return the innermost frame in the user's own code."""
+        """Return the innermost frame in the user's code."""
         return next((one for one in reversed(self.frames) if one.is_users), None)
 
     @property
@@ -191,7 +191,7 @@ class TextFacts:
 
 
 def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
-    """Read the facts off the lines around an OOM."""
+    """Read the facts from the lines around an OOM."""
     lines, at = excerpt.lines, excerpt.at
     texts = [line.text for line in lines]
     near = max(0, at - _NUM_NEAR)

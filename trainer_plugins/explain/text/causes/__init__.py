@@ -1,4 +1,4 @@
-"""The rules by which a text names a cause, in the order in which they lead.
+"""The rules that name a cause of a text, in the order in which they lead.
 
 The first that applies is the answer, the next ones are "also possible". What numbers or words prove
 comes before what a place in the code suggests.

@@ -105,7 +105,7 @@ def mps_other(facts: TextFacts) -> Cause | None:
 
 
 def fragmentation(facts: TextFacts) -> Cause | None:
-    """The request would have fitted in what torch holds unused, but for its pieces."""
+    """The request would have fitted in what torch holds unused, were that in one piece."""
     if not is_fragmented(facts):
         return None
     setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]

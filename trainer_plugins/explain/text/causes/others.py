@@ -38,8 +38,8 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
         f"nvidia-smi lists {len(stray)} processes on card {first} that hold another card too,"
         f" with {size(sum(one.num_bytes for one in stray))} on card {first}.",
         summary=f"several ranks hold memory on card {first} in addition to their own card",
-        doubt="The text does not show where the context is opened: look for torch.load without"
-        " map_location and for CUDA calls before torch.cuda.set_device",
+        doubt="The text does not show where the context is opened: look for torch.load onto a card,"
+        " and for CUDA calls before torch.cuda.set_device",
     )
 
 
@@ -142,7 +142,8 @@ def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
     if facts.others is None or not facts.total:
         return _by_table(facts) or _at_first_touch(facts)
-    if not is_held_by_others(facts) or not _would_fit_alone(facts):
+    room_without_them = (facts.free or 0) + facts.others + (facts.unused or 0)
+    if not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
         return None
     if facts.called(_DESERIALISES, innermost=12):
         return _ranks_on_one_card(facts)
@@ -155,7 +156,7 @@ def foreign(facts: TextFacts) -> Cause | None:
         doubt=""
         if is_sure
         else "Memory of this process outside torch (TensorFlow, JAX, a second library) would look"
-        " alike: `nvidia-smi --query-compute-apps=pid,used_memory --format=csv` shows which it is",
+        f" alike: `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
     )
 
 
@@ -168,11 +169,6 @@ def _ranks_on_one_card(facts: TextFacts) -> Cause:
         doubt="The text does not show whether the others are ranks of this run that load onto the"
         " same card: `nvidia-smi` settles it",
     )
-
-
-def _would_fit_alone(facts: TextFacts) -> bool:
-    room = (facts.free or 0) + (facts.others or 0) + (facts.unused or 0)
-    return (facts.asked or 0) <= room
 
 
 def sum_of(facts: TextFacts) -> str:
@@ -217,8 +213,8 @@ def _at_first_touch(facts: TextFacts) -> Cause | None:
         f"The driver refused the first memory that was asked for, in {facts.failed}.",
         summary="the card was probably full before this process began",
         grade="possible",
-        doubt="The message has no numbers: `nvidia-smi --query-gpu=index,memory.used,memory.total"
-        " --format=csv` before the start settles it",
+        doubt=f"The message has no numbers: `{advice.SHOW_CARDS.flag(Door.SHELL)}` before the start"
+        " settles it",
     )
 
 

@@ -52,9 +52,9 @@ def lower(facts: TextFacts) -> Remedy | None:
         missing = asked - free
         new = advice.smaller_share(share, missing / total)
         given = int((share - new) * total)
-        effect = f"releases {size(given)}; at least {size(missing)} are missing" + (
-            ", so the training has to take less too" * (given < missing)
-        )
+        effect = f"releases {size(given)}; at least {size(missing)} are missing"
+        if given < missing:
+            effect += ", so the training has to take less too"
     else:
         new, effect = advice.smaller_share(share), advice.SMALLER_ENGINE_SHARE.effect
     if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
@@ -92,8 +92,8 @@ def shorter(facts: TextFacts) -> Remedy | None:
     if not told:
         return None
     door = Door.TRL if _program(facts).door is Door.TRL else Door.VLLM
-    do = advice.SHORTER_REQUESTS.flag(door, length=told[1] or told[2])
-    return remedy(advice.SHORTER_REQUESTS, do, by_arithmetic=True)
+    length = told[1] or told[2]
+    return remedy(advice.SHORTER_REQUESTS, door, by_arithmetic=True, length=length)
 
 
 def fewer_sequences(facts: TextFacts) -> Remedy | None:
@@ -104,8 +104,8 @@ def fewer_sequences(facts: TextFacts) -> Remedy | None:
     usual = 64 if door is Door.VLLM else 32
     name = advice.FEWER_SEQUENCES.flag(door).split()[0]
     told = facts.rows(name.strip("-").replace("-", "[-_]"))
-    do = advice.FEWER_SEQUENCES.flag(door, sequences=max(1, told // 2) if told else usual)
-    return remedy(advice.FEWER_SEQUENCES, do)
+    sequences = max(1, told // 2) if told else usual
+    return remedy(advice.FEWER_SEQUENCES, door, sequences=sequences)
 
 
 def spread_weights(facts: TextFacts) -> Remedy | None:
