@@ -53,6 +53,7 @@ def cause(
     *evidence: str,
     summary: str = "",
     doubt: str = "",
+    is_sure: object = False,
     grade: Certainty | None = None,
 ) -> Cause:
     """Make a cause whose words are harmless.
@@ -62,8 +63,11 @@ def cause(
         evidence: what shows it; an empty text is left out.
         summary: what is wrong; empty for what `SUMMARIES` says.
         doubt: what is open; empty if nothing is.
+        is_sure: whether this case leaves no such doubt.
         grade: how sure it is; None for likely with a doubt, else certain.
     """
+    if is_sure:
+        doubt = ""
     return Cause(
         code=code,
         grade=grade or ("likely" if doubt else "certain"),

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainer_plugins.explain.deciding import DECIDING
 from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.text.remedies.plan_command import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest

@@ -51,19 +51,19 @@ def known_from(card: Card) -> int:
     A program that stops recording and begins again leaves a gap. If the events are undone back to
     it, a live block is freed, or one was allocated where nothing lies.
     """
-    return 0 if has_lost_its_end(card) else _behind_gap(card)
+    return 0 if has_lost_its_end(card) else _after_gap(card)
 
 
-def _behind_gap(card: Card) -> int:
+def _after_gap(card: Card) -> int:
     live = _active_at_end(card)
     for position in range(len(card.events) - 1, -1, -1):
         event = card.events[position]
-        if event.action in _CHANGES and (event.action == "alloc") != (event.address in live):
-            return position + 1
-        if event.action == "alloc":
+        if event.action == "alloc" and event.address in live:
             live.remove(event.address)
-        elif event.action == "free":
+        elif event.action == "free" and event.address not in live:
             live.add(event.address)
+        elif event.action in _CHANGES:
+            return position + 1
     return 0
 
 
@@ -72,7 +72,7 @@ def has_lost_its_end(card: Card) -> bool:
 
     If recording was stopped before the dump, most events do not fit the segments.
     """
-    if _behind_gap(card) <= len(card.events) / 2:
+    if _after_gap(card) <= len(card.events) / 2:
         return False
     live = _active_at_end(card)
     for event in reversed(card.events):
@@ -81,12 +81,12 @@ def has_lost_its_end(card: Card) -> bool:
         elif event.action == "free":
             live.add(event.address)
     for event in card.events:
-        if (event.action == "alloc") == (event.address in live) and event.action in _CHANGES:
-            return False
-        if event.action == "alloc":
+        if event.action == "alloc" and event.address not in live:
             live.add(event.address)
-        elif event.action == "free":
+        elif event.action == "free" and event.address in live:
             live.remove(event.address)
+        elif event.action in _CHANGES:
+            return False
     return True
 
 
@@ -104,16 +104,13 @@ def trace_of(card: Card, source: str) -> Trace:
     """
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
-    kinds = {segment.is_expandable for segment in card.segments}
-    if card.has_mapped:
-        kinds.add(True)
-    if card.has_taken:
-        kinds.add(False)
-    if len(kinds) > 1:
+    has_expandable = card.has_mapped or any(each.is_expandable for each in card.segments)
+    has_others = card.has_taken or not all(each.is_expandable for each in card.segments)
+    if has_expandable and has_others:
         raise NotModelledError("some of its segments are expandable and others not")
     events = card.events[known_from(card) :]
-    start = _Start(card, events, expandable=kinds == {True})
-    return Trace(source, kinds == {True}, tuple(start.segments()), events)
+    start = _Start(card, events, expandable=has_expandable)
+    return Trace(source, has_expandable, tuple(start.segments()), events)
 
 
 class _Start:
@@ -259,10 +256,9 @@ class _Ranges:
         return [(low, self._highs[low]) for low in self._lows]
 
     def joined(self) -> list[tuple[int, int]]:
-        """Return the ranges in order; what touches is one."""
+        """Return the ranges in order; those that touch are one."""
         joined: list[tuple[int, int]] = []
-        for low in self._lows:
-            high = self._highs[low]
+        for low, high in self.apart():
             if joined and low <= joined[-1][1]:
                 joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
             else:

@@ -101,8 +101,8 @@ def _known(facts: TextFacts) -> tuple[str, ...]:
         "cached": facts.unused,
         "others": facts.others,
     }
-    told = [f"{name} {size(value)}" for name, value in names.items() if value is not None]
-    lines = [", ".join(told)] if told else []
+    known = [f"{name} {size(value)}" for name, value in names.items() if value is not None]
+    lines = [", ".join(known)] if known else []
     if frame := facts.users_frame:
         lines.append(f"innermost line outside packages: {frame}")
     if facts.writer:

@@ -77,10 +77,9 @@ def spilled(facts: TextFacts) -> Cause | None:
         f"{size(facts.live)} were allocated on a card of {size(facts.total)}.",
         "The driver lends main memory then, which is many times slower than the card's.",
         summary="the run needs more than the card has, and spilled into main memory before",
-        doubt=""
-        if facts.is_windows
-        else "The text does not show that Windows or WSL lends memory: an engine that sleeps (vLLM)"
-        " may count what it has released; its log shows that",
+        doubt="The text does not show that Windows or WSL lends memory: an engine that sleeps"
+        " (vLLM) may count what it has released; its log shows that",
+        is_sure=facts.is_windows,
     )
 
 

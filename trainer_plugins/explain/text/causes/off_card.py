@@ -2,6 +2,8 @@
 
 import re
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -24,9 +26,8 @@ def shm(facts: TextFacts) -> Cause | None:
         "shm",
         _words(facts),
         "Batches of dataloader workers go through /dev/shm; a container has 64 MiB of it.",
-        doubt=""
-        if facts.oom.is_certain
-        else "A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
+        doubt="A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
+        is_sure=facts.oom.is_certain,
     )
 
 
@@ -38,9 +39,8 @@ def nccl(facts: TextFacts) -> Cause | None:
         "nccl",
         _words(facts),
         "NCCL allocates outside torch, and torch's cache does not make room for it.",
-        doubt=""
-        if facts.oom.is_certain
-        else "NCCL_DEBUG=WARN prints the reason that this line leaves out",
+        doubt="NCCL_DEBUG=WARN prints the reason that this line leaves out",
+        is_sure=facts.oom.is_certain,
     )
 
 
@@ -55,10 +55,9 @@ def host_limit(facts: TextFacts) -> Cause | None:
         "host-limit",
         _words(facts),
         _host_use(facts),
-        doubt=""
-        if is_named
-        else "SIGKILL does not say who sent it: `kubectl describe pod`, `sacct -j JOB"
+        doubt="SIGKILL does not say who sent it: `kubectl describe pod`, `sacct -j JOB"
         " --format=State,MaxRSS,ReqMem` or `cat /sys/fs/cgroup/memory.events` settles it",
+        is_sure=is_named,
     )
 
 
@@ -75,10 +74,9 @@ def host_kill(facts: TextFacts) -> Cause | None:
         "host-kill",
         _words(facts),
         _host_use(facts),
-        doubt=""
-        if by_kernel
-        else "SIGKILL does not say who sent it: `sudo dmesg -T | grep -i 'killed process'` settles"
+        doubt=f"SIGKILL does not say who sent it: `{advice.FIND_THE_KILL.flag(Door.SHELL)}` settles"
         " it; in a container look at `cat /sys/fs/cgroup/memory.events`",
+        is_sure=by_kernel,
     )
 
 
@@ -93,10 +91,9 @@ def host_commit(facts: TextFacts) -> Cause | None:
     return cause(
         "host-commit",
         _words(facts),
-        doubt=""
-        if by_code
-        else "The text does not show whether main memory or the paging file is the limit: Task"
+        doubt="The text does not show whether main memory or the paging file is the limit: Task"
         " Manager, Performance, Memory, 'Committed' settles it",
+        is_sure=by_code,
     )
 
 
@@ -121,10 +118,9 @@ def pinned(facts: TextFacts) -> Cause | None:
         f"It failed in {frame}." if frame else _words(facts),
         "The text speaks of WSL, which can pin half of its memory at most." if is_wsl else "",
         "The driver's words have no numbers of torch's, as for pinned memory.",
-        doubt=""
-        if is_certain
-        else "The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
+        doubt="The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
         " while it fails, it is main memory; WSL pins half of what it has at most",
+        is_sure=is_certain,
     )
 
 

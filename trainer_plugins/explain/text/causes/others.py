@@ -95,10 +95,9 @@ def engine_share(facts: TextFacts) -> Cause | None:
         "engine-share",
         sum_of(facts) if facts.others is not None else "",
         why,
-        doubt=""
-        if warming
-        else "The text does not show whether the engine or the training takes too much: the"
+        doubt="The text does not show whether the engine or the training takes too much: the"
         " engine's log has what it reserved for its KV cache",
+        is_sure=warming,
     )
 
 
@@ -153,10 +152,9 @@ def foreign(facts: TextFacts) -> Cause | None:
         sum_of(facts),
         _names(facts),
         "It is not this run: no batch size, no allocator setting helps." if is_sure else "",
-        doubt=""
-        if is_sure
-        else "Memory of this process outside torch (TensorFlow, JAX, a second library) would look"
+        doubt="Memory of this process outside torch (TensorFlow, JAX, a second library) would look"
         f" alike: `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
+        is_sure=is_sure,
     )
 
 
