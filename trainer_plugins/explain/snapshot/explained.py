@@ -11,7 +11,7 @@ from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import no_collection
-from trainer_plugins.explain.snapshot.remedies import Tries
+from trainer_plugins.explain.snapshot.remedies import Tries, tried
 from trainer_plugins.explain.snapshot.stacks import lines_of
 from trainer_plugins.explain.snapshot.trace import has_lost_its_end, known_from
 from trainer_plugins.printable import printable
@@ -45,8 +45,7 @@ def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
 
 
 def _explanation(case: SnapshotCase, path: Path) -> Explanation:
-    tries = Tries(case)
-    tries.run()
+    tries = tried(case)
     causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
     return Explanation(
         subject=printable(path),

@@ -14,7 +14,6 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.snapshot.cards import Event
 from trainer_plugins.explain.snapshot.lives import BEFORE, Life, Repeated
 from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
@@ -46,57 +45,71 @@ def leaked_lives(case: SnapshotCase) -> list[Life]:
 
 @dataclass
 class Tries:
-    """Repeats the trace of a case, and names what made the failing request fit."""
+    """Holds what made the failing request of a case fit."""
 
-    case: SnapshotCase
-    num_events: int = 0  # events that were repeated until now
     remedies: list[Remedy] = field(default_factory=list)
     setting_that_helps: str = ""
     why_none_helps: str = ""
 
+
+def tried(case: SnapshotCase) -> Tries:
+    """Repeat the trace of a case with one thing changed after the other."""
+    oom = case.oom
+    if oom is None or oom.is_impossible or oom.is_contradictory:
+        return Tries()
+    if case.repeated is None:
+        return Tries(why_none_helps=case.why_not_repeated)
+    trial = _Trial(case, case.repeated, oom)
+    trial.run()
+    return trial.found
+
+
+@dataclass
+class _Trial:
+    """Repeats the trace of a case up to its last OOM."""
+
+    case: SnapshotCase
+    repeated: Repeated
+    oom: Oom
+    found: Tries = field(default_factory=Tries)
+    num_events: int = 0  # repeated until now
+
     def run(self) -> None:
         """Try settings of the allocator, smaller tensors, and a larger card."""
-        case, oom = self.case, self.case.oom
-        if oom is None or oom.is_impossible or oom.is_contradictory:
+        if leaked := leaked_lives(self.case):
+            self._try_without(leaked)  # other remedies would only delay the same end
             return
-        if case.repeated is None:
-            self.why_none_helps = case.why_not_repeated
-            return
-        replay = _Replay(case, case.repeated, oom)
-        if leaked := leaked_lives(case):
-            self._try_without(leaked, replay)  # other remedies would only delay the same end
-            return
-        if case.missing_bytes > 0:
-            self.why_none_helps = "what was in use left too little room, with or without gaps"
+        if self.case.missing_bytes > 0:
+            self.found.why_none_helps = "what was in use left too little room, even without gaps"
         else:
-            self._try_settings(replay)
-        self._try_half(replay)
-        self._try_small_states(replay)
-        self._try_capacity(replay)
+            self.found.why_none_helps = self._try_settings()
+        self._try_half()
+        self._try_small_states()
+        self._try_capacity()
 
-    def _try_settings(self, replay: "_Replay") -> None:
-        recorded = replay.rules
-        if replay.spare(recorded) is not None:
-            self.why_none_helps = (
+    def _try_settings(self) -> str:
+        """Try other settings; return why none helps, empty if one does."""
+        recorded = self.repeated.rules
+        if self._spare() is not None:
+            return (
                 "with what lay there before the recording packed without gaps, the recorded"
                 " settings fit too, so the replay cannot tell which setting helps"
             )
-            return
         for one, words, rules in _settings(recorded):
-            if replay.num_events > _MOST_EVENTS:
-                self.why_none_helps = "the trace is too long to be repeated with more settings"
-                return
-            spare = replay.spare(rules)
+            if self.num_events > _MOST_EVENTS:
+                return "the trace is too long to be repeated with more settings"
+            spare = self._spare(rules)
             if spare is None:
                 continue
             setting = words.partition("=")[2]
-            self.setting_that_helps = self.setting_that_helps or setting
+            self.found.setting_that_helps = self.found.setting_that_helps or setting
             do = f"export {self._joined(words)}"
             if rules.memory_fraction is not None:
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
             self._add(one, do, f"the same trace fits, with {size(spare)} to spare", "fragmentation")
-        if not self.remedies:
-            self.why_none_helps = "the same trace fits with none of the other settings either"
+        if self.found.remedies:
+            return ""
+        return "the same trace fits with none of the other settings either"
 
     def _joined(self, words: str) -> str:
         """Put an option next to the user's others."""
@@ -108,10 +121,10 @@ class Tries:
         others = [each for each in text.split(",") if not each.startswith((name, "expandable"))]
         return f"{variable}={','.join([*others, option])}"
 
-    def _try_without(self, leaked: Sequence[Life], replay: "_Replay") -> None:
+    def _try_without(self, leaked: Sequence[Life]) -> None:
         """Take away what is left of earlier steps."""
         births = {life.birth for life in leaked}
-        spare = replay.spare(replay.rules, lambda at: _NOTHING if at in births else 1)
+        spare = self._spare(divided_by=lambda at: _NOTHING if at in births else 1)
         if spare is not None:
             place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
             self._add(
@@ -121,7 +134,7 @@ class Tries:
                 " spare",
             )
 
-    def _try_half(self, replay: "_Replay") -> None:
+    def _try_half(self) -> None:
         """Halve what forward and backward passes allocated within the trace."""
         case = self.case
         if case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
@@ -132,7 +145,7 @@ class Tries:
             if case.sorter.category(life) in ("activations", "logits", "temporaries")
             and case.sorter.meaning(life.stack).work != "optimizer"
         }
-        spare = replay.spare(replay.rules, lambda at: 2 if at in births else 1, request_by=2)
+        spare = self._spare(divided_by=lambda at: 2 if at in births else 1, request_by=2)
         if spare is not None:
             self._add(
                 advice.SMALLER_MICRO_BATCH,
@@ -141,7 +154,7 @@ class Tries:
                 " activations, logits and temporaries of the trace grow with the batch",
             )
 
-    def _try_small_states(self, replay: "_Replay") -> None:
+    def _try_small_states(self) -> None:
         """Hold the states of Adam in one byte a number instead of four."""
         case = self.case
         if case.request.work != "optimizer" or not any(
@@ -153,7 +166,7 @@ class Tries:
             for life in case.sorter.lives
             if case.sorter.category(life) == "optimizer states"
         }
-        spare = replay.spare(replay.rules, lambda at: 4 if at in births else 1, request_by=4)
+        spare = self._spare(divided_by=lambda at: 4 if at in births else 1, request_by=4)
         if spare is not None:
             self._add(
                 advice.EIGHT_BIT_ADAMW,
@@ -162,67 +175,48 @@ class Tries:
                 " spare; temporaries of its kernels are not counted",
             )
 
-    def _try_capacity(self, replay: "_Replay") -> None:
-        page = _PAGE_BYTES if replay.rules.expandable_segments else 2 * MIB
-        more = -(-replay.oom.num_bytes // page) * page + page - replay.oom.left_bytes
-        if more > 0 and replay.spare(replay.rules, more_bytes=more) is not None:
-            self._add(
-                advice.LARGER_CARD,
-                advice.LARGER_CARD.flag(Door.SHELL, size=size(self.case.capacity_bytes + more)),
-                f"with {size(more)} more than it had the failing request fits",
-            )
+    def _try_capacity(self) -> None:
+        page = _PAGE_BYTES if self.repeated.rules.expandable_segments else 2 * MIB
+        more = -(-self.oom.num_bytes // page) * page + page - self.oom.left_bytes
+        if more > 0 and self._spare(more_bytes=more) is not None:
+            needed = size(self.case.capacity_bytes + more)
+            effect = f"with {size(more)} more than it had the failing request fits"
+            self._add(advice.LARGER_CARD, advice.LARGER_CARD.flag(Door.SHELL, size=needed), effect)
 
     def _add(self, one: Advice, do: str, effect: str, cause: str = "") -> None:
-        self.remedies.append(
+        self.found.remedies.append(
             Remedy(do=do, effect=effect, grade="replayed", price=one.price, cause=cause)
         )
 
-
-def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, AllocatorRules]]:
-    if not recorded.expandable_segments:
-        one = advice.EXPANDABLE_SEGMENTS
-        yield one, one.flag(Door.ENVIRONMENT), replace(recorded, expandable_segments=True)
-    for megabytes in _SPLIT_MB:
-        one, limit = advice.MAX_SPLIT_SIZE, megabytes * MIB
-        rules = replace(recorded, expandable_segments=False, max_split_bytes=limit)
-        yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
-    one = advice.COLLECT_EARLIER
-    rules = replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0)
-    yield one, one.flag(Door.ENVIRONMENT), rules
-
-
-@dataclass
-class _Replay:
-    """Repeats the trace of a case up to its last OOM, with something changed."""
-
-    case: SnapshotCase
-    repeated: Repeated
-    oom: Oom
-    num_events: int = 0  # events that were repeated until now
-
-    @property
-    def rules(self) -> AllocatorRules:
-        """Return the settings of the run."""
-        return self.repeated.rules
-
-    def spare(
+    def _spare(
         self,
-        rules: AllocatorRules,
-        divided_by: Callable[[int], int] = lambda at: 1,
+        rules: AllocatorRules | None = None,
         *,
+        divided_by: Callable[[int], int] = lambda at: 1,
         request_by: int = 1,
         more_bytes: int = 0,
     ) -> int | None:
-        """Return what the card has left after the request that failed; None is an OOM."""
+        """Return what the card has left after the request that failed; None is an OOM.
+
+        Args:
+            rules: the settings; None is those of the run.
+            divided_by: by what the size of an allocation is divided, by the number of its event.
+            request_by: by what the request that failed is divided.
+            more_bytes: how much larger the card is.
+        """
         events = self.case.card.events
         first = len(events) - len(self.repeated.trace.events)
-        model = AllocatorModel(self.case.capacity_bytes + more_bytes, rules)
+        model = AllocatorModel(self.case.capacity_bytes + more_bytes, rules or self.repeated.rules)
         try:
             blocks = self._placed(model)
             for position in range(first, self.case.held.position):
                 event = events[position]
                 self.num_events += 1
-                _repeat(model, blocks, event, event.num_bytes // divided_by(position))
+                num_bytes = event.num_bytes // divided_by(position)
+                if event.action == "alloc":
+                    blocks[event.address] = model.malloc(num_bytes, event.stream)
+                elif event.action == "free" and event.address in blocks:
+                    model.free(blocks.pop(event.address))
             model.malloc(self.oom.num_bytes // request_by, self.oom.stream)
         except AllocatorFull:
             return None
@@ -240,8 +234,14 @@ class _Replay:
         return blocks
 
 
-def _repeat(model: AllocatorModel, blocks: dict[int, Block], event: Event, num_bytes: int) -> None:
-    if event.action == "alloc":
-        blocks[event.address] = model.malloc(num_bytes, event.stream)
-    elif event.action == "free" and event.address in blocks:
-        model.free(blocks.pop(event.address))
+def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, AllocatorRules]]:
+    if not recorded.expandable_segments:
+        one = advice.EXPANDABLE_SEGMENTS
+        yield one, one.flag(Door.ENVIRONMENT), replace(recorded, expandable_segments=True)
+    for megabytes in _SPLIT_MB:
+        one, limit = advice.MAX_SPLIT_SIZE, megabytes * MIB
+        rules = replace(recorded, expandable_segments=False, max_split_bytes=limit)
+        yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
+    one = advice.COLLECT_EARLIER
+    rules = replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0)
+    yield one, one.flag(Door.ENVIRONMENT), rules
