@@ -65,7 +65,7 @@ GROUP_BY_LENGTH = Advice(
 LIGER = Advice(
     effect="the logits are never in memory all at once",
     price="needs liger-kernel and a model that it supports; rounding differs a little",
-    when="where liger-kernel can be installed",
+    when="where a Trainer trains, and liger-kernel can be installed",
     trainer="--use_liger_kernel True",
 )
 # sdpa comes with torch, takes every dtype and is transformers' default. FlashAttention-2 needs a

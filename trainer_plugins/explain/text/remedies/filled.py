@@ -20,11 +20,12 @@ _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]t
 
 def uses_trainer(facts: TextFacts) -> bool:
     """Return whether flags of TrainingArguments fit; without any frame they are assumed to."""
-    return (
-        not facts.frames
-        or facts.called(_IN_TRAINER) is not None
-        or facts.says(rf"{_ROWS}|TrainingArguments") is not None
-    )
+    return not facts.frames or shows_trainer(facts)
+
+
+def shows_trainer(facts: TextFacts) -> bool:
+    """Return whether a frame or a word is of a Trainer of transformers."""
+    return bool(facts.called(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
 
 
 def _smaller_micro_batch(facts: TextFacts) -> Remedy | None:
