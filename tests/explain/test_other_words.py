@@ -259,7 +259,9 @@ def test_a_loop_without_a_trainer_gets_no_flag_of_one(
     assert answer.causes[0].code == code
     assert answer.remedies
     advised = [one.do for one in answer.remedies]
-    assert not [do for do in advised if do.startswith(("--", "trainer")) or "Trainer" in do], advised
+    assert not [do for do in advised if do.startswith(("--", "trainer")) or "Trainer" in do], (
+        advised
+    )
 
 
 def test_who_tried_one_row_is_not_told_to_halve_it() -> None:
