@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.core import TyperCommand
 from typer.testing import CliRunner
 
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
 from trainer_plugins.cli import app
-from trainer_plugins.cli.plan_help import PANELS
 from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.testing.nvml import ScriptedNvml, unavailable_reason
 
@@ -96,10 +99,67 @@ def test_each_help_has_an_example_that_the_command_line_takes(name: str) -> None
     assert f"trainer-plugins {' '.join(words)}" in text.split("Usage: ")[1].split("╭")[0][30:]
 
 
-def test_each_option_of_plan_stands_in_a_panel() -> None:
+def test_the_help_of_plan_begins_with_what_most_need() -> None:
     text = shown("plan", "-h")
-    assert all(f"─ {panel} ─" in text for panel in PANELS)
-    assert "─ Options ─" not in text
+    panels = re.findall(r"╭─ ([^─]+) ─", text)
+    assert panels[:2] == ["Most used", "Model"]
+    assert len(panels) == len(set(panels)) == 7
+    first = text.split("╭─ Most used")[1].split("╰")[0]
+    assert re.findall(r"│ (--[\w-]+)", first) == [
+        "--model",
+        "--seq-length",
+        "--lora-r",
+        "--load-in-4bit",
+        "--gpu",
+        "--num-gpus",
+        "--accelerate-config",
+        "--search",
+        "--html",
+        "--json",
+    ]
+
+
+def words_of(command: TyperCommand, context: typer.Context) -> set[str]:
+    """Every word that the help of a command has to show, and its flags."""
+    texts = [command.help or ""]
+    for param in command.get_params(context):
+        if not getattr(param, "hidden", False):
+            flags = [each for each in (*param.opts, *param.secondary_opts) if each[0] == "-"]
+            texts += [getattr(param, "help", None) or "", *flags]
+    return {word for text in texts for word in text.split()}
+
+
+@pytest.mark.parametrize("name", ["check", "plan", "env", "top", "report", "explain"])
+def test_the_help_breaks_no_word_at_80_columns(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    command = group.commands[name]
+    words = words_of(command, typer.Context(command))
+    assert "--json" in words
+    text = CliRunner().invoke(app, [name, "-h"], env={"COLUMNS": "80"}).output
+    assert max(map(len, text.splitlines())) <= 80
+    printed = set(text.replace("│", " ").split())
+    assert words - printed == set()
+
+
+def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
+    text = shown("check", "-h")
+    assert re.findall(r"│ (--[\w-]+)", text) == [
+        "--model",
+        "--seq-length",
+        "--lora-r",
+        "--load-in-4bit",
+        "--gpu",
+        "--num-gpus",
+        "--accelerate-config",
+        "--json",
+        "--host-memory",
+        "--help",
+    ]
+    group: Any = typer.main.get_command(app)
+    of_plan, of_check = (
+        {param.name for param in group.commands[name].params} for name in ("plan", "check")
+    )
+    assert of_plan == of_check
 
 
 def test_the_shell_completes_commands_flags_and_launch_files() -> None:

@@ -16,9 +16,9 @@ from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import exec_
 from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
-from trainer_plugins.cli.plan_help import PlanCommand
 from trainer_plugins.cli.report import report
 from trainer_plugins.cli.top import top
+from trainer_plugins.cli.typed_options import Command
 from trainer_plugins.printable import printable
 
 # Typer contains a copy of click, or imports it, depending on its version.
@@ -44,15 +44,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(
-    rich_help_panel=_BEFORE,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(check)
-app.command(
-    cls=PlanCommand,
-    rich_help_panel=_BEFORE,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(plan)
+_with_other_flags = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(check)
+app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(plan)
 app.command(rich_help_panel=_BEFORE)(env)
 app.command(
     "exec",
@@ -64,6 +58,8 @@ app.command(rich_help_panel=_DURING)(top)
 app.command(rich_help_panel=_AFTER)(report)
 app.command(rich_help_panel=_AFTER)(explain)
 app.add_typer(configs, name="configs", rich_help_panel=_BEFORE)
+for each in (*app.registered_commands, *configs.registered_commands):
+    each.cls = Command
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.plan_options import PinnedMemory
 from trainer_plugins.printable import printable
 
 configs = typer.Typer(
@@ -28,9 +29,6 @@ Name = Annotated[
     str, typer.Argument(help="A name that `configs list` shows.", autocompletion=_names)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-PinnedMemory = Annotated[
-    str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")
-]
 
 
 @configs.command("list")

@@ -99,6 +99,7 @@ def _print_help(file: object = None) -> None:
     from dataclasses import fields
     from inspect import Parameter, Signature
 
+    from trainer_plugins.cli.typed_options import Command
     from trainer_plugins.plug_in.flags import flag_of
     from trainer_plugins.plug_in.options import MemoryArguments, kind_of
     from trainer_plugins.presets import PRESETS
@@ -138,5 +139,5 @@ def _print_help(file: object = None) -> None:
     app = typer.Typer(
         add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}
     )
-    app.command(help=exec_.__doc__, epilog=presets)(described)
+    app.command(cls=Command, help=exec_.__doc__, epilog=presets)(described)
     app(["--help"], prog_name="trainer-plugins exec")
