@@ -9,14 +9,14 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact.losses import bare_model
 from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
 
 
-def refusals(trainer: Trainer) -> list[str]:
+def refusals(trainer: HfTrainer) -> list[str]:
     """List every reason why out-of-memory errors of this Trainer cannot be survived.
 
     The list is empty if they can. The loss is judged by `losses.py`.
@@ -24,12 +24,12 @@ def refusals(trainer: Trainer) -> list[str]:
     return [reason for find in _REFUSALS for reason in find(trainer)]
 
 
-def cannot_be_taken_back(trainer: Trainer) -> list[str]:
+def cannot_be_taken_back(trainer: HfTrainer) -> list[str]:
     """List every reason why a pass of this Trainer, even one that fits, leaves something behind."""
     return [reason for find in _LEAVES for reason in find(trainer)]
 
 
-def _parallel(trainer: Trainer) -> Iterator[str]:
+def _parallel(trainer: HfTrainer) -> Iterator[str]:
     yield from kind_of(trainer).refusals(trainer)
     if trainer.args.n_gpu > 1:
         yield (
@@ -47,7 +47,7 @@ def _parallel(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _compiled(trainer: Trainer) -> Iterator[str]:
+def _compiled(trainer: HfTrainer) -> Iterator[str]:
     plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
     backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
     is_compiled = any(
@@ -61,7 +61,7 @@ def _compiled(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _consumed_gradients(trainer: Trainer) -> Iterator[str]:
+def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
         yield (
@@ -84,7 +84,7 @@ def _takes_gradient(parameter: nn.Parameter) -> bool:
     return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
 
 
-def _coupled_rows(trainer: Trainer) -> Iterator[str]:
+def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:
     yield from coupled_modules(trainer.model)
     config: Any = getattr(bare_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
@@ -97,7 +97,7 @@ def _coupled_rows(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _step_without_compute_loss(trainer: Trainer) -> Iterator[str]:
+def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
     """Refuse a `training_step` that computes its loss itself, as TRL's online DPO does."""
     names = _names_in(type(trainer), "training_step")
     if "backward" in names and "compute_loss" not in names:
@@ -138,7 +138,7 @@ def _names_of(code: CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
-def _rivals(trainer: Trainer) -> Iterator[str]:
+def _rivals(trainer: HfTrainer) -> Iterator[str]:
     if trainer.args.auto_find_batch_size:
         yield (
             "auto_find_batch_size restarts training after the errors that this would survive: "
@@ -151,7 +151,7 @@ def _rivals(trainer: Trainer) -> Iterator[str]:
         )
 
 
-_LEAVES: tuple[Callable[[Trainer], Iterator[str]], ...] = (
+_LEAVES: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (
     *(_parallel, _compiled, _consumed_gradients),
 )
 _REFUSALS = (*_LEAVES, _coupled_rows, _step_without_compute_loss, _rivals)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from trainer_plugins.finding import Finding
+from trainer_plugins.hf_trainer import HfBackward, HfTrainer
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.attempt.marks import GradientMark
 from trainer_plugins.survival.attempt.restore_point import RestorePoint
@@ -32,17 +32,11 @@ from trainer_plugins.survival.ranks.gathers import Gathers
 from trainer_plugins.survival.words import not_attached
 
 
-class Backward(Protocol):
-    """Describes `Accelerator.backward`: a loss, and options that depend on the kind of run."""
-
-    def __call__(self, loss: torch.Tensor, **options: object) -> None: ...
-
-
 @dataclass(slots=True)
 class Attached:
     """Holds a Trainer, what was found out about it, the user's options and the original methods."""
 
-    trainer: Trainer
+    trainer: HfTrainer
     family: Family
     min_micro_batch: int
     ladder: tuple[str, ...]
@@ -52,11 +46,11 @@ class Attached:
     """Whether the user vouches for a loss if it is not known whether it can be divided."""
 
     compute_loss: Callable[..., Any]
-    backward: Backward
+    backward: HfBackward
     prediction_step: Callable[..., Any]
 
 
-def memo_of(trainer: Trainer) -> SurvivalMemo:
+def memo_of(trainer: HfTrainer) -> SurvivalMemo:
     """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
     callbacks = trainer.callback_handler.callbacks
     memo = next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)

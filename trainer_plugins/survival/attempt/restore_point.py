@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 import torch
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.state import State
 
 _METRICS = ("_metrics", "_stored_metrics")
@@ -21,7 +21,7 @@ class RestorePoint:
     The generators are those of Python, numpy, torch and the device.
     """
 
-    def __init__(self, trainer: Trainer, mode: str = "train", state: State | None = None) -> None:
+    def __init__(self, trainer: HfTrainer, mode: str = "train", state: State | None = None) -> None:
         self._trainer, self._mode = trainer, mode
         self.state = state or State({})
         self._cpu, self._numpy = torch.get_rng_state(), np.random.get_state()
@@ -52,7 +52,7 @@ class RestorePoint:
     def restore_metrics(self) -> None:
         """Restore the counts alone."""
         if self._num_tokens is not None:
-            self._trainer._total_train_tokens = self._num_tokens
+            vars(self._trainer)["_total_train_tokens"] = self._num_tokens
         for metrics, ends in zip(self._metrics(), self._ends, strict=True):
             for name in list(metrics):
                 if name in ends:

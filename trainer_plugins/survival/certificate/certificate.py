@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.marks import frozen
 from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
@@ -76,7 +76,7 @@ class Certificate:
     """
 
     def __init__(
-        self, trainer: Trainer, ranks: Ranks, family: Family, *, is_trained: bool = True
+        self, trainer: HfTrainer, ranks: Ranks, family: Family, *, is_trained: bool = True
     ) -> None:
         self._trainer, self._ranks, self._family = trainer, ranks, family
         self._is_trained = is_trained

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import Moved, State, is_same
 from trainer_plugins.survival.certificate.class_weights import ClassWeights
@@ -95,7 +95,7 @@ class Comparison:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: HfTrainer,
         ranks: Ranks,
         family: Family,
         loss: Loss,

@@ -1,6 +1,7 @@
 """Generated: a batch of `predict_with_generate` that does not fit is generated in parts."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ class Generated:
 
     def is_ours(self) -> bool:
         """Tell whether the Trainer generates as transformers does, without other ranks."""
-        trainer = self._attached.trainer
+        trainer: Any = self._attached.trainer
         step = getattr(self._attached.prediction_step, "__func__", None)
         return (
             not kind_of(trainer).forward_is_shared
@@ -86,7 +87,8 @@ class Generated:
         if not values:
             return None
         width = max(value.shape[-1] for value in values)
-        pad = self._attached.trainer._pad_tensors_to_max_len
+        trainer: Any = self._attached.trainer
+        pad = trainer._pad_tensors_to_max_len
         return torch.cat(
             [value if value.shape[-1] == width else pad(value, width) for value in values]
         )

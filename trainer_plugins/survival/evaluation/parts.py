@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from transformers import Trainer
-
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout
@@ -86,7 +85,7 @@ class Parts:
         return spans
 
 
-def say_survived(trainer: Trainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
+def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
     """Log that a batch was finished in parts, and write it into the timeline."""
     seconds = sum(failure.seconds for failure in failures)
     finding = Finding(

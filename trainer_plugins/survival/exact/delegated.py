@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.marks import GradientMark
 from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
 from trainer_plugins.survival.exact.own_loss import is_foreign
@@ -24,7 +24,7 @@ _LIBRARIES = ("transformers", "trl")
 _AMONG_RANKS = {"all_reduce", "all_gather", "all_gather_object", "reduce", "barrier", "broadcast"}
 
 
-def whose_loss(trainer: Trainer, compute_loss: Callable[..., Any]) -> type | None:
+def whose_loss(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | None:
     """Find the library's class that a user's `compute_loss` may hand everything on to.
 
     Returns:
@@ -64,7 +64,7 @@ class Delegation:
         known: the library's class, from `whose_loss`.
     """
 
-    def __init__(self, trainer: Trainer, original: Callable[..., Any], known: type) -> None:
+    def __init__(self, trainer: HfTrainer, original: Callable[..., Any], known: type) -> None:
         self._trainer, self.original = trainer, original
         self._known: Any = known
         self.__module__ = original.__module__
@@ -105,7 +105,7 @@ class Delegation:
         signature = inspect.signature(compute_loss)
 
         @functools.wraps(compute_loss)
-        def watched(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        def watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
             compute = functools.partial(compute_loss, trainer, *args, **kwargs)
             if trainer is not self._trainer:
                 return compute()

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact.delegated import whose_loss
 from trainer_plugins.survival.exact.layouts import (
     ANSWERS,
@@ -138,7 +138,7 @@ def bare_model(model: nn.Module) -> Any:
 
 
 def family_of(
-    trainer: Trainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
+    trainer: HfTrainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
 ) -> Family | str:
     """Find the family of a Trainer's loss.
 
@@ -168,7 +168,7 @@ def family_of(
     return replace(family, layouts=tuple(type(layout)(boundary) for layout in family.layouts))
 
 
-def _is_regularized(trainer: Trainer) -> bool:
+def _is_regularized(trainer: HfTrainer) -> bool:
     """Tell whether adapters add a term to a loss that is a sum over the window.
 
     It is peft/tuners/adalora/model.py, AdaLoraModel.forward.
@@ -180,7 +180,7 @@ def _is_regularized(trainer: Trainer) -> bool:
     return bool(weight) and bool(trainer.model_accepts_loss_kwargs)
 
 
-def _family_behind(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str | None:
+def _family_behind(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | str | None:
     """Find the family of the library's loss that a user's `compute_loss` may hand on, if any."""
     known = whose_loss(trainer, compute_loss)
     if known is None or callable(trainer.compute_loss_func):
@@ -189,7 +189,7 @@ def _family_behind(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family
     return replace(family, delegated_to=known) if isinstance(family, Family) else family
 
 
-def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | str:
+def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | str:
     # TRL's trainers have a second method by that name, which is the one to override.
     owner = next(
         c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"}
@@ -216,7 +216,7 @@ def _family_of(trainer: Trainer, compute_loss: Callable[..., Any]) -> Family | s
     return _family_of_class(trainer, owner)
 
 
-def _family_of_class(trainer: Trainer, owner: type) -> Family | str:
+def _family_of_class(trainer: HfTrainer, owner: type) -> Family | str:
     name, library = owner.__name__, owner.__module__.partition(".")[0]
     if (library, name) == ("transformers", "Trainer"):
         return _family_of_model(trainer)
@@ -237,7 +237,7 @@ def _family_of_class(trainer: Trainer, owner: type) -> Family | str:
     return Unknown(f"{name}.compute_loss is not known to be a sum over examples")
 
 
-def _family_of_model(trainer: Trainer) -> Family | str:
+def _family_of_model(trainer: HfTrainer) -> Family | str:
     model = bare_model(trainer.model)
     kind, loss = type(model).__name__, getattr(model, "loss_type", None)
     if kind in _COUPLED_MODELS:
@@ -270,7 +270,7 @@ def _family_of_model(trainer: Trainer) -> Family | str:
     return _BY_MODEL.get(loss or "", unknown)
 
 
-def _family_of_dpo(trainer: Trainer) -> Family | str:
+def _family_of_dpo(trainer: Any) -> Family | str:
     kinds = (
         trainer.args.loss_type
         if isinstance(trainer.args.loss_type, list)
@@ -289,7 +289,7 @@ def _family_of_dpo(trainer: Trainer) -> Family | str:
     return _ROWS if hasattr(trainer, "concatenated_inputs") else _PAIRS
 
 
-def _family_of_grpo(trainer: Trainer) -> Family | str:
+def _family_of_grpo(trainer: Any) -> Family | str:
     kind = trainer.loss_type
     if kind not in _GRPO:
         return f"the GRPO loss {kind!r} is not known to be a sum over completions"

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.limit.limit import SLACK, most
@@ -27,11 +27,11 @@ class Alone(Base):
     measures_together = False
 
     @classmethod
-    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
         return True
 
     @classmethod
-    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+    def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         kind = str(trainer.accelerator.distributed_type).rpartition(".")[2]
         if kind != "NO":
             yield f"several processes ({kind}) are not supported yet"

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.protocol import Window
@@ -20,7 +20,7 @@ class Base:
 
     options: Mapping[str, object] = {}
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         self.trainer, self.model = trainer, model
 
     @property

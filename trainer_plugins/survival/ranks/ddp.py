@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.marks import GradientMark, frozen
 from trainer_plugins.survival.micro_batch import MicroBatch
@@ -54,7 +54,7 @@ class DDP(Alone):
 
     model: DistributedDataParallel
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         assert isinstance(model, DistributedDataParallel)
         super().__init__(trainer, model)
         self._progress = _Progress.OUTSIDE
@@ -65,7 +65,7 @@ class DDP(Alone):
         """The parameters that got a gradient from a piece."""
 
     @classmethod
-    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
         if model is not None:
             return isinstance(model, DistributedDataParallel)
         is_several = (
@@ -74,7 +74,7 @@ class DDP(Alone):
         return is_several and not trainer.is_fsdp_enabled
 
     @classmethod
-    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+    def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         """Give every reason why this DDP cannot be helped.
 
         At attach they are found in what DDP will be made with, at the first micro-batch in the

@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, DidNotFitElsewhere
 from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.exact.layouts import IndivisibleError
@@ -123,7 +123,7 @@ class FSDP2(Together):
     model: Any
     """An `FSDPModule`; torch before 2.13 lacks methods of it that are called here."""
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule  # not in a torch without torch.distributed
 
         super().__init__(trainer, model)
@@ -142,11 +142,11 @@ class FSDP2(Together):
             unit.set_custom_reduce_scatter(_Counted(group._reduce_scatter_comm, self._ledger))
 
     @classmethod
-    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
         return bool(trainer.is_fsdp_enabled)
 
     @classmethod
-    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+    def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         from torch.distributed.fsdp import FSDPModule
 
         if trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:

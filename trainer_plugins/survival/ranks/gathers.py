@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from accelerate import Accelerator
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.oom import classify
 
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
@@ -26,7 +26,7 @@ Exchange = Callable[..., torch.Tensor]
 class Gathers:
     """Stands before the exchanges of one Trainer's accelerator while its loss is computed."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: HfTrainer) -> None:
         self._trainer = trainer
         self._answers: list[torch.Tensor] = []
         """Results of the exchanges of this micro-batch, in the order of the code."""

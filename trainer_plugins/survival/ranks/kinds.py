@@ -1,8 +1,8 @@
 """Kinds: list the kinds of ranks, and tell which of them a run is."""
 
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.ranks.alone import Alone
 from trainer_plugins.survival.ranks.ddp import DDP
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
@@ -13,7 +13,7 @@ KINDS: tuple[type[Ranks], ...] = (Zero, DDP, FSDP2, Alone)
 """All kinds, in the order of asking; the last takes every run, and refuses unknown ones."""
 
 
-def kind_of(trainer: Trainer, model: nn.Module | None = None) -> type[Ranks]:
+def kind_of(trainer: HfTrainer, model: nn.Module | None = None) -> type[Ranks]:
     """Say how the ranks of a run share a micro-batch.
 
     Args:

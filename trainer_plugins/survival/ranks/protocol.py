@@ -7,8 +7,8 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.upkeep.roll_call import RollCall
@@ -52,10 +52,10 @@ class Ranks(Protocol):
     options: Mapping[str, object]
     """Options that the Trainer passes to `accelerator.backward` besides the loss."""
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None: ...
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None: ...
 
     @classmethod
-    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
         """Tell whether a Trainer's ranks are of this kind.
 
         Args:
@@ -64,7 +64,7 @@ class Ranks(Protocol):
         """
 
     @classmethod
-    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+    def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         """Give every reason why this kind cannot be helped, or does not work on this torch."""
 
     @property

@@ -4,8 +4,8 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
-from transformers import Trainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.ranks.base import Base
 from trainer_plugins.upkeep.agreement import Agreement
 from trainer_plugins.upkeep.roll_call import RollCall
@@ -23,7 +23,7 @@ class Together(Base):
     forward_is_shared = True
     measures_together = True
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self._votes = Agreement(trainer.args.ddp_timeout)
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import card_of
 from trainer_plugins.survival.limit.limit import SLACK, most
@@ -61,7 +61,7 @@ class Zero(Together):
     options: Mapping[str, object] = MappingProxyType({"scale_wrt_gas": False})
     """Options that `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed."""
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         engine: Any = model
         self._engine, self._stage = engine, int(engine.zero_optimization_stage())
@@ -70,11 +70,11 @@ class Zero(Together):
             watch_brake()
 
     @classmethod
-    def is_kind(cls, trainer: Trainer, model: nn.Module | None) -> bool:
+    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
         return bool(trainer.is_deepspeed_enabled)
 
     @classmethod
-    def refusals(cls, trainer: Trainer) -> Iterator[str]:
+    def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         """Give every reason, found in the configuration, and in the engine once it is there."""
         from accelerate.utils import DeepSpeedEngineWrapper
 

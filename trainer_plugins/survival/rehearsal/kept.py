@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from trainer_plugins.devices.host import HostDevice
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.exact.modules import full_state
@@ -29,7 +29,7 @@ class Kept:
         MemoryError: main memory has no room for it.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         optimizer = None if trainer.is_deepspeed_enabled else inner_optimizer(trainer.optimizer)
         self._model, self._weights = (
             model,
@@ -76,7 +76,7 @@ class Kept:
             metrics.restore_metrics()
 
 
-def sources_of(trainer: Trainer) -> Sources:
+def sources_of(trainer: HfTrainer) -> Sources:
     """Find what the rows of a run and their outputs are drawn from."""
     names = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
     loader = trainer.callback_handler.train_dataloader
@@ -156,7 +156,7 @@ def attributes(owner: object) -> dict[str, Any]:
     return {n: [*v] if isinstance(v, list) else v for n, v in vars(owner).items()}
 
 
-def _owners(trainer: Trainer) -> Iterator[object]:
+def _owners(trainer: HfTrainer) -> Iterator[object]:
     """Give the objects of which a moment sets attributes."""
     yield trainer
     yield trainer.args

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
 from trainer_plugins.planner.trainer import text_of
 from trainer_plugins.reading import MemoryReading
@@ -58,7 +59,7 @@ class Moments:
         card: the card; None if nothing counts its memory.
     """
 
-    def __init__(self, trainer: Trainer, ranks: Ranks, kept: Kept, card: Card | None) -> None:
+    def __init__(self, trainer: HfTrainer, ranks: Ranks, kept: Kept, card: Card | None) -> None:
         self._trainer, self._ranks, self._kept, self._card = trainer, ranks, kept, card
         self._device: torch.device = trainer.args.device
         self.what = ""
@@ -297,14 +298,14 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     type(optimizer).step(optimizer)  # `step` of the instance may be wrapped, and count
 
 
-def _full_length(trainer: Trainer) -> dict[str, int]:
+def _full_length(trainer: HfTrainer) -> dict[str, int]:
     """Return the options with which an evaluation generates as many tokens as it may.
 
     It is empty if this one generates nothing.
     """
-    args = trainer.args
-    if not isinstance(trainer, Seq2SeqTrainer) or not args.predict_with_generate:
+    if not isinstance(trainer, Seq2SeqTrainer) or not trainer.args.predict_with_generate:
         return {}
+    args = trainer.args
     config = trainer.model.generation_config
     beams = {"num_beams": args.generation_num_beams} if args.generation_num_beams else {}
     if args.generation_max_length is None and (num := config.max_new_tokens) is not None:

@@ -4,8 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from transformers import Trainer
-
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.baseline import card_of
@@ -24,7 +23,7 @@ _ELSEWHERE = ("", "it raises on another rank", "it does not fit on another rank"
 """By the vote of the rank that has fared worst."""
 
 
-def rehearse_run(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
+def rehearse_run(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
     """Rehearse a run, on all ranks together, from an event at which training begins.
 
     An error of a moment is reported, and not raised; except under FSDP2 and ZeRO, where the other
@@ -42,7 +41,7 @@ def rehearse_run(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> Rehe
         generators.restore()
 
 
-def _rehearsed(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
+def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
     started, model = perf_counter(), trainer.model_wrapped
     kept, why = None, ""
     try:
@@ -79,7 +78,7 @@ def _rehearsed(trainer: Trainer, plan: MemoryPlan | None, saves: bool) -> Rehear
 class _Rehearsal:
     """Computes one moment after the other, and lets the ranks agree how each went."""
 
-    def __init__(self, trainer: Trainer, moments: Moments) -> None:
+    def __init__(self, trainer: HfTrainer, moments: Moments) -> None:
         self._trainer, self._moments = trainer, moments
         self.done: list[Rehearsed] = []
         self.left_out: list[tuple[str, str]] = []
@@ -119,7 +118,7 @@ class _Rehearsal:
         )
 
 
-def _reasons(trainer: Trainer) -> Iterator[str]:
+def _reasons(trainer: HfTrainer) -> Iterator[str]:
     """Give every reason why nothing of a run is rehearsed."""
     yield from cannot_be_taken_back(trainer)
     if why := sources_of(trainer).why_not:
@@ -129,7 +128,7 @@ def _reasons(trainer: Trainer) -> Iterator[str]:
         yield "the length of completions is not known yet"
 
 
-def _agreed(trainer: Trainer, vote: int) -> int:
+def _agreed(trainer: HfTrainer, vote: int) -> int:
     """Return the highest vote of all ranks; this rank's own if they cannot agree."""
     highest = agreement_within(trainer.args.ddp_timeout).highest(vote)
     return vote if highest is None else highest

@@ -12,9 +12,9 @@ from time import perf_counter
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
 from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.sources import Sources
@@ -192,7 +192,7 @@ def _longest_batch(run: TrainingRun) -> Inputs:
     return batch
 
 
-def _sources(trainer: Trainer) -> Sources:
+def _sources(trainer: HfTrainer) -> Sources:
     """Find what the rehearsed rows, and the Trainer, draw from and count with."""
     loader = trainer.callback_handler.train_dataloader
     rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))

@@ -1,0 +1,177 @@
+"""These protocols list the names of a Hugging Face Trainer that this package uses, with types.
+
+mypy does not read transformers: its annotations take minutes to read and contradict themselves. A
+name is listed here if every supported version has it (setup.cfg). A name that only some versions or
+some subclasses have is read with `getattr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    Optimizer = torch.optim.Optimizer
+
+
+class HfLoaderSettings(Protocol):
+    """Lists accelerate's settings of data loaders."""
+
+    split_batches: bool
+    dispatch_batches: bool | None
+
+
+class HfArguments(Protocol):
+    """Lists the fields and properties of `TrainingArguments`."""
+
+    accelerator_config: HfLoaderSettings
+    auto_find_batch_size: bool
+    average_tokens_across_devices: bool
+    batch_eval_metrics: bool
+    ddp_timeout: int
+    deepspeed: object
+    device: torch.device
+    do_eval: bool
+    eval_accumulation_steps: int | None
+    eval_batch_size: int
+    eval_do_concat_batches: bool
+    eval_on_start: bool
+    eval_strategy: object
+    fsdp: object
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    label_smoothing_factor: float
+    learning_rate: float
+    local_process_index: int
+    max_steps: int
+    n_gpu: int
+    optim: object
+    output_dir: str
+    per_device_eval_batch_size: int
+    per_device_train_batch_size: int
+    prediction_loss_only: bool
+    process_index: int
+    push_to_hub: bool
+    remove_unused_columns: bool
+    save_only_model: bool
+    save_strategy: object
+    torch_compile: bool
+    use_liger_kernel: bool
+    world_size: int
+
+
+class HfState(Protocol):
+    """Lists the fields of a `TrainerState`."""
+
+    global_step: int
+    log_history: list[dict[str, float]]
+    max_steps: int
+    stateful_callbacks: dict[str, Any]
+
+
+class HfCallbackHandler(Protocol):
+    """Lists the names of a Trainer's `CallbackHandler`."""
+
+    callbacks: list[Any]
+    train_dataloader: Any
+
+    def add_callback(self, callback: object) -> None:
+        """Add a callback behind the others."""
+
+
+class HfBackward(Protocol):
+    """Describes `Accelerator.backward`: a loss, and options that depend on the kind of run."""
+
+    def __call__(self, loss: torch.Tensor, **options: object) -> None: ...
+
+
+class HfAccelerator(Protocol):
+    """Lists the names of accelerate's `Accelerator`."""
+
+    backward: HfBackward
+    ddp_handler: object
+    distributed_type: object
+    mixed_precision: str
+    num_processes: int
+    parallelism_config: Any
+    """None unless the run uses accelerate's parallelism config."""
+    scaler: object
+    """The gradient scaler of fp16; None without it."""
+    state: Any
+    """Its plugins: `fsdp_plugin` is only there under FSDP."""
+    sync_gradients: bool
+    use_distributed: bool
+
+    def get_state_dict(self, model: object) -> dict[str, torch.Tensor]:
+        """Gather the weights of a prepared model."""
+
+    def prepare_data_loader(self, data_loader: object) -> object:
+        """Move each batch to the device, and give each rank its own batches."""
+
+    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model inside its wrapper."""
+
+
+class HfTrainer(Protocol):
+    """Lists the names of a `Trainer`, also of the private ones that this package calls."""
+
+    accelerator: HfAccelerator
+    args: HfArguments
+    callback_handler: HfCallbackHandler
+    compute_loss: Callable[..., Any]
+    compute_loss_func: object
+    """A loss of the user's; TRL's GRPO trainer sets a string as a marker."""
+    compute_metrics: object
+    current_gradient_accumulation_steps: int
+    """How many micro-batches this optimizer step has; it exists once training runs."""
+    eval_dataset: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    is_in_train: bool
+    is_model_parallel: bool
+    lr_scheduler: Any
+    model: Any
+    model_accepts_loss_kwargs: bool
+    model_wrapped: torch.nn.Module
+    neftune_noise_alpha: float | None
+    optimizer: Any
+    """None before training; else accelerate's wrapper of an optimizer."""
+    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None
+    prediction_step: Callable[..., Any]
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+    state: HfState
+    training_step: Callable[..., Any]
+
+    _load_from_checkpoint: Callable[[str], None]
+    _load_optimizer_and_scheduler: Callable[[str], None]
+    _load_scaler: Callable[[str], None]
+    _prepare_inputs: Callable[[Any], Any]
+    _save_checkpoint: Callable[[object, object], None]
+    _train_batch_size: int
+    _wrap_model: Callable[..., torch.nn.Module]
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[object]:
+        """Return the context that the Trainer puts around `compute_loss`."""
+
+    def evaluate(self) -> object:
+        """Evaluate once."""
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Take the micro-batches of a step, and count their labels."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the loader of an evaluation set, or of the one with this name."""
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of the training set."""
+
+    def pop_callback(self, callback: object) -> Any:
+        """Remove the first callback of a class, and return it; None if there is none."""
+
+    def train(self) -> object:
+        """Train to the end."""
