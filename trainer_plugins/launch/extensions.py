@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 
 # Other machines see these file systems too, and their processes cannot be seen from here.
@@ -96,9 +96,8 @@ def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
             )
             evidence = f"{lock.path} is {age} old, and no process holds it"
             remedy = f"Remove it: rm {lock.path}"
-        yield Finding(
+        yield Finding.warning(
             code="extension-lock",
-            severity=Severity.WARNING,
             summary=summary,
             evidence=evidence,
             remedy=remedy,

@@ -6,7 +6,7 @@ by running them.
 
 from collections.abc import Iterator
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import Asked
 from trainer_plugins.strategy import Strategy
 
@@ -59,9 +59,8 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         )
     else:
         remedy = "Compare num_processes with what each machine started"
-    yield Finding(
+    yield Finding.error(
         code="world-size-not-in-force",
-        severity=Severity.ERROR,
         summary=summary,
         evidence=f"asked by {asked.source}; runs {runs}",
         remedy=remedy,
@@ -91,9 +90,8 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         remedy = "Unset ACCELERATE_USE_CPU: if it is set, accelerate takes its CPU branch"
     elif meant == "FSDP" and runs.device == "cpu":
         remedy = "accelerate uses FSDP on accelerators only: run it on one, or ask for DDP"
-    yield Finding(
+    yield Finding.error(
         code="strategy-not-in-force",
-        severity=Severity.ERROR,
         summary=f"{_name(meant)} was asked for, but the model runs as {runs.wrapped_class}",
         evidence=f"asked by {asked.source}; runs {runs}",
         remedy=remedy,
@@ -113,9 +111,8 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         return
     lost = _lost(asked)
     if asked.zero_stage is not None and asked.zero_stage != runs.zero_stage:
-        yield Finding(
+        yield Finding.error(
             code="zero-stage-not-in-force",
-            severity=Severity.ERROR,
             summary=f"ZeRO-{asked.zero_stage} was asked for, but ZeRO-{runs.zero_stage}"
             f" runs{lost[0]}",
             evidence=f"asked by {asked.source}; runs {runs}",
@@ -124,9 +121,8 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     yield from _offload(asked, runs)
     divides = runs.world_size > 1 or "param" in asked.offload
     if runs.zero_stage == 3 and divides and runs.partitioned_fraction < _LEAST_PARTITIONED_FRACTION:
-        yield Finding(
+        yield Finding.warning(
             code="parameters-not-partitioned",
-            severity=Severity.WARNING,
             summary="ZeRO-3 shards hardly any of this model: most parameters stay whole on every"
             " rank",
             evidence=f"{runs.num_partitioned:,} of {runs.num_params:,} elements are sharded",
@@ -134,9 +130,8 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             " without ZeRO-3",
         )
     if asked.bf16_master and runs.master_dtype == "float32":
-        yield Finding(
+        yield Finding.warning(
             code="master-weights-not-in-force",
-            severity=Severity.WARNING,
             summary="bf16 master weights were asked for, but float32 ones are kept: twice the"
             " memory",
             evidence=f"asked by {asked.source}; runs {runs}",
@@ -166,9 +161,8 @@ def _lost(asked: Asked) -> tuple[str, str]:
 
 def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     if asked.checkpointing and runs.family == "DeepSpeed" and not runs.is_checkpointing:
-        yield Finding(
+        yield Finding.warning(
             code="checkpointing-not-in-force",
-            severity=Severity.WARNING,
             summary="activation_checkpointing of the DeepSpeed JSON has no effect here: the model"
             " keeps all activations",
             evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing,"
@@ -197,9 +191,8 @@ def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:
                 f" force{lost[0]}"
             )
             remedy = lost[1]
-        yield Finding(
+        yield Finding.error(
             code="offload-not-in-force",
-            severity=Severity.ERROR,
             summary=summary,
             evidence=f"asked by {asked.source}; runs {runs}; parameters on {dict(runs.homes)}",
             remedy=remedy,

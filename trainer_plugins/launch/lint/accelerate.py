@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
 
@@ -58,17 +58,15 @@ def accelerate_findings(document: Document) -> Iterator[Finding]:
 
 def _type(config: Mapping, kind: object) -> Iterator[Finding]:
     if kind is False:
-        yield Finding(
+        yield Finding.error(
             code="config-wrong-value",
-            severity=Severity.ERROR,
             summary="distributed_type is false: YAML reads a bare NO as false",
             evidence="accelerate knows the text 'NO'",
             remedy="Write distributed_type: 'NO'",
         )
     elif kind not in _TYPES:
-        yield Finding(
+        yield Finding.error(
             code="config-wrong-value",
-            severity=Severity.ERROR,
             summary=f"distributed_type is {kind!r}"
             if kind is not None
             else "distributed_type is missing",
@@ -76,9 +74,8 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
             remedy="Write one of them",
         )
     if kind == "MULTI_CPU" and not config.get("mpirun_config"):
-        yield Finding(
+        yield Finding.error(
             code="config-distributed-type",
-            severity=Severity.ERROR,
             summary="distributed_type: MULTI_CPU starts one process, whatever num_processes says",
             evidence="accelerate launch uses its simple launcher for it, unless mpirun_config names"
             " a hostfile",
@@ -87,17 +84,15 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
         )
     precision = config.get("mixed_precision")
     if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
-        yield Finding(
+        yield Finding.error(
             code="config-wrong-value",
-            severity=Severity.ERROR,
             summary=f"mixed_precision is {precision!r}",
             evidence="accelerate knows 'no', fp16, bf16 and fp8",
             remedy="Write one of them, in quotes if it is no",
         )
     if config.get("use_cpu") is True and kind == "FSDP":
-        yield Finding(
+        yield Finding.warning(
             code="config-distributed-type",
-            severity=Severity.WARNING,
             summary="FSDP with use_cpu: true runs plain DistributedDataParallel",
             evidence="accelerate uses its FSDP branch on accelerators only (accelerate/state.py)",
             remedy="Remove use_cpu, or write distributed_type: MULTI_GPU, which says what runs",
@@ -133,17 +128,15 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
     elif isinstance(processes, int) and (processes == 0 or processes < -1):
         problem, remedy = f"num_processes is {processes}", "Write the number of cards"
     if problem and remedy:
-        yield Finding(
+        yield Finding.error(
             code="config-process-count",
-            severity=Severity.ERROR,
             summary=problem,
             evidence=f"num_processes={processes}, num_machines={machines}, machine_rank={rank}",
             remedy=remedy,
         )
     if machines > 1 and not config.get("main_process_ip") and kind != "NO":
-        yield Finding(
+        yield Finding.warning(
             code="config-process-count",
-            severity=Severity.WARNING,
             summary=f"{machines} machines, but no main_process_ip at which they meet",
             evidence="accelerate would pass the address None to torchrun",
             remedy="Write main_process_ip, or give --main_process_ip on every machine",
@@ -153,9 +146,8 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
 def _sections(config: Mapping, kind: object) -> Iterator[Finding]:
     for section, needed in _SECTIONS.items():
         if config.get(section) and kind != needed:
-            yield Finding(
+            yield Finding.warning(
                 code="config-ignored-key",
-                severity=Severity.WARNING,
                 summary=f"{section} has no effect under distributed_type {kind}",
                 evidence=f"accelerate launch only reads it for {needed}",
                 remedy=f"Write distributed_type: {needed}, or remove {section}",
@@ -167,9 +159,8 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
     launcher = section.get("deepspeed_multinode_launcher")
     hosts = section.get("deepspeed_hostfile")
     if isinstance(machines, int) and machines > 1 and launcher != "standard" and not hosts:
-        yield Finding(
+        yield Finding.error(
             code="config-multinode-launcher",
-            severity=Severity.ERROR,
             summary=f"each of the {machines} machines will train alone",
             evidence=f"deepspeed_multinode_launcher is {launcher or 'pdsh, by default'}, and no"
             " deepspeed_hostfile is named; DeepSpeed then finds one machine, and only warns",
@@ -181,18 +172,16 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
     if config.get("mixed_precision", "no") is None:
         refused = [key for key in refused if key != "mixed_precision"]
     for key in refused:
-        yield Finding(
+        yield Finding.error(
             code="config-refused-beside-json",
-            severity=Severity.ERROR,
             summary=f"accelerate refuses {key} beside deepspeed_config_file, whatever its value",
             evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be"
             " ignored",
             remedy=f"Remove {key} here; set it in the DeepSpeed JSON",
         )
     if document.json_path is not None and not Path(document.json_path).expanduser().is_absolute():
-        yield Finding(
+        yield Finding.warning(
             code="config-relative-path",
-            severity=Severity.WARNING,
             summary="deepspeed_config_file is relative to the folder of the launch, not to this"
             " file",
             evidence=f"{document.json_path}, from {Path.cwd()}",
@@ -200,9 +189,8 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
             " text below it",
         )
     if document.json_problem is not None:
-        yield Finding(
+        yield Finding.error(
             code="config-missing-json",
-            severity=Severity.ERROR,
             summary="deepspeed_config_file cannot be read",
             evidence=document.json_problem,
             remedy="Name a file that exists in the folder of the launch, or write the JSON as text"
@@ -216,9 +204,8 @@ def _fsdp(section: Mapping) -> Iterator[Finding]:
     if version == 2:
         for key in _FSDP1_ONLY:
             if config.get(key) not in (None, "None"):
-                yield Finding(
+                yield Finding.warning(
                     code="config-ignored-key",
-                    severity=Severity.WARNING,
                     summary=f"fsdp_{key} belongs to FSDP 1; version 2 ignores it",
                     evidence="FullyShardedDataParallelPlugin.__post_init__",
                     remedy=f"Remove fsdp_{key}"
@@ -258,9 +245,8 @@ def _fsdp(section: Mapping) -> Iterator[Finding]:
 
 
 def _value(key: str, value: object, why: str) -> Finding:
-    return Finding(
+    return Finding.error(
         code="config-wrong-value",
-        severity=Severity.ERROR,
         summary=f"{key} is {value!r}",
         evidence=why,
         remedy=f"Change or remove {key}",

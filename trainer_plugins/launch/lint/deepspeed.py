@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
 from trainer_plugins.launch.lint.names import offload_devices, zero_stage
@@ -21,9 +21,8 @@ def zero_findings(document: Document) -> Iterator[Finding]:
     if config is None:
         return
     if not isinstance(config.get("zero_optimization"), dict):
-        yield Finding(
+        yield Finding.error(
             code="config-no-zero",
-            severity=Severity.ERROR,
             summary="there is no zero_optimization block",
             evidence="accelerate stops: Please specify the ZeRO optimization config in the"
             " DeepSpeed config",
@@ -41,9 +40,8 @@ def _offload(document: Document, stage: int) -> Iterator[Finding]:
     yield from _offload_at_stage(offload_devices(document), stage)
     ratio = part(config, "zero_optimization.offload_optimizer.ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and stage < 3:
-        yield Finding(
+        yield Finding.error(
             code="config-offload-stage",
-            severity=Severity.ERROR,
             summary=f"offload_optimizer.ratio {ratio} at stage {stage}",
             evidence="DeepSpeed stops: Partial offloading only supported for ZeRO Stage 3",
             remedy="Write stage 3, or remove ratio",
@@ -62,9 +60,8 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
         yield _wrong(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
     block = part(config, f"zero_optimization.offload_{what}")
     if isinstance(block, dict) and "device" not in block:
-        yield Finding(
+        yield Finding.warning(
             code="config-offload-stage",
-            severity=Severity.WARNING,
             summary=f"offload_{what} names no device, so nothing is offloaded",
             evidence="its default is none (deepspeed/runtime/zero/offload_config.py)",
             remedy='Write "device": "cpu", or remove the block',
@@ -79,9 +76,8 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
         problem = f"nvme_path {path} is relative to the folder where each rank runs"
     else:
         return
-    yield Finding(
+    yield Finding.error(
         code="config-nvme-path",
-        severity=Severity.ERROR,
         summary=problem,
         evidence="DeepSpeed accepts the file without it, and fails when it first writes",
         remedy="Write the absolute path of a folder on a local drive",
@@ -91,27 +87,24 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
 def _offload_at_stage(offloads: dict[str, str], stage: int) -> Iterator[Finding]:
     """Judge whether this stage offloads what the file says."""
     if "param" in offloads and stage < 3:
-        yield Finding(
+        yield Finding.error(
             code="config-offload-stage",
-            severity=Severity.ERROR,
             summary=f"parameters are not offloaded at stage {stage}",
             evidence="offload_param is valid only with stage 3 (deepspeed/runtime/zero/config.py);"
             " below, it is read and has no effect",
             remedy="Write stage 3, or remove offload_param",
         )
     if "optimizer" in offloads and stage < 1:
-        yield Finding(
+        yield Finding.error(
             code="config-offload-stage",
-            severity=Severity.ERROR,
             summary="the optimizer is not offloaded at stage 0",
             evidence="offload_optimizer is valid with stages 1, 2 and 3"
             " (deepspeed/runtime/zero/config.py)",
             remedy="Write stage 2 or 3",
         )
     if offloads.get("param") == "nvme" and "optimizer" not in offloads:
-        yield Finding(
+        yield Finding.warning(
             code="config-offload-stage",
-            severity=Severity.WARNING,
             summary="parameters are offloaded to a drive, but the optimizer, six times their size,"
             " stays on the card",
             evidence="12 B a parameter for AdamW's master weights and states, 2 B for 16-bit"
@@ -134,9 +127,8 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
     if not isinstance(value, (int, float)) or value < 3e8:
         return
     num_buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
-    yield Finding(
+    yield Finding.warning(
         code="config-bucket-memory",
-        severity=Severity.WARNING,
         summary=f"{key} takes {num_buffers * value * 2 / 2**30:.2f} GiB of the card in bf16, twice"
         " that in fp32",
         evidence=f"{value:.0e} elements"
@@ -154,9 +146,8 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
 def _precision(config: Mapping, stage: int) -> Iterator[Finding]:
     on = [name for name in ("bf16", "fp16") if part(config, f"{name}.enabled") is True]
     if len(on) == 2:
-        yield Finding(
+        yield Finding.error(
             code="config-two-precisions",
-            severity=Severity.ERROR,
             summary="bf16 and fp16 are both enabled",
             evidence="DeepSpeed stops: bfloat16 and fp16 modes cannot be simultaneously enabled",
             remedy='Write "auto" for both, and choose with --bf16 or --fp16',
@@ -207,9 +198,8 @@ def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
             zero.get(name) in (True, "auto")
             for name in (*names, "stage3_gather_fp16_weights_on_model_save")
         ):
-            yield Finding(
+            yield Finding.warning(
                 code="config-gather-on-save",
-                severity=Severity.WARNING,
                 summary="a save writes no model.safetensors",
                 evidence="stage3_gather_16bit_weights_on_model_save is not true, so only ZeRO's"
                 " shards are saved",
@@ -217,9 +207,8 @@ def _stage(config: Mapping, stage: int) -> Iterator[Finding]:
             )
         bare = sorted(key for key in zero if key in keys.STAGE3)
         if bare:
-            yield Finding(
+            yield Finding.warning(
                 code="config-deprecated-key",
-                severity=Severity.WARNING,
                 summary=f"{', '.join(bare)}: without the prefix stage3_ only DeepSpeed sees it",
                 evidence="transformers and accelerate look up the name with stage3_"
                 " (HfTrainerDeepSpeedConfig)",
@@ -263,9 +252,8 @@ def _hand_over(config: Mapping) -> Iterator[Finding]:
             "DeepSpeed 0.19.6 and later refuse less than 1",
         )
     if "scheduler" in config and "optimizer" not in config:
-        yield Finding(
+        yield Finding.warning(
             code="config-scheduler",
-            severity=Severity.WARNING,
             summary="the DeepSpeed scheduler replaces lr_scheduler_type of TrainingArguments",
             evidence="deepspeed_optim_sched (transformers/integrations/deepspeed.py) creates a"
             " DummyScheduler",
@@ -274,9 +262,8 @@ def _hand_over(config: Mapping) -> Iterator[Finding]:
 
 
 def _wrong(key: str, value: object, why: str) -> Finding:
-    return Finding(
+    return Finding.error(
         code="config-wrong-value",
-        severity=Severity.ERROR,
         summary=f"{key} is {value!r}",
         evidence=why,
         remedy=f"Change {key}",
@@ -284,9 +271,8 @@ def _wrong(key: str, value: object, why: str) -> Finding:
 
 
 def _rejected(what: str, remedy: str) -> Finding:
-    return Finding(
+    return Finding.error(
         code="config-rejected",
-        severity=Severity.ERROR,
         summary=f"DeepSpeed refuses {what}",
         evidence="deepspeed/runtime/config.py and zero/config.py check it at start (0.19.8)",
         remedy=remedy,
@@ -294,9 +280,8 @@ def _rejected(what: str, remedy: str) -> Finding:
 
 
 def _idle(key: str, where: str, why: str, remedy: str) -> Finding:
-    return Finding(
+    return Finding.warning(
         code="config-ignored-key",
-        severity=Severity.WARNING,
         summary=f"{key} has no effect {where}",
         evidence=why,
         remedy=remedy,

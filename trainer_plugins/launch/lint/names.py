@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.lint.schema import part
 
@@ -25,9 +25,8 @@ def name_findings(document: Document) -> Iterator[Finding]:
 
 
 def _untrue(document: Document, said: str, is_so: str) -> Finding:
-    return Finding(
+    return Finding.warning(
         code="config-name",
-        severity=Severity.WARNING,
         summary=f"the name {document.name} is misleading: {said}",
         evidence=is_so,
         remedy="Rename the file, or make the name true",

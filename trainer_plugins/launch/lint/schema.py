@@ -22,9 +22,8 @@ _KINDS = {
 def schema_findings(document: Document) -> Iterator[Finding]:
     """Judge the form of every key of the file."""
     for key in document.duplicates:
-        yield Finding(
+        yield Finding.error(
             code="config-duplicate-key",
-            severity=Severity.ERROR,
             summary=f"{key} occurs twice in one mapping",
             evidence="the reader keeps the last one and does not warn",
             remedy="Keep one of them",
@@ -77,18 +76,16 @@ def _block(block: Mapping, prefix: str, known: keys.Keys) -> Iterator[Finding]:
     for key, value in block.items():
         name = f"{prefix}{key}"
         if name in keys.REMOVED:
-            yield Finding(
+            yield Finding.error(
                 code="config-removed-key",
-                severity=Severity.ERROR,
                 summary=f"DeepSpeed has removed {name}, and refuses it",
                 evidence="deepspeed/runtime/config.py, _reject_removed_config_keys (0.19.8); older"
                 " versions read it",
                 remedy=f"Remove {name}",
             )
         elif name in keys.DEPRECATED:
-            yield Finding(
+            yield Finding.warning(
                 code="config-deprecated-key",
-                severity=Severity.WARNING,
                 summary=f"{name} is deprecated",
                 evidence="transformers and accelerate only look for the new name",
                 remedy=f"Write {keys.DEPRECATED[name]}",
@@ -116,17 +113,15 @@ def _auto(name: str) -> Iterator[Finding]:
     if name in keys.AUTO:
         return
     if name in keys.AUTO_IS_OFF:
-        yield Finding(
+        yield Finding.warning(
             code="config-unresolved-auto",
-            severity=Severity.WARNING,
             summary=f'{name} is "auto", for which accelerate fills in {keys.AUTO_IS_OFF[name]}',
             evidence="DeepSpeedPlugin.__post_init__ fills it from its own defaults",
             remedy=f"Write the value that {name} should have",
         )
         return
-    yield Finding(
+    yield Finding.error(
         code="config-unresolved-auto",
-        severity=Severity.ERROR,
         summary=f'nobody fills in {name}: "auto"',
         evidence="accelerate's deepspeed_config_process raises if it has no value for it; bare"
         " DeepSpeed drops it",
@@ -172,9 +167,8 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
     quoted = isinstance(value, str) and re.fullmatch(
         r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE
     )
-    yield Finding(
+    yield Finding.error(
         code="config-wrong-type",
-        severity=Severity.ERROR,
         summary=f"{name} is {value!r}, but should be {_KINDS[kind]}",
         evidence=f"read as {type(value).__name__}"
         + ("; YAML 1.1 reads 5e7 as text, 5.0e+7 or 50000000 as a number" if quoted else ""),

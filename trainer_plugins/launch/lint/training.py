@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.lint.schema import part
 from trainer_plugins.launch.lint.text import ConfigError
@@ -101,9 +101,8 @@ def training_findings(
         if name in ("bf16", "fp16"):
             asked = bool(asked) or bool(training.get(f"{name}_full_eval", False))
         if value != asked:
-            yield Finding(
+            yield Finding.error(
                 code="config-training-mismatch",
-                severity=Severity.ERROR,
                 summary=f"{key}: {says} {value}, the training arguments say {asked}",
                 evidence=f"{key} is {source}, {name} is"
                 f" {'given' if name in training else 'the default'}; "
@@ -121,9 +120,8 @@ def training_findings(
 
 
 def _fixed(key: str, value: object, name: str, source: str) -> Finding:
-    return Finding(
+    return Finding.warning(
         code="config-not-auto",
-        severity=Severity.WARNING,
         summary=f"{key} is fixed at {value}: training stops if {name} differs",
         evidence=f"the value is {source}; transformers raises for each value that mismatches"
         " TrainingArguments",
@@ -138,9 +136,8 @@ def _saves(document: Document, training: Mapping[str, object]) -> Iterator[Findi
     kind = fsdp.get("fsdp_state_dict_type", fsdp.get("state_dict_type"))
     version = fsdp.get("fsdp_version", fsdp.get("version", 1))
     if str(kind or ("SHARDED_STATE_DICT" if version == 2 else "")).upper() == "SHARDED_STATE_DICT":
-        yield Finding(
+        yield Finding.error(
             code="config-training-mismatch",
-            severity=Severity.ERROR,
             summary="save_only_model cannot be combined with SHARDED_STATE_DICT",
             evidence="the Trainer raises when it starts"
             + (
