@@ -43,7 +43,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("cuda:0") == 1
     assert "55%" in done.stdout
-    assert "ranks 0 to 1: 2 releases gave back 0.0 MiB and took 250.0 ms, where" in done.stdout
+    assert "ranks 0 to 1: 2 releases freed 0.0 MiB and took 250.0 ms on" in done.stdout
     assert "ranks 0 to 1, step 2, x 2, at worst: [x] s (e" in done.stdout
     assert str(tmp_path / "_trainer_plugins" / "memory" / "rank-1.jsonl") in done.stdout.replace(
         "\n", ""

@@ -9,7 +9,6 @@ from trainer_plugins.check.facts import Check, Environment, Facts, Line
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import lock_findings
 from trainer_plugins.launch.lint import judge
-from trainer_plugins.launch.lint.schema import part
 
 _DEBUG = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
@@ -113,8 +112,8 @@ class _KnownVersions:
 
 
 def _in_fsdp_config(facts: Facts, key: str) -> object:
-    config = None if facts.document is None else facts.document.accelerate
-    return part(config or {}, f"fsdp_config.{key}")
+    document = facts.document
+    return None if document is None else document.in_accelerate(f"fsdp_config.{key}")
 
 
 def _is_fsdp2(facts: Facts) -> bool:

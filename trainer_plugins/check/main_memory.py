@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from trainer_plugins.check.facts import Check, Facts, Line, severity_of
 from trainer_plugins.explain.switches import NO_PINNED_BATCHES, NO_WORKERS
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.launch.lint.names import offload_devices
 from trainer_plugins.units import GIB, MIB, size
 from trainer_plugins.watch.host import host_pressure, shared_memory
 from trainer_plugins.watch.pressure import Budget
@@ -119,7 +118,7 @@ def _offload(facts: Facts) -> dict[str, str]:
     """Return what is offloaded and where to, by the running strategy or else the launch file."""
     if facts.strategy is not None:
         return dict(facts.strategy.offload)
-    return {} if facts.document is None else offload_devices(facts.document)
+    return {} if facts.document is None else facts.document.offload_devices
 
 
 def _lockers(facts: Facts) -> Iterator[str]:

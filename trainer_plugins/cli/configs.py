@@ -143,7 +143,12 @@ def check(
 
     from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
-    from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+    from trainer_plugins.launch.lint import (
+        ConfigError,
+        judge,
+        read_document,
+        training_arguments,
+    )
     from trainer_plugins.launch.main_memory import HostLimits
 
     here = _host_bytes() if params and host_memory is None else None
@@ -152,7 +157,13 @@ def check(
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
         host = HostLimits.of(host_memory, pinned_memory, here)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
-        findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
+        findings = judge(
+            read_document(file),
+            training=training,
+            num_params=params,
+            num_ranks=num_gpus,
+            host=host,
+        )
     except (ConfigError, ValueError) as error:
         raise _refused(error) from None
     findings += tuple(lock_findings(read_locks(os.environ)))

@@ -143,7 +143,7 @@ def _show_plan(
     """Print one plan, and return whether the run fits."""
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.predict import predict_one
-    from trainer_plugins.report.calibration import calibration_report
+    from trainer_plugins.report.beside import calibration_report
     from trainer_plugins.report.html.plan_page import plan_page
     from trainer_plugins.report.page import show
     from trainer_plugins.report.plan_text import plan_report

@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,8 @@ import torch
 
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
-from trainer_plugins.launch.exported import launch_of
-from trainer_plugins.launch.hydra_job import override_of
-from trainer_plugins.launch.installed import installed_versions
+from trainer_plugins.launch.about import installed_versions
+from trainer_plugins.launch.launcher import launch_of
 from trainer_plugins.launch.masked import masked, masked_command, masked_text
 from trainer_plugins.launch.place import place
 from trainer_plugins.record.run_facts import RunFacts
@@ -27,9 +26,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_FEWEST_NAMES = 2
+"""A part of a Hydra config with one name of TrainingArguments, such as `seed`, may be anything."""
+
 
 def tried(read: Callable[[], T], default: T) -> T:
-    """Read one part of what is written down: a part that fails must not cost the others."""
+    """Read one part of a record; if it fails, the others are still read."""
     try:
         return read()
     except Exception:
@@ -38,7 +40,7 @@ def tried(read: Callable[[], T], default: T) -> T:
 
 
 def typed(arguments: list[str], given: list[str]) -> list[str]:
-    """Return a command line as it was typed behind `python`: a module by its name, not its file.
+    """Return a command line as it was typed after `python`: a module by its name, not its file.
 
     >>> typed(["/x/mine/train.py", "--bf16"], ["/bin/python3", "-m", "mine.train", "--bf16"])
     ['-m', 'mine.train', '--bf16']
@@ -52,7 +54,7 @@ def typed(arguments: list[str], given: list[str]) -> list[str]:
 def facts_of_process(
     device: Device | None, rank: int, world_size: int, time_seconds: float, step: int = 0
 ) -> RunFacts:
-    """Gather what is known without a Trainer. It takes some milliseconds.
+    """Gather the facts that need no Trainer. It takes some milliseconds.
 
     Args:
         device: where tensors live; None if that cannot be read.
@@ -82,7 +84,7 @@ def facts_of_process(
 
 
 def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -> RunFacts:
-    """Add what a Trainer trains, and how."""
+    """Add the model of a Trainer and its settings."""
     model, args = trainer.model, trainer.args
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return replace(
@@ -103,7 +105,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
 
 
 def _built_class(model: object) -> str:
-    """Name the class that built a model: FSDP2 puts one of its own in front of it."""
+    """Name the class of a model without the class that FSDP2 puts in front of it."""
     kinds = type(model).__mro__
     own = next((kind for kind in kinds if not kind.__module__.startswith("torch.")), kinds[0])
     return f"{own.__module__}.{own.__qualname__}"
@@ -111,7 +113,7 @@ def _built_class(model: object) -> str:
 
 def _arguments(args: Any) -> dict[str, object]:
     """Return TrainingArguments as JSON, without secrets."""
-    return _as_mapping(args.to_dict() if hasattr(args, "to_dict") else vars(args))
+    return _as_mapping(args.to_dict())
 
 
 def _config(model: object) -> dict[str, object]:
@@ -174,3 +176,32 @@ def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
     if "CUDA_VISIBLE_DEVICES" in environ:
         names["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
     return {name: masked_text(text) for name, text in names.items()}
+
+
+def override_of(names: Collection[str]) -> str:
+    """Return the prefix of a Hydra override of one of these names, such as `++trainer.args.`.
+
+    It is the part of the job's config that has most of the names. It is empty outside Hydra's jobs,
+    and if no part has two of them. Hydra writes the config of a job to a file before the job
+    begins; that file is read.
+    """
+    module: Any = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return ""
+    from omegaconf import OmegaConf
+
+    job = module.HydraConfig.get()
+    if job.output_subdir is None:
+        return ""
+    file = Path(job.runtime.output_dir, job.output_subdir, "config.yaml")
+    config = OmegaConf.to_container(OmegaConf.load(file))
+    counts = {prefix: len(part.keys() & set(names)) for prefix, part in _parts(config, "++")}
+    prefix = max(counts, key=lambda each: counts[each], default="")
+    return prefix if counts.get(prefix, 0) >= _FEWEST_NAMES else ""
+
+
+def _parts(value: object, prefix: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    if isinstance(value, Mapping):
+        yield prefix, value
+        for name, inner in value.items():
+            yield from _parts(inner, f"{prefix}{name}.")

@@ -23,7 +23,7 @@ _FAMILIES = {
 def read_in_force(
     wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
 ) -> Strategy:
-    """Read the strategy from the objects that do the work, not from what they were told.
+    """Read the strategy from the objects that do the work, not from their settings.
 
     Args:
         wrapper: what training calls, `trainer.model_wrapped`.
@@ -60,7 +60,7 @@ def read_in_force(
 
 
 def num_machines(environ: Mapping[str, str]) -> int | None:
-    """Return the number of machines by torchrun or DeepSpeed's launcher; None if neither told.
+    """Return the number of machines by torchrun or DeepSpeed's launcher; None if unknown.
 
     >>> num_machines({"GROUP_WORLD_SIZE": "2"}), num_machines({"CROSS_SIZE": "1"}), num_machines({})
     (2, 1, None)

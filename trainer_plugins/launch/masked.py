@@ -1,7 +1,7 @@
-"""Masks secrets in what is written about a run: arguments, configs, command lines, source lines.
+"""Masks secrets in records of a run: arguments, configs, command lines, source lines.
 
-Three things give one away: the name it stands below, at any depth and in any notation; a form that
-its issuer publishes; and letters and digits that no person has chosen (`secret_words`).
+Three things reveal a secret: its name, at any depth and in any notation; a form that its issuer
+publishes; and random letters and digits (`secret_words`).
 """
 
 import os
@@ -20,8 +20,8 @@ _LEAST_NUMBER = 1000  # a smaller one is an index: label2id={"B-PASSWORD": 29}
 
 # Published forms: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, Slack, AWS, Google, Weights &
 # Biases (86 characters since 0.22.3: wandb/wandb#10687), NVIDIA; JSON Web Tokens (RFC 7519, also
-# Neptune's); keys in PEM (RFC 7468); what follows the scheme of an Authorization (RFC 7617, 6750).
-# What is in words behind such a beginning is a name: hf_checkpoints, sk-learn-baseline.
+# Neptune's); keys in PEM (RFC 7468); an Authorization (RFC 7617, 6750).
+# Words after such a prefix are a name: hf_checkpoints, sk-learn-baseline.
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]+-----(?s:.*?)(?:-----END [A-Z ]+-----|\Z)"
     r"|\beyJ[\w-]{10,}(?:\.[\w-]*)*"
@@ -91,7 +91,7 @@ def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
 
     Args:
         value: of any kind; what JSON does not know becomes text.
-        kind: what the name above makes of it.
+        kind: the kind of the name above it.
         depth: how many containers it is in.
     """
     if value is None or isinstance(value, bool):
@@ -132,7 +132,7 @@ def _is_value(argument: str, flag: str) -> bool:
 def _masked(text: str, kind: Kind, is_code: bool = False) -> str:
     """Hide the secrets of a text, which is the value of a name of this kind.
 
-    In code, and in errors that speak of it, a bare word after a name is a name itself.
+    In code, and in errors that quote it, a bare word after a name is a name itself.
     """
     if kind.hides(text):
         return HIDDEN
@@ -213,7 +213,7 @@ def _value_at(text: str, start: int, kind: Kind, name: str, is_code: bool) -> tu
 
 
 def _closed(text: str, start: int) -> int:
-    """Return the end of the brackets that open here, whatever is quoted in them."""
+    """Return the end of the brackets that open here; quoted brackets do not count."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
@@ -223,7 +223,7 @@ def _closed(text: str, start: int) -> int:
 
 
 def _without_drawn(found: re.Match[str]) -> str:
-    """Hide letters and digits that were drawn, but no hash that is said to be one, or in a path."""
+    """Hide random letters and digits, but no hash that is named as one, or in a path."""
     run, before = found[0], found.string[: found.start()]
     letters = re.sub(r"[^A-Za-z0-9]", "", run)
     num_others = len(re.sub(r"[A-Za-z0-9+]", "", run))

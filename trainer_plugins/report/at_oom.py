@@ -1,4 +1,4 @@
-"""Adds to a run what was read when it ran out of memory, which its records know."""
+"""Adds to a run the readings at the moment it ran out of memory, from its OOM records."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,12 +8,12 @@ from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.timeline import Failure
 
-_SLACK_SECONDS = 1.0
+SLACK_SECONDS = 1.0
 """How far the clocks of ranks may be apart."""
 
 
 def with_last_readings(history: History, folder: Path) -> History:
-    """Add to each run of a folder what its ranks read when they ran out of memory."""
+    """Add the readings at an out-of-memory error to each run of a folder."""
     records = read_oom_records(folder)
     runs = [with_records(run, records_of(run, records)) for run in history.runs]
     return replace(history, runs=runs)
@@ -25,15 +25,15 @@ def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
     return [
         each
         for each in records
-        if began - _SLACK_SECONDS <= each.time_seconds <= ended + _SLACK_SECONDS
+        if began - SLACK_SECONDS <= each.time_seconds <= ended + SLACK_SECONDS
         and any(isinstance(entry, Failure) for entry in run.timelines.get(each.rank, ()))
     ]
 
 
 def with_records(run: Run, records: Sequence[OomRecord]) -> Run:
-    """Date each out-of-memory error when it arrived, and add what was read then.
+    """Give each out-of-memory error its own time, and add the reading at that time.
 
-    The timeline notes it later, when all that was alive has been counted.
+    The timeline notes it later, after all live tensors have been counted.
     """
     timelines = {rank: [*entries] for rank, entries in run.timelines.items()}
     for record in records:

@@ -1,6 +1,6 @@
 """Prints pages in the terminal: foreign text is harmless, and no figure is cut."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -8,7 +8,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
+
+STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 _WIDE = 10_000
 """Line width in characters for a file or another program, where nothing is wrapped."""
@@ -17,9 +20,9 @@ _WIDE = 10_000
 def show(page: RenderableType) -> None:
     """Print a page to standard output.
 
-    Names and messages in it may be anybody's: markup in them stays text, and control characters
-    become visible (`printable`). On a terminal text is wrapped, but a table wider than the terminal
-    is not, nor a text that forbids it. Elsewhere nothing is wrapped.
+    Names and messages in it are untrusted: markup in them stays text, and control characters become
+    visible (`printable`). A terminal wraps text, but no table wider than itself, nor text that
+    forbids it. Elsewhere nothing is wrapped.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
@@ -27,6 +30,26 @@ def show(page: RenderableType) -> None:
         console.width = max(width, _needed(part, console)) if isinstance(part, Table) else width
         is_one_line = isinstance(part, Text) and part.no_wrap
         console.print(_Shown(part), soft_wrap=is_one_line)
+
+
+def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
+    """Make a table without lines: names in the first column, then numbers, aligned to the right.
+
+    Args:
+        first: the heading of the first column.
+        others: the headings of the other columns.
+        left: those of them that hold text.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for other in others:
+        table.add_column(other, justify="left" if other in left else "right", overflow="fold")
+    return table
+
+
+def to_paste(line: str) -> Text:
+    """Make a line that is never wrapped, so that it can be copied as it is."""
+    return Text(line, no_wrap=True, overflow="ignore")
 
 
 def _parts(page: RenderableType) -> Iterator[RenderableType]:
@@ -38,7 +61,7 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
 
 
 def _needed(table: Table, console: Console) -> int:
-    """Return the width at which a table's figures are whole; its other columns may be folded."""
+    """Return the width that keeps numbers whole; the other columns may be folded."""
     options = console.options.update(width=_WIDE)
     for column in table.columns:
         if column.justify == "right":
@@ -53,7 +76,7 @@ def _needed(table: Table, console: Console) -> int:
 
 
 class _Shown:
-    """Wraps a renderable so that a terminal finds nothing in it to obey."""
+    """Wraps a renderable so that it controls no terminal."""
 
     def __init__(self, part: RenderableType) -> None:
         self.part = part
