@@ -83,7 +83,7 @@ def main() -> None:
     Exit codes: 0 fine; 1 `check` found warnings, `configs check` an ERROR or `explain` no OOM; 2
     bad input; 3 a plan does not fit, or `check` found an error.
     """
-    # The locale may lack a character of somebody's file name.
+    # The locale may lack a character of a file name.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()

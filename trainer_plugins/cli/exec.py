@@ -1,7 +1,7 @@
-"""`trainer-plugins exec`: runs any command, with callbacks on every Trainer built under it."""
+"""`trainer-plugins exec`: run any command, with callbacks on every Trainer built under it."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,9 @@ def exec_(
 ) -> None:
     """Run a command with callbacks on every Trainer under it.
 
-    A preset with guards gets the allocator settings that `trainer-plugins env` prints, unless you
-    have set some, and a line says so. With --vllm, or TRL's --use_vllm in the command, it leaves
-    out expandable segments. Nothing else is set but the hook.
+    A preset with guards also sets the allocator settings of `trainer-plugins env`, unless you have
+    set some, and prints a line about it. With --vllm, or TRL's --use_vllm in the command, these
+    leave out expandable segments. Nothing else is set except the hook.
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
@@ -76,7 +76,7 @@ def exec_(
 
 
 def _has_guards(given: dict[str, object]) -> bool:
-    """Return whether the preset asked for does more than observe, which changes nothing."""
+    """Return whether the preset does more than observe, which changes nothing."""
     from trainer_plugins.plug_in.options import DEFAULT_PRESET
     from trainer_plugins.presets import preset
 
@@ -85,9 +85,9 @@ def _has_guards(given: dict[str, object]) -> bool:
 
 
 def _asks_for_vllm(words: list[str]) -> bool:
-    """Return whether a command has TRL's `--use_vllm`, and not a vLLM that is a server elsewhere.
+    """Return whether a command has TRL's `--use_vllm`, and no vLLM server.
 
-    trl/trainer/grpo_config.py: `vllm_mode` is "colocate" unless it is given.
+    trl/trainer/grpo_config.py: the default of `vllm_mode` is "colocate".
     """
     text = " ".join(words).lower().replace("-", "_").replace("=", " ")
     refused = ("use_vllm false", "vllm_mode server")
@@ -95,7 +95,7 @@ def _asks_for_vllm(words: list[str]) -> bool:
 
 
 def _print_help(file: object = None) -> None:
-    """Print the help as the other commands do: of a command that has these options, and no more."""
+    """Print the help as the other commands do: that of a command which has these options."""
     from dataclasses import fields
     from inspect import Parameter, Signature
 
@@ -107,34 +107,25 @@ def _print_help(file: object = None) -> None:
     def described() -> None:
         """Stand for `exec`."""
 
-    command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What to run.")]
-    parameters = [Parameter("command", Parameter.KEYWORD_ONLY, annotation=command)]
+    def parameter(name: str, kind: Any, shown: Any, default: Any = Parameter.empty) -> Parameter:
+        annotation = Annotated[kind, shown]
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    command = typer.Argument(metavar="-- COMMAND", help="The command to run.")
+    parameters = [parameter("command", list[str], command)]
     for option in fields(MemoryArguments):
-        # The help of an option ends with the callback that it is for.
+        # The help of an option ends with the name of its callback.
         words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
+        kind = kind_of(option)
         shown = typer.Option(
             flag_of(option),
             help=words,
-            metavar="N" if kind_of(option) in (int, float) else None,
+            metavar="N" if kind in (int, float) else None,
             rich_help_panel=callback or None,
         )
-        parameters.append(
-            Parameter(
-                option.name,
-                Parameter.KEYWORD_ONLY,
-                default=option.default,
-                annotation=Annotated[kind_of(option), shown],
-            )
-        )
+        parameters.append(parameter(option.name, kind, shown, option.default))
+    parameters.append(parameter("vllm", bool, typer.Option("--vllm", help=_VLLM), False))
     described.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    parameters.append(
-        Parameter(
-            "vllm",
-            Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[bool, typer.Option("--vllm", help=_VLLM)],
-        )
-    )
     presets = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
     app = typer.Typer(
         add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}

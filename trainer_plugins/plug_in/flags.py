@@ -1,4 +1,4 @@
-"""Flags: the fields of `MemoryArguments` on a command line, before a command with its own."""
+"""Parses the fields of `MemoryArguments` on a command line, before a command with its own flags."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ class Flags:
         self.prog = prog
         self.names: list[str] = []
         self.switched_on: set[str] = set()
-        """Which of the switches, by name, were given."""
+        """The names of the given switches."""
 
         self.parser = argparse.ArgumentParser(
             prog=prog,
@@ -39,17 +39,16 @@ class Flags:
         )
         self.parser.error = self.refuse  # type: ignore[method-assign, assignment]
         for option in fields(MemoryArguments):
-            self.names.append(flag_of(option))
-            takes: dict[str, Any] = {
-                "type": kind_of(option),
-                "metavar": kind_of(option).__name__.upper(),
-            }
+            flag, kind = flag_of(option), kind_of(option)
+            self.names.append(flag)
+            # The Trainer's own flags are written with _, so both forms are accepted.
+            underscored = f"--{flag[2:].replace('-', '_')}"
+            takes: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
             self.parser.add_argument(
-                # The Trainer's own flags are written with _, so both forms are accepted.
-                *{self.names[-1]: None, f"--{self.names[-1][2:].replace('-', '_')}": None},
+                *dict.fromkeys((flag, underscored)),
                 dest=option.name,
                 help=f"{option.metadata['help']} Default: {option.default}.",
-                **({"action": "store_true"} if isinstance(option.default, bool) else takes),
+                **({"action": "store_true"} if kind is bool else takes),
             )
         for name, its_help in switches.items():
             self.names.append(f"--{name}")
@@ -72,7 +71,7 @@ class Flags:
         """
         parsed, unknown = self.parser.parse_known_args(arguments)
         given = vars(parsed)
-        self.switched_on.update(given.pop("switches", []))
+        self.switched_on.update(given.pop("switches", ()))
         command: list[str] = [*given.pop("module", []), *given.pop("command")]
         if unknown:
             flag = unknown[0].partition("=")[0]
