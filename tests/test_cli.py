@@ -59,6 +59,28 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "words", [("configs", "list"), ("report", "{run}"), ("report", "{run}", "--json")]
+)
+def test_a_reader_that_closes_the_pipe_changes_nothing(tmp_path: Path, words) -> None:
+    """As in `trainer-plugins plan ... | head -1`."""
+    timeline = Timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    for entry in ENTRIES:
+        timeline.add(entry)
+    arguments = [word.format(run=tmp_path) for word in words]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", *arguments],
+        check=False,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_version() -> None:
     assert command("--version").stdout == f"trainer-plugins {__version__}\n"
 

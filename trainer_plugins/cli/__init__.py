@@ -4,6 +4,7 @@ Each command is a file of its own, and imports what is heavy only when it runs.
 """
 
 import sys
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -83,7 +84,19 @@ def main() -> None:
     Exit codes: 0 fine; 1 `check` found warnings, `configs check` an ERROR or `explain` no OOM; 2
     bad input; 3 a plan does not fit, or `check` found an error.
     """
+    buffered = BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False))
+    is_terminal, encoding = sys.stdout.isatty(), sys.stdout.encoding
     # The locale may lack a character of a file name.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout = TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=is_terminal)
+    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()
+
+
+class _Output(FileIO):
+    """Standard output that drops the rest once its reader is gone, as after `| head`."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
