@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import (
     LITTLE,
     MUCH,
@@ -13,12 +15,6 @@ from trainer_plugins.check.facts import (
     severity_of,
 )
 from trainer_plugins.check.model import cache_bytes
-from trainer_plugins.explain.switches import (
-    BEST_WORDS,
-    OUTPUTS_TO_MAIN_MEMORY,
-    SAVE_WITHOUT_GATHER,
-    SHARDED_SAVE,
-)
 from trainer_plugins.finding import Finding
 from trainer_plugins.units import percent, size
 
@@ -36,7 +32,8 @@ def one_process(facts: Facts) -> Line | None:
         " all outputs, and the batch is multiplied",
         evidence=f"it sees {num_cards} cards, and no launcher started a process for each"
         " (transformers#15544)",
-        remedy="export CUDA_VISIBLE_DEVICES=0, or accelerate launch --multi_gpu",
+        remedy=f"{advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}, or"
+        f" {advice.ONE_CARD.flag(Door.SHELL)}",
     )
     return Line("cards a process", "", (finding,))
 
@@ -87,8 +84,9 @@ def generation(facts: Facts) -> Line | None:
         " free",
         evidence=f"{rows} sequences ({beams} beam(s)) of {length:,} tokens in"
         f" {model.shape.num_layers} layers",
-        remedy="Lower --per_device_eval_batch_size, --generation_num_beams or"
-        " --generation_max_length",
+        remedy=f"{advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER)},"
+        f" {advice.FEWER_BEAMS.flag(Door.TRAINER)}, or"
+        f" {advice.SHORTER_ANSWERS.flag(Door.TRAINER, length=max(1, length // 2))}",
         amount=float(need),
     )
     return Line("generation", seen, (finding,))
@@ -131,15 +129,16 @@ def best_model(facts: Facts) -> Line | None:
 
 def batch_size(facts: Facts) -> Line | None:
     """Judge whether an OOM would change the training silently."""
-    if not facts.flag("auto_find_batch_size"):
+    name = "auto_find_batch_size"
+    if not facts.flag(name):
         return None
     finding = Finding.warning(
         code="auto-find-batch-size",
-        summary="auto_find_batch_size restarts training with a smaller batch at each OOM",
+        summary=f"{name} restarts training with a smaller batch at each OOM",
         evidence="the effective batch and the number of steps change, and earlier steps are lost"
         " (accelerate#1934, sentence-transformers#3145)",
-        remedy="Use trainer_plugins.survive_oom(trainer) instead: it keeps the batch and the step,"
-        " and refuses contrastive losses by name",
+        remedy=f"Use {advice.SURVIVE.flag(Door.CODE)} instead: it keeps the batch and the step, and"
+        " refuses contrastive losses by name",
     )
     return Line("batch size", "", (finding,))
 
@@ -154,11 +153,13 @@ def vllm(facts: Facts) -> Line | None:
         seen += f", {size(int(share * facts.device_bytes))}"
     if share <= 1 / 2:
         return Line("vLLM", seen)
+    smaller = advice.SMALLER_ENGINE_SHARE
     finding = Finding.warning(
         code="vllm-share",
         summary=f"vLLM {seen}, and training gets only the rest",
-        evidence=f"vllm_gpu_memory_utilization is {share} (trl#2688: 0.9 failed, 0.3 did not)",
-        remedy="--vllm_gpu_memory_utilization 0.3, and --vllm_enable_sleep_mode True",
+        evidence=f"the share that TRL gives to vLLM is {share} (trl#2688: 0.9 failed, 0.3 did not)",
+        remedy=f"{smaller.flag(Door.TRL, share=advice.smaller_share(share))}, and"
+        f" {advice.SLEEP_MODE.flag(Door.TRL)}",
         amount=share,
     )
     return Line("vLLM", seen, (finding,))
@@ -177,7 +178,8 @@ def graphs(facts: Facts) -> Line | None:
         summary="each batch length records a CUDA graph with a memory pool of its own",
         evidence=f"torch_compile_mode={mode}, and the sampled rows have {num_lengths:,} lengths"
         " (pytorch#128424)",
-        remedy="Pad to a few lengths (pad_to_multiple_of), or leave --torch_compile_mode out",
+        remedy=f"Pad to a few lengths ({advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)}), or leave"
+        " --torch_compile_mode out",
     )
     return Line("compiled", mode, (finding,))
 
@@ -206,6 +208,9 @@ def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if free is None or need < MUCH * free:
         return
     twice = ", twice while batches are joined" if is_joined else ""
+    remedy = advice.ARGMAX_LOGITS.flag(Door.CODE)
+    if not is_moved:
+        remedy += f"; or {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}"
     yield Finding(
         code="evaluation-gathers-logits",
         severity=severity_of(need, free),
@@ -213,7 +218,7 @@ def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         f" {'main memory' if is_moved else 'the device'} is free",
         evidence=f"{rows:,} rows x {longest:,} tokens x {facts.shape.vocab_size:,} words x 4"
         f" bytes{twice}, for compute_metrics (transformers#7232)",
-        remedy=BEST_WORDS if is_moved else f"{BEST_WORDS}; or {OUTPUTS_TO_MAIN_MEMORY}",
+        remedy=remedy,
         amount=float(need),
     )
 
@@ -235,7 +240,8 @@ def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             code="disk-too-small",
             summary=f"a checkpoint takes {size(need)}, and {size(run.disk_free_bytes)} is free",
             evidence=f"{what}, in {folder_of(run.values)}",
-            remedy="--save_only_model True, --save_total_limit 1, or another --output_dir",
+            remedy=f"{advice.SAVE_ONLY_MODEL.flag(Door.TRAINER)},"
+            f" {advice.FEWER_CHECKPOINTS.flag(Door.TRAINER)}, or another --output_dir",
             amount=float(need),
         )
 
@@ -258,10 +264,12 @@ def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     free = facts.free_main_bytes
     if not run.gathers_on_save or run.strategy is None or free is None:
         return
-    weights, remedy = 2 * run.strategy.num_params, SAVE_WITHOUT_GATHER  # 16 bits in any training
+    weights = 2 * run.strategy.num_params  # 16 bits in any training
+    remedy, door = advice.SAVE_WITHOUT_GATHER, Door.DEEPSPEED
     if run.gathers_on_save.startswith("FSDP"):
         own = 0 if facts.model is None else sum(facts.model.homes.values())
-        weights, remedy = own * run.strategy.world_size, SHARDED_SAVE
+        weights = own * run.strategy.world_size
+        remedy, door = advice.SHARDED_SAVE, Door.ACCELERATE
     if weights > MUCH * free:
         yield Finding(
             code="save-gathers",
@@ -269,6 +277,6 @@ def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             summary=f"each save gathers all weights on the first rank: {size(weights)}, and"
             f" {size(free)} of main memory is free",
             evidence=f"{run.gathers_on_save} (transformers#12587)",
-            remedy=f"{remedy.do}: {remedy.price}",
+            remedy=f"{remedy.flag(door)}: {remedy.price}",
             amount=float(weights),
         )

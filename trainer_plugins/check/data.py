@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import Check, DataFacts, Facts, Line
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent
@@ -100,8 +102,8 @@ def _padding(facts: Facts, data: DataFacts) -> Finding | None:
         code="padding-waste",
         summary=f"{percent(part)} of the tokens in a batch of {rows} random rows are padding",
         evidence=f"{len(data.lengths):,} rows sampled",
-        remedy="--train_sampling_strategy group_by_length (transformers 4: --group_by_length), or"
-        " packing",
+        remedy=f"{advice.GROUP_BY_LENGTH.flag(Door.TRAINER)} (transformers 4:"
+        " --group_by_length), or packing",
         amount=part,
     )
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.check.facts import Check, Environment, Facts, Line
 from trainer_plugins.finding import Finding
@@ -144,8 +146,8 @@ _KNOWN = (
         what="FSDP2's activation checkpointing wraps the parts of a layer one by one, and keeps"
         " all tensors between them",
         issue="accelerate#4172: 29 of 40.8 GB at 131,072 tokens",
-        remedy="pip install -U 'accelerate>=1.15', or --gradient_checkpointing instead of"
-        " fsdp_activation_checkpointing",
+        remedy="pip install -U 'accelerate>=1.15', or"
+        f" {advice.CHECKPOINTING.flag(Door.TRAINER)} instead of fsdp_activation_checkpointing",
     ),
     _KnownVersions(
         package="torch",
@@ -153,7 +155,7 @@ _KNOWN = (
         applies=_is_reentrant,
         what="reentrant checkpointing under FSDP2 leaks in the backward pass",
         issue="pytorch#169349, open; seen with 2.9.0",
-        remedy="gradient_checkpointing_kwargs={'use_reentrant': False}",
+        remedy=advice.NON_REENTRANT.flag(Door.ARGUMENTS),
     ),
     _KnownVersions(
         package="torch",

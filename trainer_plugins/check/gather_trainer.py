@@ -37,9 +37,9 @@ from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.longest import Lengths, has_rows, lengths_of
 from trainer_plugins.planner.rehearse.gather import undisturbed
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.upkeep.generation import base_model
 from trainer_plugins.upkeep.holders import root_modules, storage_of
 from trainer_plugins.watch.memory_watch import own_pids
+from trainer_plugins.wrapped import base_model, local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +138,9 @@ def _gathers_on_save(state: Any) -> str:
     """Say which setting gathers all weights on the first rank to save them; empty if none does."""
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     settings = {} if zero is None else zero.deepspeed_config.get("zero_optimization") or {}
-    if settings.get("stage3_gather_16bit_weights_on_model_save") is True:
-        return "ZeRO-3 with stage3_gather_16bit_weights_on_model_save"
+    key = "stage3_gather_16bit_weights_on_model_save"
+    if settings.get(key) is True:
+        return f"ZeRO-3 with {key}"
     if fsdp is not None and "FULL_STATE_DICT" in str(fsdp.state_dict_type):
         return "FSDP with FULL_STATE_DICT"
     return ""
@@ -166,7 +167,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
         frozen_bytes=frozen,
         homes=homes,
         others=tuple(_others(trainer, model, device_type)),
-        not_live="" if is_live else "no module of the model has gradient_checkpointing switched on",
+        not_live="" if is_live else "no module of the model has it switched on",
         is_cut_off=is_cut_off,
         attention=str(getattr(config, "_attn_implementation", None) or ""),
         takes_sdpa=bool(getattr(base, "_supports_sdpa", False)),
@@ -247,8 +248,7 @@ def _storages(module: nn.Module, device_type: str) -> dict[int, int]:
 def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a tensor: of a DTensor, of a parameter of ZeRO-3."""
     shard = getattr(tensor, "ds_tensor", None)
-    local: torch.Tensor = shard if shard is not None else getattr(tensor, "_local_tensor", tensor)
-    return local
+    return shard if shard is not None else local_tensor(tensor)
 
 
 def _tensor_bytes(values: object) -> int:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import CardFacts, Check, Facts, Line, Owner
 from trainer_plugins.check.visible import Visible, visible
 from trainer_plugins.finding import Finding, Severity
@@ -9,6 +11,7 @@ from trainer_plugins.units import size
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory
 
 _AMPERE = (8, 0)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cards(facts: Facts) -> Line:
@@ -24,7 +27,7 @@ def cards(facts: Facts) -> Line:
         _silent(
             card.name or card.uuid,
             card.trouble,
-            f"Leave {card.uuid} out of CUDA_VISIBLE_DEVICES until it does",
+            f"Leave {card.uuid} out of {_VISIBLE} until it does",
         )
         for card in facts.cards
         if card.trouble
@@ -112,7 +115,7 @@ def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
     there = facts.environment
     if there is None:
         return
-    given = f"CUDA_VISIBLE_DEVICES={there.visible}"
+    given = f"{_VISIBLE}={there.visible}"
     if seen.trouble:
         uuids = "; ".join(f"{number}: {card.uuid}" for number, card in enumerate(facts.cards))
         yield Finding(
@@ -126,7 +129,7 @@ def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
     if seen.by_number and num_kinds > 1 and there.card_order != "PCI_BUS_ID":
         yield Finding.warning(
             code="card-order",
-            summary="the numbers in CUDA_VISIBLE_DEVICES may mean other cards than in nvidia-smi",
+            summary=f"the numbers in {_VISIBLE} may mean other cards than in nvidia-smi",
             evidence=f"{given} and {_named(facts.cards)}: CUDA puts the fastest first"
             " (pytorch#86539)",
             remedy="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
@@ -135,9 +138,9 @@ def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
     if there.visible is not None and len(slices) > 1:
         yield Finding.warning(
             code="mig-one-slice",
-            summary=f"a process uses one MIG slice, and CUDA_VISIBLE_DEVICES names {len(slices)}",
+            summary=f"a process uses one MIG slice, and {_VISIBLE} names {len(slices)}",
             evidence=f"{given}; CUDA enumerates a single compute instance (pytorch#92315)",
-            remedy="Start a process for each slice, each with its own CUDA_VISIBLE_DEVICES",
+            remedy=f"Start a process for each slice, each with its own {_VISIBLE}",
         )
 
 
@@ -156,7 +159,7 @@ def _left(owner: Owner) -> Finding | None:
             code="leftover-process",
             summary=f"a process of an earlier run, whose launcher is gone, holds {held}",
             evidence=f"pid {process.pid}: {owner.command}",
-            remedy=f"If it does no work any more: kill {process.pid}",
+            remedy=f"If it is idle: {advice.END_PROCESS.flag(Door.SHELL, pid=process.pid)}",
         )
     return None
 
@@ -187,6 +190,6 @@ def _strays(facts: Facts) -> Iterator[Finding]:
         " to their own card",
         evidence=f"pids {', '.join(map(str, strays))}, {size(least)} and more each"
         " (pytorch#23138: 725 MB)",
-        remedy="Call torch.cuda.set_device(local_rank) before anything touches CUDA, and load with"
-        " map_location='cpu'",
+        remedy=f"{advice.OWN_CARD_FIRST.flag(Door.CODE)}; and load with"
+        f" {advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}",
     )

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import LITTLE, MUCH, Check, Facts, Line, ModelFacts, Shape
-from trainer_plugins.explain.switches import checkpointing, liger
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.kernels import Kernel, attention_kernel
 from trainer_plugins.units import percent, size
@@ -48,7 +49,7 @@ def frozen(facts: Facts) -> Line | None:
         summary=f"frozen weights are kept in float32: {size(wide / 2)} more than in bfloat16",
         evidence=f"{seen}; nothing updates them, and"
         f" {'matrix products run with 16 bits' if is_mixed else 'training runs in float32'}",
-        remedy="Load the base with dtype=torch.bfloat16",
+        remedy=f"Load the base with {advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE)}",
         amount=float(wide),
     )
     return Line("frozen weights", seen, (finding,))
@@ -88,11 +89,11 @@ def attention(facts: Facts) -> Line | None:
         return Line("attention", seen)
     part = scores / _device(facts)
     dtype = _dtype(facts, model)
-    change = checkpointing().do
+    change = advice.CHECKPOINTING.flag(Door.TRAINER)
     if falls_back and dtype == "bfloat16":
         change = f"--fp16 True instead of --bf16, or {change}"
     if model.attention == "eager" and model.takes_sdpa:
-        change = f"Load it with attn_implementation='sdpa', or {change}"
+        change = f"{advice.SDPA_ATTENTION.flag(Door.CODE)}, or {change}"
     finding = Finding.warning(
         code="attention-stores-scores",
         summary=f"{model.attention} attention stores a score for each pair of tokens here:"
@@ -118,8 +119,8 @@ def cache(facts: Facts) -> Line | None:
     finding = Finding.warning(
         code="kv-cache-in-training",
         summary="each training forward returns a cache of keys and values that nothing reads",
-        evidence=f"config.use_cache is true: {size(need)} for the longest rows",
-        remedy="model.config.use_cache = False",
+        evidence=f"its config switches the cache on: {size(need)} for the longest rows",
+        remedy=advice.NO_CACHE_IN_TRAINING.flag(Door.CODE),
     )
     return Line("KV cache", "", (finding,))
 
@@ -146,7 +147,7 @@ def logits(facts: Facts) -> Line | None:
         " device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         f" ({' + '.join(map(str, widths))}) bytes: {why}",
-        remedy=f"{liger(None).do}, or fewer rows with more accumulation",
+        remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or fewer rows with more accumulation",
         amount=float(need),
     )
     return Line("logits", seen, (finding,))
@@ -168,7 +169,8 @@ def states(facts: Facts) -> Line | None:
         summary=f"gradients and the states of {model.optimizer} take {size(need)}, and {size(free)}"
         " is free: the first step fails at any batch size",
         evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}",
-        remedy="Train adapters, take --optim adamw_bnb_8bit, or several cards with ZeRO-3 or FSDP",
+        remedy=f"Train adapters, {advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, or several cards with"
+        " ZeRO-3 or FSDP",
         amount=float(need),
     )
     return Line("optimizer", seen, (finding, *_strayed(model)))
@@ -245,8 +247,8 @@ def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
             code="checkpointing-not-live",
             summary="gradient checkpointing is requested, but all activations are kept",
             evidence=model.not_live,
-            remedy="Leave it to the Trainer (--gradient_checkpointing True), and switch nothing off"
-            " afterwards",
+            remedy=f"Leave it to the Trainer ({advice.CHECKPOINTING.flag(Door.TRAINER)}), and do"
+            " not switch it off afterwards",
         )
     elif model.is_cut_off:
         yield Finding.error(
@@ -254,8 +256,8 @@ def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
             summary="reentrant checkpointing computes no gradients here: no input requires one",
             evidence="use_reentrant is true and the input embeddings are frozen"
             " (transformers#42489)",
-            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or"
-            " model.enable_input_require_grads()",
+            remedy=f"{advice.NON_REENTRANT.flag(Door.ARGUMENTS)}, or"
+            f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
         )
 
 

@@ -1,5 +1,7 @@
 """Judges whether a planned run fits its card and its main memory."""
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import Check, Facts, Line
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.plan import MemoryPlan, at_least
@@ -33,8 +35,9 @@ def main_memory(facts: Facts) -> Line | None:
         evidence=f"{size(plan.host_ram_bytes_per_node)} of tensors, of which"
         f" {size(plan.host_pinned_bytes_per_node)} are pinned, and"
         f" {size(plan.host_process_bytes_per_node)} for Python and its libraries",
-        remedy="Spread it over more machines, set pin_memory to false, put the optimizer on NVMe"
-        " (zero3_offload_nvme), or train adapters",
+        remedy="Spread it over more machines; pin less:"
+        f" {advice.NO_PINNED_OFFLOAD.flag(Door.DEEPSPEED)}; put the optimizer on NVMe:"
+        f" {advice.OFFLOAD_TO_DISK.flag(Door.SHELL)}; or train adapters",
         amount=float(plan.host_bytes_per_node),
     )
     return Line("main memory", seen, (finding,))
@@ -77,7 +80,7 @@ def _tight(plan: MemoryPlan) -> Finding | None:
         code="plan-is-tight",
         summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
         evidence=plan.known_error or "a prediction",
-        remedy="Fewer rows with more accumulation, or trainer_plugins.survive_oom",
+        remedy=f"Fewer rows with more accumulation, or {advice.SURVIVE.flag(Door.CODE)}",
         amount=float(plan.nvidia_smi_peak_bytes),
     )
 
@@ -97,7 +100,8 @@ def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
         summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)} of its card, and only"
         f" {size(free)} is free now",
         evidence=f"predicted for {plan.moment}; other processes hold the rest",
-        remedy="Stop the other processes, or choose another card with CUDA_VISIBLE_DEVICES",
+        remedy="Stop the other processes, or choose another card:"
+        f" {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
         amount=float(plan.nvidia_smi_peak_bytes),
     )
 
@@ -119,7 +123,7 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
         summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
         evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
         f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
-        remedy=f"Add the callback StreamBase (--memory_stream_base always){several}",
+        remedy=f"Add the callback StreamBase ({advice.STREAM_BASE.flag(Door.TRAINER)}){several}",
         amount=float(streamed.nvidia_smi_peak_bytes),
     )
 
@@ -138,6 +142,7 @@ def _adapters(plan: MemoryPlan) -> Finding | None:
         summary=f"{percent(part)} of the peak are activations and logits, which adapters do not"
         " reduce",
         evidence=f"{size(taken)} of {size(plan.allocated_peak_bytes)} (peft#1514)",
-        remedy="--gradient_checkpointing True, or fewer rows or tokens; a lower rank saves little",
+        remedy=f"{advice.CHECKPOINTING.flag(Door.TRAINER)}, or fewer rows or tokens; a lower rank"
+        " saves little",
         amount=part,
     )

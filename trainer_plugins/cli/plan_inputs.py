@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
 from trainer_plugins.cli.plan_options import AdapterOptions, RunOptions
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs
 from trainer_plugins.planner.plan import PlanError
@@ -63,11 +64,8 @@ def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
         raise PlanError("--vllm-utilization is for --trainer grpo, rloo or gmpo")
     if not 0 < share < 1:
         raise PlanError(f"--vllm-utilization is a share of the card below 1, got {share}")
-    return (
-        "--use_vllm=True",
-        "--vllm_mode=colocate",
-        f"--vllm_gpu_memory_utilization={share}",
-    )
+    utilization = SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share).split()
+    return ("--use_vllm=True", "--vllm_mode=colocate", *utilization)
 
 
 def _adapter(options: AdapterOptions) -> dict[str, object] | None:

@@ -153,7 +153,7 @@ def of_launcher(launcher: Launcher) -> Asked | None:
             offload[what] = getattr(flags, f"offload_{what}_device")
     one_process_for = "--cpu" if flags.cpu else None
     if one_process_for is None and config.get("distributed_type") in ("NO", "MULTI_CPU"):
-        one_process_for = f"distributed_type {config['distributed_type']}"
+        one_process_for = f"the type {config['distributed_type']}"
     return replace(
         asked,
         source=file.name,

@@ -6,6 +6,8 @@ running them.
 
 from collections.abc import Iterator
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import Asked
 from trainer_plugins.strategy import Strategy
@@ -56,16 +58,16 @@ def _missing_ranks(asked: Asked, runs: Strategy) -> tuple[str, str]:
     if asked.one_process_for:
         return (
             f"{summary}: `accelerate launch` starts one process because of {asked.one_process_for}",
-            "Launch with `distributed_type: MULTI_GPU` or --multi_gpu; on the CPU give --use_cpu to"
-            " the script",
+            f"Launch with `{advice.ONE_PROCESS_A_CARD.flag(Door.ACCELERATE)}` or --multi_gpu; on"
+            " the CPU give --use_cpu to the script",
         )
     if runs.world_size > 1:
         return summary, "Compare num_processes with what each machine started"
     if (asked.started or 1) == 1:
         return (
             f"{summary}: one process was started",
-            "Start it with `accelerate launch --multi_gpu` or `torchrun`, which start a process for"
-            " each card",
+            "Start it with `accelerate launch --multi_gpu` or"
+            f" `{advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}`, which start a process for each card",
         )
     summary += ": each process trains alone, all on the same rows"
     if runs.device != "cpu":
@@ -92,8 +94,8 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     remedy = _OWN_ACCELERATOR
     if runs.family == "DataParallel":
         remedy = (
-            "One process sees several cards: set CUDA_VISIBLE_DEVICES=0, or launch a process for"
-            " each card"
+            f"One process sees several cards: set {advice.ONE_CARD.flag(Door.ENVIRONMENT)}, or"
+            f" launch a process for each card: {advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}"
         )
     elif asked.use_cpu:
         remedy = "Unset ACCELERATE_USE_CPU: if it is set, accelerate takes its CPU branch"
@@ -163,7 +165,8 @@ def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             " keeps all activations",
             evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing,"
             " not DeepSpeed's",
-            remedy="Give --gradient_checkpointing to the script, and remove the block",
+            remedy=f"Give {advice.CHECKPOINTING.flag(Door.TRAINER)} to the script, and remove the"
+            " block",
         )
 
 
