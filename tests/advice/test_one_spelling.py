@@ -161,7 +161,7 @@ def said(tmp_path_factory) -> list[Said]:
     return list(all_said(tmp_path_factory.mktemp("said")))
 
 
-ROOMS_NOT_YET = {"watch", "snapshot"}
+ROOMS_NOT_YET = {"watch", "check", "snapshot"}  # check repeats findings of watch
 
 
 def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
