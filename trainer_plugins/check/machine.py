@@ -1,17 +1,34 @@
-"""Judges the cards of a machine: which are visible, and what else holds memory on them."""
+"""Judges the cards of a machine: which are visible, and what else holds memory on them.
+
+CUDA reads CUDA_VISIBLE_DEVICES from the left and stops at the first entry that names nothing: CUDA
+C++ Programming Guide, "CUDA Environment Variables". Numbers, UUIDs and MIG slices cannot be mixed.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import CardFacts, Check, Facts, Line, Owner
-from trainer_plugins.check.visible import Visible, visible
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory
 
 _AMPERE = (8, 0)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NUMBER, _CARD, _SLICE = "a number", "a card's UUID", "a MIG slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Holds the cards and slices that a process sees, in its order."""
+
+    uuids: tuple[str, ...]
+    trouble: str = ""
+    """Why some entries of the list are invisible; empty if none is."""
+
+    by_number: bool = False
+    """Whether cards are named by numbers, which depend on CUDA_DEVICE_ORDER."""
 
 
 def cards(facts: Facts) -> Line:
@@ -91,10 +108,6 @@ def cards_in_use(facts: Facts) -> list[CardFacts]:
 
 
 CHECKS: tuple[Check, ...] = (cards, memory_of_others, earlier_runs, precision)
-
-
-def _visible(facts: Facts) -> Visible:
-    return visible(facts.environment.visible if facts.environment else None, facts.cards)
 
 
 def _named(cards: Sequence[CardFacts]) -> str:
@@ -193,3 +206,50 @@ def _strays(facts: Facts) -> Iterator[Finding]:
         remedy=f"{advice.OWN_CARD_FIRST.flag(Door.CODE)}; and load with"
         f" {advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}",
     )
+
+
+def _visible(facts: Facts) -> Visible:
+    """Read CUDA_VISIBLE_DEVICES as CUDA does."""
+    cards = facts.cards
+    text = facts.environment.visible if facts.environment is not None else None
+    if text is None:
+        return Visible(tuple(each for card in cards for each in card.slices[:1] or (card.uuid,)))
+    found: list[str] = []
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    kind = _kind(entries[0]) if entries else ""
+    for entry in entries:
+        if _kind(entry) != kind:
+            why = f"{entry} is {_kind(entry)}, and the list began with {kind}: they cannot be mixed"
+            return Visible(tuple(found), why, kind == _NUMBER)
+        named, why = _uuid_named(entry, cards)
+        if named in found:
+            # torch/cuda/__init__.py, _parse_visible_devices: then CUDA reports no devices
+            return Visible((), f"{entry} names a card twice, so CUDA shows none", kind == _NUMBER)
+        if named is None:
+            return Visible(tuple(found), why, kind == _NUMBER)
+        found.append(named)
+    return Visible(tuple(found), by_number=kind == _NUMBER)
+
+
+def _kind(entry: str) -> str:
+    if entry.startswith("GPU-"):
+        return _CARD
+    return _SLICE if entry.startswith("MIG-") else _NUMBER
+
+
+def _uuid_named(entry: str, cards: Sequence[CardFacts]) -> tuple[str | None, str]:
+    """Return the UUID that an entry names, or why it names none."""
+    if _kind(entry) == _NUMBER:
+        if entry.isdecimal() and int(entry) < len(cards):
+            return cards[int(entry)].uuid, ""
+        return None, f"there is no card {entry}: this machine has {len(cards)}"
+    there = [
+        each
+        for card in cards
+        for each in (card.slices if _kind(entry) == _SLICE else (card.uuid,))
+        if each.startswith(entry)
+    ]
+    if len(there) == 1:
+        return there[0], ""
+    what = "no card or slice has the UUID" if not there else f"{len(there)} cards begin with"
+    return None, f"{what} {entry}"

@@ -16,7 +16,7 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.about import installed_versions
 from trainer_plugins.launch.launcher import launch_of
-from trainer_plugins.launch.masked import masked, masked_command, masked_text
+from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
 from trainer_plugins.launch.place import place
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FEWEST_NAMES = 2
 """A part of a Hydra config with one name of TrainingArguments, such as `seed`, may be anything."""
 
@@ -54,7 +55,7 @@ def typed(arguments: list[str], given: list[str]) -> list[str]:
 def facts_of_process(
     device: Device | None, rank: int, world_size: int, time_seconds: float, step: int = 0
 ) -> RunFacts:
-    """Gather the facts that need no Trainer. It takes some milliseconds.
+    """Gather the facts of a run that need no Trainer. It takes some milliseconds.
 
     Args:
         device: where tensors live; None if that cannot be read.
@@ -64,6 +65,10 @@ def facts_of_process(
         step: optimizer steps that were complete then.
     """
     name = "" if device is None else device.name
+    properties: Any = tried(lambda: _properties(name), None)
+    allocator = {**Variables.of(os.environ).texts}
+    if _VISIBLE in os.environ:
+        allocator[_VISIBLE] = os.environ[_VISIBLE]
     return RunFacts(
         process=PROCESS,
         time_seconds=time_seconds,
@@ -73,12 +78,17 @@ def facts_of_process(
         command=masked_command(typed(sys.argv, sys.orig_argv)),
         launch=tried(lambda: launch_of(os.environ), None),
         device=name,
-        card=tried(lambda: str(getattr(_properties(name), "name", "")), ""),
-        capability=tried(lambda: _capability(name), None),
+        card=str(getattr(properties, "name", "")),
+        capability=tried(lambda: (int(properties.major), int(properties.minor)), None),
         device_bytes=0 if device is None else tried(lambda: device.read().total_bytes, 0),
         driver=_driver(),
-        versions=_versions(),
-        allocator=_allocator(os.environ),
+        versions={
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            **installed_versions(),
+            "torch build": f"CUDA {torch.version.cuda}, HIP {torch.version.hip}",
+        },
+        allocator={name: masked_text(text) for name, text in allocator.items()},
         place=tried(place, None),
     )
 
@@ -95,7 +105,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
         model_config=tried(lambda: _config(model), {}),
         adapter=tried(lambda: _adapter(model), {}),
         dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
-        arguments=tried(lambda: _arguments(args), {}),
+        arguments=tried(lambda: masked_fields(args.to_dict()), {}),
         override=tried(lambda: override_of(vars(args)), ""),
         num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
         num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
@@ -111,18 +121,13 @@ def _built_class(model: object) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-def _arguments(args: Any) -> dict[str, object]:
-    """Return TrainingArguments as JSON, without secrets."""
-    return _as_mapping(args.to_dict())
-
-
 def _config(model: object) -> dict[str, object]:
     """Return the config of a model as JSON, without secrets; empty if it has none."""
     config = getattr(model, "config", None)
     as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
     if (attention := getattr(config, "_attn_implementation", None)) is not None:
         as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
-    return _as_mapping(as_dict)
+    return masked_fields(as_dict)
 
 
 def _adapter(model: Any) -> dict[str, object]:
@@ -130,7 +135,8 @@ def _adapter(model: Any) -> dict[str, object]:
     if not isinstance(configs, dict) or len(configs) != 1:
         return {}
     (config,) = configs.values()
-    return {name: its for name, its in _as_mapping(config.to_dict()).items() if its is not None}
+    fields = masked_fields(config.to_dict())
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _num_evaluation_batches(trainer: Any) -> int:
@@ -140,11 +146,6 @@ def _num_evaluation_batches(trainer: Any) -> int:
     return max((-(-len(part) // (rows * ranks)) for part in parts if part is not None), default=0)
 
 
-def _as_mapping(value: object) -> dict[str, object]:
-    shown = masked(value)
-    return shown if isinstance(shown, dict) else {}
-
-
 def _properties(name: str) -> object:
     if not name or name == "cpu":
         return None
@@ -152,30 +153,11 @@ def _properties(name: str) -> object:
     return torch.get_device_module(device.type).get_device_properties(device.index)
 
 
-def _capability(name: str) -> tuple[int, int] | None:
-    properties: Any = _properties(name)
-    return (int(properties.major), int(properties.minor)) if properties is not None else None
-
-
 def _driver() -> str:
     """Return the version of the card's driver as Linux shows it; empty elsewhere."""
     with suppress(OSError):
         return masked_text(Path("/proc/driver/nvidia/version").read_text().splitlines()[0])
     return ""
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    found |= installed_versions()
-    found["torch build"] = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-    return found
-
-
-def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {**Variables.of(environ).texts}
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        names["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
-    return {name: masked_text(text) for name, text in names.items()}
 
 
 def override_of(names: Collection[str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from trainer_plugins.launch.lint.document import document_of
-from trainer_plugins.launch.masked import masked, masked_command, masked_text
+from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
 from trainer_plugins.record.run_facts import Launch
 
 _LAUNCHERS = {
@@ -91,12 +91,11 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     document = document_of("", {"deepspeed_config": {"deepspeed_config_file": named}})
     if document.json_path is not None:
         exported[_DEEPSPEED_FILE] = document.json_path
-    shown, deepspeed = masked(exported), masked(document.deepspeed)
     return Launch(
         file="" if file is None else masked_text(os.fspath(file)),
         words=masked_command(launched_by()),
-        environment=shown if isinstance(shown, dict) else {},
-        deepspeed=deepspeed if isinstance(deepspeed, dict) else {},
+        environment={name: str(text) for name, text in masked_fields(exported).items()},
+        deepspeed=masked_fields(document.deepspeed or {}),
     )
 
 

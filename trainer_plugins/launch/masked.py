@@ -103,17 +103,24 @@ def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
     if isinstance(value, Enum):
         return masked(value.value, kind, depth + 1)
     if isinstance(value, Mapping):
-        return {
-            masked_text(str(name)): masked(
-                its, kind if kind.is_secret else kind_of(str(name)), depth + 1
-            )
-            for name, its in value.items()
-        }
+        return masked_fields(value, kind, depth)
     if isinstance(value, list | tuple | set | frozenset):
         if not kind.is_secret and all(isinstance(each, str) for each in value):
             return list(masked_command(value))  # a list of words may be one
         return [masked(each, kind, depth + 1) for each in value]
     return _masked(str(value), kind)
+
+
+def masked_fields(
+    fields: Mapping[str, object], kind: Kind = Kind.PLAIN, depth: int = 0
+) -> dict[str, object]:
+    """Return a mapping as JSON has it, without secrets; see `masked`."""
+    return {
+        masked_text(str(name)): masked(
+            value, kind if kind.is_secret else kind_of(str(name)), depth + 1
+        )
+        for name, value in fields.items()
+    }
 
 
 def _is_value(argument: str, flag: str) -> bool:
