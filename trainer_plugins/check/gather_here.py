@@ -51,12 +51,7 @@ class Notes:
 
 
 def gather_here(environ: Mapping[str, str], document: Document | None = None) -> Facts:
-    """Look at the cards, the main memory and the environment of this machine.
-
-    Args:
-        environ: the variables of the launch.
-        document: the launch file, if one was named.
-    """
+    """Look at the cards, the main memory and the environment of this machine."""
     notes = Notes()
     there = notes.tried("the environment", partial(environment, environ), None)
     if there is not None:

@@ -28,12 +28,8 @@ def gather_launch(
 ) -> Facts:
     """Look at this machine, and gather what a command line names.
 
-    Args:
-        environ: the variables of the launch.
-        model: a config.json, its folder, or a name on the hub; None: only the machine is checked.
-        details: what belongs to the config of a model; its `training_args` are flags.
-        inputs: the cards and the launch.
-        timeout_seconds: how long a prediction may take.
+    `model` is a config.json, its folder, or a name on the hub; None checks only the machine. The
+    `training_args` of `details` are flags.
 
     Raises:
         ConfigError: the launch file or the flags cannot be read.

@@ -54,11 +54,7 @@ def gather_trainer(
 ) -> Facts:
     """Look at a Trainer when training begins. It takes up to a second, most of it for rows.
 
-    Args:
-        trainer: the Trainer.
-        model: the model without wrappers.
-        optimizer: with accelerate's wrapper, or without.
-        device: the training device.
+    The model has no wrappers; the optimizer may have accelerate's.
     """
     notes = Notes()
     facts = _around(notes, device)

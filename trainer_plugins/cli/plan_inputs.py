@@ -14,11 +14,7 @@ _LARGEST_LORA_RANK = 1 << 20
 
 
 def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, RunInputs]:
-    """Return what belongs to the config of a model, and what belongs to any run.
-
-    Args:
-        options: the options of the command line.
-        flags: what follows them: the flags of TrainingArguments.
+    """Return the planner's inputs; `flags` are those of TrainingArguments.
 
     Raises:
         PlanError: two options contradict each other, or one is out of range.

@@ -41,8 +41,8 @@ def report(
     """
     from trainer_plugins.explain.run.ending import how_it_ended
     from trainer_plugins.record.history import read_history
-    from trainer_plugins.report.at_oom import with_last_readings
     from trainer_plugins.report.page import show
+    from trainer_plugins.report.summary import with_last_readings
     from trainer_plugins.report.text import history_report
 
     try:

@@ -37,10 +37,8 @@ def with_options(
     """Let a command take dataclasses: each of their fields is an option of the command line.
 
     A field is annotated as a parameter of a typer command is. The help lists it in the panel that
-    its option names, else in the panel that its class names (`panel`); `MOST_USED` comes first.
-
-    Args:
-        shown: the names of the options that the help lists; None is all of them.
+    its option names, else in the panel that its class names (`panel`); `MOST_USED` comes first. It
+    lists only the options in `shown`, if that is given.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -49,12 +49,7 @@ class LaunchEnvironment:
 
 
 def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
-    """Look at this machine.
-
-    Args:
-        environ: the variables that are set now.
-        with_vllm: vLLM will run inside the training process (TRL's `vllm_mode="colocate"`).
-    """
+    """Look at this machine; `with_vllm`: vLLM will run inside the training process."""
     machine = gather_machine(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

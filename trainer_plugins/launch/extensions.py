@@ -71,9 +71,6 @@ def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
     """Find the locks in the folder where this Python builds extensions of torch.
 
     It lists a folder; if there is a lock, it also reads the open files of all processes.
-
-    Args:
-        environ: its TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may name that folder.
     """
     files = sorted(_extension_files("*/lock", environ))
     if not files or not _existence_locks():

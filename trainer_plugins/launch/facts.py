@@ -57,12 +57,7 @@ def facts_of_process(
 ) -> RunFacts:
     """Gather the facts of a run that need no Trainer. It takes some milliseconds.
 
-    Args:
-        device: where tensors live; None if that cannot be read.
-        rank: this process among those that train together.
-        world_size: how many train together.
-        time_seconds: when the run began.
-        step: optimizer steps that were complete then.
+    The time and the step are those at which the run began. The device is None if it is unreadable.
     """
     name = "" if device is None else device.name
     properties: Any = tried(lambda: _properties(name), None)

@@ -30,8 +30,7 @@ def read_in_force(
         wrapper: what training calls, `trainer.model_wrapped`.
         optimizer: with accelerate's wrapper or without.
         distributed_type: accelerate's name for it.
-        world_size: ranks by accelerate's count. There may be a larger process group, whose ranks
-            each train alone.
+        world_size: accelerate's count. The process group may be larger, if each rank trains alone.
         device: the device's type, such as `cuda`.
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile

@@ -79,9 +79,6 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
 
     The variables are what accelerate exports of its file and flags, and what it reads in each rank:
     they count even if the launcher itself cannot be found, or the file has changed since.
-
-    Args:
-        environ: the environment of this process.
     """
     launcher = find_launcher()
     flags = launcher.flags() if launcher is not None else None

@@ -89,10 +89,7 @@ def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
     >>> masked({"hub_token": "abc", "seed": 1, "kwargs": {"api_keys": ["x"], "path": "y"}})
     {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'api_keys': ['(hidden)'], 'path': 'y'}}
 
-    Args:
-        value: of any kind; what JSON does not know becomes text.
-        kind: the kind of the name above it.
-        depth: how many containers it is in.
+    Values that JSON does not know become text. `kind` is that of the name above the value.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -33,13 +33,7 @@ def show(page: RenderableType) -> None:
 
 
 def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
-    """Make a table without lines: names in the first column, then numbers, aligned to the right.
-
-    Args:
-        first: the heading of the first column.
-        others: the headings of the other columns.
-        left: those of them that hold text.
-    """
+    """Make a table without lines: text in the first column and in `left`, else numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(first)
     for other in others:

@@ -28,11 +28,9 @@ from trainer_plugins.units import percent, size
 
 
 def history_report(history: History, ending: Finding | None = None) -> RenderableType:
-    """Render one block a run, the last one first, then what could not be read.
+    """Render one block a run, the last one first, then the lines that could not be read.
 
-    Args:
-        history: the runs.
-        ending: how the last run ended, if its timeline does not say.
+    `ending` is how the last run ended, if its timeline does not say.
     """
     parts: list[RenderableType] = []
     num_runs = len(history.runs)

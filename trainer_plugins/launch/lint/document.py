@@ -119,14 +119,7 @@ def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
 def document_of(
     name: str, accelerate: Mapping, duplicates: tuple[str, ...] = (), folder: Path | None = None
 ) -> Document:
-    """Join an accelerate mapping with the DeepSpeed JSON that it names.
-
-    Args:
-        name: the file's name without its suffix.
-        accelerate: the mapping.
-        duplicates: keys that occur twice in it.
-        folder: where the launch starts; None is the current folder.
-    """
+    """Join an accelerate mapping with the DeepSpeed JSON that it names, relative to `folder`."""
     document = Document(name=name, accelerate=accelerate, duplicates=duplicates)
     named = document.in_accelerate("deepspeed_config.deepspeed_config_file")
     return document if named is None else _with_json(document, named, folder or Path())

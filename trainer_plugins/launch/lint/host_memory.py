@@ -62,13 +62,7 @@ def memory_findings(
 
 
 def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed:
-    """Count what all ranks of one machine need.
-
-    Args:
-        document: the launch file.
-        num_params: parameters of the model.
-        num_ranks: ranks on all machines of the file.
-    """
+    """Count what the ranks of one machine need; `num_ranks` are those on all machines."""
     machines = document.in_accelerate("num_machines")
     num_local = max(1, num_ranks // machines) if isinstance(machines, int) else num_ranks
     share = num_params / num_ranks

@@ -19,6 +19,10 @@ def _keys(**names_by_kind: str) -> Keys:
     return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 ACCELERATE = _keys(
     text="""
         compute_environment distributed_type mixed_precision rdzv_backend main_process_ip
@@ -46,18 +50,12 @@ ACCELERATE_DEEPSPEED = _keys(
 )
 # DeepSpeedPlugin._deepspeed_config_checks raises for these in addition to a deepspeed_config_file,
 # at any value.
-REFUSED_BESIDE_JSON = frozenset(
-    [
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "zero_stage",
-        "offload_optimizer_device",
-        "offload_param_device",
-        "offload_param_nvme_path",
-        "offload_optimizer_nvme_path",
-        "zero3_save_16bit_model",
-        "mixed_precision",
-    ]
+REFUSED_BESIDE_JSON = _names(
+    """
+    gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device
+    offload_param_device offload_param_nvme_path offload_optimizer_nvme_path zero3_save_16bit_model
+    mixed_precision
+    """
 )
 # accelerate adds `fsdp_` to a key that lacks it.
 ACCELERATE_FSDP = _keys(
@@ -184,23 +182,13 @@ PASSED_OVER = frozenset(
 
 # _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS of deepspeed/runtime/config.py:
 # DeepSpeed raises for each.
-REMOVED = frozenset(
-    [
-        "nebula",
-        "compression_training",
-        "amp",
-        "quantize_training",
-        "sparse_gradients",
-        "eigenvalue",
-        "sparse_attention",
-        "elasticity",
-        "graph_harvesting",
-        "curriculum_learning",
-        "progressive_layer_drop",
-        "zero_optimization.mics_shard_size",
-        "zero_optimization.mics_hierarchical_params_gather",
-        "zero_optimization.zeropp_loco_param",
-    ]
+REMOVED = _names(
+    """
+    nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
+    elasticity graph_harvesting curriculum_learning progressive_layer_drop
+    zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
+    zero_optimization.zeropp_loco_param
+    """
 )
 DEPRECATED = {
     "zero_optimization.cpu_offload": 'zero_optimization.offload_optimizer: {"device": "cpu"}',
@@ -216,26 +204,15 @@ DEPRECATED = {
 
 # Keys whose "auto" transformers (HfTrainerDeepSpeedConfig) and accelerate (DeepSpeedPlugin,
 # _prepare_deepspeed) replace.
-AUTO = frozenset(
-    [
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "bf16.enabled",
-        "fp16.enabled",
-        "optimizer.params.lr",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "optimizer.params.weight_decay",
-        "scheduler.params.warmup_min_lr",
-        "scheduler.params.warmup_max_lr",
-        "scheduler.params.warmup_num_steps",
-        "scheduler.params.total_num_steps",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-    ]
+AUTO = _names(
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    bf16.enabled fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps
+    optimizer.params.weight_decay scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr
+    scheduler.params.warmup_num_steps scheduler.params.total_num_steps
+    zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold
+    """
 )
 # For these accelerate fills in its own default, which is rarely the intended value.
 AUTO_IS_OFF = {

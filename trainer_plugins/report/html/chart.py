@@ -19,6 +19,39 @@ _FAR = 2.5
 """A limit of this many times the memory in use would flatten the picture."""
 
 
+_COLOURS = {
+    "weights": "weights",
+    "parameter": "weights",
+    "parameters": "weights",
+    "frozen weights": "frozen",
+    "buffer": "frozen",
+    "gradient": "gradients",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "optimizer states": "optimizer",
+    "activation": "activations",
+    "activations": "activations",
+    "saved by autograd": "saved",
+    "autocast copies of weights": "saved",
+    "temporaries": "temporaries",
+    "logits": "logits",
+    "logits and loss": "logits",
+    "KV cache": "cache",
+    "sharding buffers": "buffers",
+    "waiting": "buffers",
+    "train": "train",
+    "eval": "eval",
+    "evaluation": "eval",
+    "predict": "eval",
+    "generate": "generate",
+    "generation": "generate",
+    "save": "save",
+    "forward": "first",
+    "backward": "second",
+    "optimizer step": "third",
+}
+"""The colour of each use of memory, on every page."""
+
 AxisRow = tuple[str, tuple[tuple[float, str], ...]]
 """A row of texts under a picture: its name; places in percent, and texts."""
 
@@ -215,3 +248,12 @@ def stairs(edges: Sequence[float], levels: Sequence[float | None], height: Heigh
 def percent_of(place: float) -> float:
     """Turn units of the chart into percents of its width."""
     return round(100 * place / WIDTH, 2)
+
+
+def colour_of(name: str) -> str:
+    """Return the class in the style sheet for a category or a moment; the rest is grey.
+
+    >>> colour_of("parameters"), colour_of("workspaces")
+    ('c-weights', 'c-other')
+    """
+    return f"c-{_COLOURS.get(name, 'other')}"

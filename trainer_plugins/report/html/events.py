@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
-from trainer_plugins.report.html.chart import Lane, Sign, percent_of
-from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.chart import Lane, Sign, colour_of, percent_of
 from trainer_plugins.report.html.scales import WIDTH
 from trainer_plugins.report.summary import Timelines, entries_of
 from trainer_plugins.units import size

@@ -47,12 +47,7 @@ def memory_chart(
 ) -> Chart | None:
     """Draw one rank in full; None if it has no readings.
 
-    Args:
-        rank: the rank.
-        entries: its timeline.
-        span: the time that is drawn.
-        noted: the findings of the run.
-        planned: the planned memory of the card at the peak of each moment.
+    `planned` is the planned memory of the card at the peak of each moment.
     """
     found, top = stretches_of(entries, span.began_seconds), fullest(entries)
     if not found or top is None:

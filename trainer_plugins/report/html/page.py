@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from trainer_plugins.printable import printable
-from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.chart import colour_of
 from trainer_plugins.report.html.scales import seconds_text
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import percent, size

@@ -10,13 +10,13 @@ from trainer_plugins.report.html.chart import (
     Lane,
     Sign,
     Table,
+    colour_of,
     columns_of,
     height_of,
     limited,
     percent_of,
     stacked,
 )
-from trainer_plugins.report.html.colours import colour_of
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.scales import WIDTH, byte_ticks
 from trainer_plugins.report.plan_text import details, host_verdict, moment_of, planned, verdict

@@ -20,7 +20,6 @@ from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
-from trainer_plugins.report.at_oom import SLACK_SECONDS, records_of, with_records
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
@@ -28,11 +27,14 @@ from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
 from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
+    SLACK_SECONDS,
     MomentPeak,
     Timelines,
     failures_of,
     peaks,
+    records_of,
     strategies_of,
+    with_records,
 )
 from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES

@@ -8,8 +8,7 @@ from markupsafe import Markup
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.explain.snapshot.trace import ranges_after
-from trainer_plugins.report.html.chart import Band
-from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.chart import Band, colour_of
 from trainer_plugins.units import MIB, size
 
 _CELLS, _MOST_ROWS, _ROW_PIXELS = 250, 24, 14

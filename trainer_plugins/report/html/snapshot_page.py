@@ -13,6 +13,7 @@ from trainer_plugins.report.html.chart import (
     Lane,
     Sign,
     Table,
+    colour_of,
     columns_of,
     height_of,
     limited,
@@ -20,7 +21,6 @@ from trainer_plugins.report.html.chart import (
     stacked,
     stairs,
 )
-from trainer_plugins.report.html.colours import colour_of
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.scales import WIDTH, Height, byte_ticks
 from trainer_plugins.report.html.segments import segment_map

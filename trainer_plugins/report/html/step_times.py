@@ -64,13 +64,7 @@ def rate_chart(
     """Draw the tokens that all ranks train in a second, or the rows if tokens were not counted.
 
     None if neither is known, or fewer than three steps were read. The time of evaluations and saves
-    does not count.
-
-    Args:
-        rank: the rank whose time is taken.
-        entries: its timeline.
-        span: the time that is drawn.
-        num_rows_a_step: rows of a step on all ranks, by the arguments; 0 if unknown.
+    does not count. `num_rows_a_step` are the rows of a step on all ranks; 0 if unknown.
     """
     found = paces_of(entries, span.began_seconds)
     has_tokens = any(each.num_tokens for each in found)
