@@ -81,6 +81,24 @@ def test_a_reader_that_closes_the_pipe_changes_nothing(tmp_path: Path, words) ->
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_an_explanation_keeps_its_indent_where_a_terminal_wraps_it(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        '  File "train.py", line 7, in <module>\n    trainer.train()\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"
+        " capacity of 23.55 GiB of which 1.20 GiB is free. Of the allocated memory 20.00 GiB is"
+        " allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.\n"
+    )
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "60"}
+    on_terminal = CliRunner().invoke(app, ["explain", str(log)], env=terminal).output
+    lines = re.sub(r"\x1b\[[\d;]*m", "", on_terminal).splitlines()
+    assert {line[:4].strip() for line in lines} == {"Why", "Do", ""}
+    assert max(map(len, lines)) <= 60
+    in_a_file = CliRunner().invoke(app, ["explain", str(log)]).output
+    assert " ".join(in_a_file.split()) == " ".join(" ".join(lines).split())
+    assert len(lines) > len(in_a_file.splitlines())
+
+
 def test_the_version() -> None:
     assert command("--version").stdout == f"trainer-plugins {__version__}\n"
 

@@ -154,35 +154,31 @@ def _print_facts(answer: "Explanation", *, is_snapshot: bool) -> None:
 
 def _print(answer: "Explanation") -> None:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     from trainer_plugins.printable import printable
-    from trainer_plugins.report.page import show
+    from trainer_plugins.report.page import Indented, show
     from trainer_plugins.report.words import GRADES
 
-    parts: list[Text | Table] = []
-    for number, cause in enumerate(answer.causes):
-        head = Text("Why  " if number == 0 else f"     Also possible ({cause.code}): ")
-        head.append(printable(cause.summary))
-        parts.append(head)
-        if number == 0:
-            head.append(f"  [{cause.grade}: {cause.code}]", "dim")
-            parts += [Text(f"     {printable(line)}") for line in cause.evidence]
-            parts += [Text(f"     {printable(fact)}", "dim") for fact in answer.facts]
-        if cause.doubt and number == 0:
-            parts.append(Text(f"     Not known: {printable(cause.doubt)}.", "yellow"))
+    first, *others = answer.causes
+    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
+    parts = [Indented(summary, 5, Text("Why"))]
+    parts += [Indented(Text(printable(line)), 5) for line in first.evidence]
+    parts += [Indented(Text(printable(fact), "dim"), 5) for fact in answer.facts]
+    if first.doubt:
+        parts.append(Indented(Text(f"Not known: {printable(first.doubt)}.", "yellow"), 5))
+    for cause in others:
+        words = f"Also possible ({cause.code}): {printable(cause.summary)}"
+        parts.append(Indented(Text(words), 5))
     for number, remedy in enumerate(answer.remedies):
-        parts.append(
-            Text("Do   " if number == 0 else "     ", "bold").append(
-                printable(remedy.do), "bold green"
-            )
-        )
-        first = "Do this first: " if number == 0 else ""
-        if remedy.cause != answer.causes[0].code:
-            first = f"If it is {remedy.cause}: "
+        label = Text("Do" if number == 0 else "", "bold")
+        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, label))
+        when = "Do this first: " if number == 0 else ""
+        if remedy.cause != first.code:
+            when = f"If it is {remedy.cause}: "
         price = f"; it costs: {remedy.price}" if remedy.price else ""
-        effect = f"{first}{remedy.effect}{price} ({GRADES[remedy.grade]})"
-        parts.append(Text(f"       {printable(effect)}"))
-    parts += [Text(f"Unknown: {printable(line)}", "dim") for line in answer.unknown]
+        effect = f"{when}{remedy.effect}{price} ({GRADES[remedy.grade]})"
+        parts.append(Indented(Text(printable(effect)), 7))
+    for line in answer.unknown:
+        parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
     show(Group(*parts))
