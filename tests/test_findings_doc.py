@@ -21,4 +21,4 @@ def test_the_page_and_the_code_agree() -> None:
     page = (ROOT.parent / "docs" / "findings.md").read_text()
 
     assert len(said) >= 10
-    assert set(re.findall(r"^## `([a-z-]+)`", page, re.MULTILINE)) == said
+    assert set(re.findall(r"^### `([a-z-]+)`", page, re.MULTILINE)) == said
