@@ -135,7 +135,7 @@ def test_the_commands_stand_in_the_order_of_a_run() -> None:
 def test_each_help_has_an_example_that_the_command_line_takes(name: str) -> None:
     words = name.split("-")
     text = " ".join(shown(*words, "-h").split())
-    assert f"Usage: {'trainer-plugins' if name == 'exec' else 'root'} {' '.join(words)}" in text
+    assert f"Usage: root {' '.join(words)}" in text
     assert f"trainer-plugins {' '.join(words)}" in text.split("Usage: ")[1].split("╭")[0][30:]
 
 
@@ -204,7 +204,7 @@ def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
 
 def test_the_shell_completes_commands_flags_and_launch_files() -> None:
     said = []
-    for words in ("pl", "plan --from", "configs path zero3_offload_o"):
+    for words in ("pl", "plan --from", "configs path zero3_offload_o", "exec --pre"):
         line = f"trainer-plugins {words}"
         environ = {
             "COMP_WORDS": line,
@@ -216,7 +216,7 @@ def test_the_shell_completes_commands_flags_and_launch_files() -> None:
             check=False, capture_output=True, text=True, env={**os.environ, **environ},
         )  # fmt: skip
         said.append(done.stdout)
-    assert said == ["plan\n", "--from-hub\n", "zero3_offload_optimizer\n"]
+    assert said == ["plan\n", "--from-hub\n", "zero3_offload_optimizer\n", "--preset\n"]
 
 
 def test_what_a_bug_report_needs_names_no_people_and_no_machines(tmp_path: Path) -> None:

@@ -14,16 +14,18 @@ from trainer_plugins import __version__
 from trainer_plugins.cli.check import check
 from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
-from trainer_plugins.cli.exec import exec_
+from trainer_plugins.cli.exec import ExecCommand, exec_
 from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
 from trainer_plugins.cli.top import top
-from trainer_plugins.cli.typed_options import Command
+from trainer_plugins.plug_in.flags import (
+    BEFORE_A_COMMAND,
+    PRESETS_IN_WORDS,
+    USAGE_ERROR,
+    Command,
+)
 from trainer_plugins.printable import printable
-
-# Typer contains a copy of click, or imports it, depending on its version.
-_USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class _Commands(TyperGroup):
@@ -32,7 +34,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except _USAGE_ERROR as error:
+        except USAGE_ERROR as error:
             error.message = printable(error.message)
             raise
 
@@ -51,16 +53,17 @@ app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(plan)
 app.command(rich_help_panel=_BEFORE)(env)
 app.command(
     "exec",
+    cls=ExecCommand,
     rich_help_panel=_DURING,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings=BEFORE_A_COMMAND,
+    epilog=PRESETS_IN_WORDS,
 )(exec_)
 app.command(rich_help_panel=_DURING)(top)
 app.command(rich_help_panel=_AFTER)(report)
 app.command(rich_help_panel=_AFTER)(explain)
 app.add_typer(configs, name="configs", rich_help_panel=_BEFORE)
 for each in (*app.registered_commands, *configs.registered_commands):
-    each.cls = Command
+    each.cls = each.cls if each.name == "exec" else Command
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,7 +96,7 @@ def main() -> None:
 
 
 class _Output(FileIO):
-    """Standard output that drops the rest once its reader is gone, as after `| head`."""
+    """Writes to standard output, and drops the rest once its reader is gone, as after `| head`."""
 
     def write(self, data: Any) -> int:
         try:

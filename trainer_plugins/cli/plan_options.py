@@ -1,4 +1,4 @@
-"""The options of `trainer-plugins plan` that describe a run, by subject; `check` takes them too."""
+"""Lists the options of `trainer-plugins plan` that describe a run; `check` takes them too."""
 
 from dataclasses import dataclass
 from functools import partial

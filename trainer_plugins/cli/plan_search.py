@@ -1,4 +1,4 @@
-"""`trainer-plugins plan --search` and `--explain-change`: many predictions in one table."""
+"""`trainer-plugins plan --search` and `--explain-change`: print many predictions in one table."""
 
 import json
 import signal

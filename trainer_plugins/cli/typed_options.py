@@ -1,7 +1,5 @@
-"""Commands whose options are the fields of dataclasses, and whose help wraps between words."""
+"""Turns the fields of dataclasses into options of a command."""
 
-import inspect
-import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -9,26 +7,8 @@ from functools import update_wrapper
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args
 
-from typer.core import TyperCommand
-
 MOST_USED = "Most used"
 """The first panel of a long help."""
-
-
-class Command(TyperCommand):
-    """A command whose help has whole paragraphs, and --help in its last panel."""
-
-    def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
-        # Typer would break a line wherever the source does, and again at the end of the terminal.
-        text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(help or ""))
-        super().__init__(*args, help=text, **settings)
-
-    def get_params(self, ctx: Any) -> Any:
-        params: Any = super().get_params(ctx)
-        shown = [each for each in params if not getattr(each, "hidden", False)]
-        if len(shown) > 1 and shown[-1].name == "help":
-            shown[-1].rich_help_panel = getattr(shown[-2], "rich_help_panel", None)
-        return params
 
 
 def with_options(

@@ -1,4 +1,4 @@
-"""The options of the callbacks, for command lines, `attach` and `protect`."""
+"""Defines the options of the callbacks for command lines, `attach` and `protect`."""
 
 import os
 from dataclasses import Field, dataclass, field, fields

@@ -54,7 +54,7 @@ class Releases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Holds a finding, and where it was found again with other figures."""
+    """Holds the worst of similar findings, and where they were found."""
 
     finding: Finding
     """The worst of them, by its amount."""

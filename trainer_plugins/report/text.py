@@ -122,7 +122,7 @@ def _releases(timelines: Timelines) -> Text:
 
 
 def _findings(timelines: Timelines) -> list[Text]:
-    """Render each finding once; a run that did not end well is not praised for having none."""
+    """Render each finding once; having none is good news only if the run ended well."""
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
