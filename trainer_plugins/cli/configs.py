@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer_plugins.cli.plan_options import PinnedMemory
 from trainer_plugins.printable import printable
+
+if TYPE_CHECKING:
+    from trainer_plugins.finding import Finding
 
 configs = typer.Typer(
     no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
@@ -100,16 +103,11 @@ def check(
     file: Annotated[Path, typer.Argument(help="An accelerate YAML or a DeepSpeed JSON.")],
     training_args: Annotated[
         str | None,
-        typer.Option(
-            "--training-args",
-            help="The script's arguments in quotes: '--bf16 --max_grad_norm 0.3'.",
-        ),
+        typer.Option(help="The script's arguments in quotes: '--bf16 --max_grad_norm 0.3'."),
     ] = None,
     params: Annotated[
         float | None,
-        typer.Option(
-            "--params", min=1, help="Parameters of the model, as in 7e9: judges main memory."
-        ),
+        typer.Option(min=1, help="Parameters of the model, as in 7e9: judges main memory."),
     ] = None,
     num_gpus: Annotated[
         int | None,
@@ -117,7 +115,7 @@ def check(
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option("--host-memory", help="Main memory, as in 128GiB (default: of this machine)."),
+        typer.Option(help="Main memory, as in 128GiB (default: of this machine)."),
     ] = None,
     pinned_memory: PinnedMemory = None,
     as_json: AsJson = False,
@@ -132,16 +130,19 @@ def check(
     import os
     import shlex
 
+    from trainer_plugins.devices.host import HostDevice
     from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
     from trainer_plugins.launch.lint import judge, read_document, training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
-    here = _host_bytes() if params and host_memory is None else None
+    here_bytes = None
+    if params and host_memory is None:
+        here_bytes = HostDevice().read().total_bytes
     with _one_line_errors():
         if params is not None and not math.isfinite(params):
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
-        host = HostLimits.of(host_memory, pinned_memory, here)
+        host = HostLimits.of(host_memory, pinned_memory, here_bytes)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         findings = judge(
             read_document(file),
@@ -151,11 +152,7 @@ def check(
             host=host,
         )
     findings += tuple(lock_findings(read_locks(os.environ)))
-    if as_json:
-        print(json.dumps([each.as_json() for each in findings], indent=2))
-    else:
-        lines = [f"{each.severity.name} {each}" for each in findings]
-        print("\n".join(lines) or f"{file}: no findings")
+    _print_findings(file, findings, as_json)
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
@@ -171,7 +168,9 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _host_bytes() -> int:
-    from trainer_plugins.devices.host import HostDevice
-
-    return HostDevice().read().total_bytes
+def _print_findings(file: Path, findings: "tuple[Finding, ...]", as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([each.as_json() for each in findings], indent=2))
+    else:
+        lines = [f"{each.severity.name} {each}" for each in findings]
+        print("\n".join(lines) or f"{file}: no findings")

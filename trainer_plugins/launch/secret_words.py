@@ -11,7 +11,8 @@ from enum import Enum, auto
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SURE = re.compile(
-    r"(?:^|_)(?:[a-z]*passw(?:or)?d|pass_?phrase|passcode|[a-z]*secret|credential|cred|authorization|cookie"
+    r"(?:^|_)(?:[a-z]*passw(?:or)?d|pass_?phrase|passcode|[a-z]*secret|credential|cred"
+    r"|authorization|cookie"
     r"|(?:x_)?(?:api|access|private|account|signing|encryption|subscription|license|ssh|wandb)_?key"
     r"|(?:api|access|auth|bearer|bot|hf|hub|huggingface|refresh|session|github|gitlab|wandb)_?token"
     r")s?(?:_|$)"

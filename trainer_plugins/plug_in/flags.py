@@ -94,7 +94,8 @@ def with_memory_options(command: Callable[..., None]) -> Callable[..., None]:
 
     called.__doc__ = command.__doc__
     parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own.values()]
-    called.__signature__ = Signature([*_memory_options(), *parameters])  # type: ignore[attr-defined]
+    signature = Signature([*_memory_options(), *parameters])
+    called.__signature__ = signature  # type: ignore[attr-defined]
     return called
 
 

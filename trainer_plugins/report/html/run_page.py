@@ -10,6 +10,7 @@ from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
+    Difference,
     differences_of,
     peaks_as_seen,
     refuse_another_run,
@@ -53,12 +54,8 @@ def run_page(
 ) -> Page:
     """Render what happened to memory in the last run of a folder.
 
-    Args:
-        history: the runs.
-        folder: the output_dir that they wrote into.
-        ending: how the last run ended, if its timeline does not say.
-        plan: what was predicted for it.
-        predicts: whether the planner predicts the effect of each remedy, as in `explain_run`.
+    `ending` is how that run ended, if its timeline does not say. With `predicts`, the planner
+    predicts the effect of each remedy.
 
     Raises:
         ValueError: no run has left an entry, or the plan is of another run.
@@ -79,7 +76,9 @@ def run_page(
     noted = noted_in(run.timelines)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    planned = {} if plan is None else _planned(plan, run.timelines)
+    planned, beside = {}, []
+    if plan is not None:
+        planned, beside = _planned(plan, run.timelines), _differences(plan, run.timelines)
     return page(
         "run.html.jinja",
         folder=folder,
@@ -95,13 +94,11 @@ def run_page(
         pace=pace_chart(rank, entries, span),
         rate=rate_chart(rank, entries, span, _num_rows_a_step(run, folder)),
         ranks=_small(run, span),
-        beside=[]
-        if plan is None
-        else [each for each in differences_of(plan, run.timelines) if each.counter != "card"],
+        beside=beside,
         record=record,
-        alive=[] if record is None else _alive(record),
-        held=[] if record is None else _held(record),
-        segments=None if record is None else _segments(record, folder),
+        alive=_alive(record),
+        held=_held(record),
+        segments=_segments(record, folder),
         noted=noted,
         peaks=_peaks(run),
         earlier=[*_earlier(history)],
@@ -181,19 +178,23 @@ def _planned(plan: MemoryPlan, timelines: Timelines) -> dict[str, int]:
     }
 
 
-def _alive(record: OomRecord) -> list[tuple[str, int, str]]:
+def _differences(plan: MemoryPlan, timelines: Timelines) -> list[Difference]:
+    return [each for each in differences_of(plan, timelines) if each.counter != "card"]
+
+
+def _alive(record: OomRecord | None) -> list[tuple[str, int, str]]:
     """Return the live tensors at an OOM by category, the largest first."""
-    if record.alive is None:
+    if record is None or record.alive is None:
         return []
     sizes = {**record.alive.category_bytes, "saved by autograd": record.alive.hidden_bytes}
     return _worth_showing(sizes, sum(sizes.values()))
 
 
-def _held(record: OomRecord) -> list[tuple[str, int, str]]:
+def _held(record: OomRecord | None) -> list[tuple[str, int, str]]:
     """Return the live tensors by the module, or else the other object, that holds them."""
-    alive = record.alive
-    if alive is None:
+    if record is None or record.alive is None:
         return []
+    alive = record.alive
     sizes = Counter(alive.module_bytes)
     for each in alive.largest:
         sizes[each.holder] += each.num_bytes
@@ -206,9 +207,9 @@ def _worth_showing(sizes: Mapping[str, int], total_bytes: int) -> list[tuple[str
     return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
 
 
-def _segments(record: OomRecord, folder: Path) -> SegmentMap | None:
+def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
     """Draw the snapshot that torch took at the error; None if none can be read."""
-    if not record.snapshot:
+    if record is None or not record.snapshot:
         return None
     try:
         return segment_map(case_of(folder / Path(record.snapshot).name))
