@@ -22,7 +22,7 @@ _inserted: "dict[int, ref[TrainerCallback]]" = {}
 def protect(
     trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Option
 ) -> "list[TrainerCallback]":
-    """Give one Trainer the callbacks of a preset, except of classes that it already has.
+    """Give one Trainer those callbacks of a preset whose class it does not have yet.
 
     A second call is harmless. The callbacks come after the Trainer's own flow and before its
     trackers (`report_to`), so that trackers see what they add to the logs. They get `on_init_end`
