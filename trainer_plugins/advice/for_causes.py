@@ -146,6 +146,12 @@ OTHERWISE = (
         "it counts how large /dev/shm has to be, before the container is started for the run",
     ),
     Otherwise(
+        "check",
+        "quadratic-attention",
+        training.CHECKPOINTING,
+        "it knows that attention is sdpa already, and that the card has no other kernel for it",
+    ),
+    Otherwise(
         "text",
         "leftover",
         RESTART_KERNEL,
