@@ -167,7 +167,7 @@ def said(tmp_path_factory) -> list[Said]:
     return list(all_said(tmp_path_factory.mktemp("said")))
 
 
-ROOMS_NOT_YET: set[str] = set()
+ROOMS_NOT_YET = {"rehearsal"}
 
 
 def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
