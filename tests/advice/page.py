@@ -4,6 +4,7 @@ from pathlib import Path
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door, of_machine, of_moments, of_training
+from trainer_plugins.advice.entry import as_arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "cures_flags.md"
 PARTS = {
@@ -11,7 +12,10 @@ PARTS = {
     "Loading, evaluation, generation, saving": of_moments,
     "The machine, engines, main memory, looking": of_machine,
 }
-NAMED = {Door.VLLM: "vLLM", Door.SGLANG: "SGLang", Door.VERL: "verl"}
+NAMED = {
+    Door.ACCELERATE: "accelerate", Door.DEEPSPEED: "DeepSpeed", Door.VLLM: "vLLM",
+    Door.SGLANG: "SGLang", Door.VERL: "verl", Door.PLAN: "plan",
+}  # fmt: skip
 """The doors that a reader cannot tell from the spelling."""
 
 HEAD = """# Every flag, with its price
@@ -25,14 +29,13 @@ the result, except for rounding. Words in capitals are yours to fill in. In Pyth
 
 
 def spellings(each: Advice) -> str:
-    """What to type, at each door once: Python's arguments follow from the flags."""
+    """What to type at each door, but for what follows from another door's spelling."""
     found = each.spellings
-    if Door.TRAINER in found or Door.TRL in found:
-        found.pop(Door.ARGUMENTS, None)
-    if len(found) > 1:
-        found.pop(Door.PLAN, None)  # `trainer-plugins plan --help` has them
+    derived = {as_arguments(each.trainer), as_arguments(each.trl)}
     texts = []
     for door, text in found.items():
+        if door is Door.ARGUMENTS and text in derived:
+            continue
         if any(other.startswith(f"{text} ") for other in found.values()):
             continue  # a variable, which its command repeats
         code = text if "`" in text else f"`{text}`"
