@@ -1,13 +1,13 @@
-"""Facts: all that the checks judge, as values. `gather_here` and `gather_trainer` collect them."""
+"""Facts: everything that the checks judge, as values. The `gather_` modules collect them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import GpuProcess, HostFacts
-from trainer_plugins.finding import Finding
+from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.extensions import ExtensionLock
 from trainer_plugins.launch.lint import Document
 from trainer_plugins.planner.plan import MemoryPlan
@@ -15,10 +15,10 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
 
 MUCH = 0.1
-"""A part of what is there that is worth a warning."""
+"""From this part of the available memory on, a need is worth a warning."""
 
 LITTLE = 0.01
-"""A part of what is there below which nothing is said."""
+"""Below this part of the available memory, a need is not mentioned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Owner:
     """Its command line; empty if the system does not know the process."""
 
     is_orphan: bool = False
-    """Whether the same user started it, and what started it is gone."""
+    """Whether the same user started it, and its launcher is gone."""
 
     is_peer: bool = False
     """Whether it is another rank of this run."""
@@ -42,7 +42,7 @@ class CardFacts:
 
     uuid: str
     name: str = ""
-    """What its maker calls it."""
+    """The maker's name for it."""
 
     slices: tuple[str, ...] = ()
     """The UUIDs of its MIG slices."""
@@ -57,7 +57,7 @@ class CardFacts:
     """The compute capability; None if unknown, or no NVIDIA card."""
 
     trouble: str = ""
-    """Why the driver does not answer for it."""
+    """Why the driver cannot read it; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class MainMemory:
     """Describes the main memory of this machine. Sizes in bytes."""
 
     reading: MemoryReading
-    """As the kernel's OOM killer counts it: of the container, if that has less."""
+    """As the kernel's OOM killer counts it: within the container's limit, if there is one."""
 
     machine_bytes: int
     shared: HostFacts
@@ -111,13 +111,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherModel:
-    """Describes a model that is alive beside the one that is trained."""
+    """Describes a model that is alive in addition to the one in training."""
 
     name: str
     """Its class."""
 
     holder: str
-    """What holds it."""
+    """Which variable or object holds it."""
 
     num_bytes: int
     """Its parameters on the training device, without those that it shares."""
@@ -130,10 +130,10 @@ class ModelFacts:
     name: str
     shape: Shape | None = None
     predicts_tokens: bool = False
-    """Whether its loss takes a number for each token and word of the vocabulary."""
+    """Whether its loss needs a logit for each token and each word of the vocabulary."""
 
     makes_no_logits: bool = False
-    """Whether a fused loss replaces them."""
+    """Whether a fused loss avoids them."""
 
     trainable_bytes: Mapping[str, int] = field(default_factory=dict)
     """By dtype."""
@@ -144,7 +144,7 @@ class ModelFacts:
 
     others: tuple[OtherModel, ...] = ()
     not_live: str = ""
-    """Why activations are kept although checkpointing was asked for; empty if nothing is wrong."""
+    """Why activations are kept although checkpointing is requested; empty if nothing is wrong."""
 
     is_cut_off: bool = False
     """Whether reentrant checkpointing gets inputs that need no gradient."""
@@ -160,10 +160,10 @@ class ModelFacts:
     """The class of the optimizer."""
 
     optimizer_state_bytes: int = 0
-    """What its states take already, as after a resume."""
+    """The size of its existing states, as after a resume."""
 
     stray_bytes: int = 0
-    """What the optimizer updates that is no part of the model."""
+    """The size of tensors that the optimizer updates and the model does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,38 +171,38 @@ class DataFacts:
     """Describes a bounded sample of the rows that are trained on."""
 
     lengths: tuple[int, ...] = ()
-    """Tokens of each row that was looked at; of one that is padded, without padding."""
+    """Tokens in each sampled row, without padding."""
 
     num_rows: int | None = None
-    """The rows of the data set; None if it does not tell."""
+    """The rows of the data set; None if unknown."""
 
     pads_in_rows: int = 0
-    """Padding tokens in the rows that were looked at."""
+    """Padding tokens in the sampled rows."""
 
     is_packed: bool = False
-    """Whether batches have no padding: the collator joins rows."""
+    """Whether batches have no padding, because the collator joins rows."""
 
     batch_bytes: int = 0
-    """The tensors of the batch of the longest rows that were looked at."""
+    """The size of a batch of the longest sampled rows."""
 
     collator_error: str = ""
     """What the collator raised for that batch."""
 
     unseen: str = ""
-    """Why no rows were looked at."""
+    """Why no rows could be sampled."""
 
     longest_target: int = 0
-    """The tokens of a row for which logits are made: of its labels in an encoder-decoder."""
+    """The most tokens of a row that get logits: in an encoder-decoder, those of its labels."""
 
     longest_evaluation: int = 0
-    """The same, for the rows of the evaluation."""
+    """The same for the evaluation."""
 
     num_evaluation_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Holds TrainingArguments by name, and what the Trainer was given beside them."""
+    """Holds TrainingArguments by name, and the Trainer's other arguments."""
 
     values: Mapping[str, object]
     has_metrics: bool = False
@@ -215,36 +215,36 @@ class RunSettings:
     """Where an EvaluationGuard puts logits that do not fit: cpu, argmax; empty if it does not."""
 
     num_cards: int | None = None
-    """The cards that this process uses; more than one is DataParallel. None before the launch."""
+    """The cards that this process uses (more than one is DataParallel); None before the launch."""
 
     local_ranks: int = 1
     """The ranks on this machine."""
 
     strategy: Strategy | None = None
-    """What really runs."""
+    """The strategy in force; None before the launch."""
 
     gathers_on_save: str = ""
-    """What gathers all weights on the first rank to save them; empty if nothing does."""
+    """Which setting gathers all weights on the first rank to save them; empty if none does."""
 
     folder_trouble: str = ""
     """Why nothing can be written to the output directory."""
 
     disk_free_bytes: int | None = None
-    """What is free where it lies."""
+    """Free space on the disk of the output directory."""
 
     def flag(self, name: str) -> bool:
-        """Return whether an argument is set to something."""
+        """Return whether an argument is switched on."""
         value = self.values.get(name)
         return bool(value) and str(getattr(value, "value", value)).lower() not in ("no", "false")
 
     def number(self, name: str, default: int) -> int:
-        """Return an argument that is a whole number."""
+        """Return an argument that is a whole number, or the default."""
         value = self.values.get(name)
         return int(value) if isinstance(value, (int, float)) else default
 
     @property
     def vllm_share(self) -> float:
-        """Return the part of the card that vLLM takes beside the training, asleep or not."""
+        """Return the part of the training card that vLLM takes, asleep or not."""
         if not self.flag("use_vllm") or self.values.get("vllm_mode") == "server":
             return 0.0
         value = self.values.get("vllm_gpu_memory_utilization")
@@ -257,13 +257,13 @@ class RunSettings:
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves; it does unless told not to."""
+        """Return whether the run saves checkpoints, which is the default."""
         return self.values.get("save_strategy") is None or self.flag("save_strategy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Holds everything that is known before step 1; None stands for what nobody asked about."""
+    """Holds everything that is known before step 1; None stands for what is unknown."""
 
     cards: tuple[CardFacts, ...] = ()
     no_cards: str = ""
@@ -276,10 +276,10 @@ class Facts:
     """The processes of this run on this machine; empty before the launch."""
 
     device_bytes: int | None = None
-    """The memory of the device that is trained on."""
+    """The memory of the training device."""
 
     device_free_bytes: int | None = None
-    """What of it is free, or cached by this process."""
+    """The part of it that is free, or cached by this process."""
 
     capability: tuple[int, int] | None = None
     """Its compute capability; None if unknown, or not CUDA."""
@@ -294,10 +294,39 @@ class Facts:
     """The plan of the same run with its frozen base streamed, if the run does not fit."""
 
     no_plan: str = ""
-    """Why there is no plan, if one was asked for."""
+    """Why there is no plan, if one was requested."""
 
     failed: tuple[str, ...] = ()
-    """What could not be looked at, each with the reason."""
+    """Which facts could not be read, and why."""
+
+    @property
+    def values(self) -> Mapping[str, object]:
+        """Return TrainingArguments by name; empty if they are unknown."""
+        return {} if self.run is None else self.run.values
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """Return the strategy in force; None before the launch."""
+        return None if self.run is None else self.run.strategy
+
+    @property
+    def shape(self) -> Shape | None:
+        """Return the sizes of the model; None if they are unknown."""
+        return None if self.model is None else self.model.shape
+
+    @property
+    def document(self) -> Document | None:
+        """Return the launch file, if one was named."""
+        return None if self.environment is None else self.environment.document
+
+    @property
+    def free_main_bytes(self) -> int | None:
+        """Return the free main memory; None if it is unknown."""
+        return None if self.main is None else self.main.reading.free_bytes
+
+    def flag(self, name: str) -> bool:
+        """Return whether one of TrainingArguments is switched on; False if they are unknown."""
+        return self.run is not None and self.run.flag(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +335,18 @@ class Line:
 
     name: str
     seen: str
-    """What was looked at, in a few words; shown where nothing was found."""
+    """What the check saw, in a few words; shown if it found nothing."""
 
     findings: tuple[Finding, ...] = ()
+
+
+Check = Callable[[Facts], Line | None]
+"""Judges one thing; None if its facts are unknown."""
+
+
+def severity_of(need_bytes: int, free_bytes: int) -> Severity:
+    """Return ERROR if a need exceeds the free memory, else WARNING."""
+    return Severity.ERROR if need_bytes > free_bytes else Severity.WARNING
 
 
 def folder_of(values: Mapping[str, object]) -> Path:

@@ -40,13 +40,9 @@ def metrics_of(
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
 ) -> MemoryMetrics:
-    """Sum up the readings and releases since the previous log line.
+    """Sum up the readings and releases since the previous log line, whose last reading is `before`.
 
-    Args:
-        before: the last reading of the previous line.
-        readings: the readings since then, at least one, oldest first.
-        flushes: the releases since then.
-        own_non_torch_bytes: what this run may hold outside torch.
+    There is at least one reading. This run may hold `own_non_torch_bytes` outside torch.
     """
     last = readings[-1]
     return MemoryMetrics(
