@@ -148,7 +148,7 @@ OTHERWISE = (
     Otherwise(
         "check",
         "quadratic-attention",
-        training.CHECKPOINTING,
+        CHECKPOINTING,
         "it knows that attention is sdpa already, and that the card has no other kernel for it",
     ),
     Otherwise(
