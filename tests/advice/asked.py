@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.launch.bad_files import BAD
 from trainer_plugins.advice.for_causes import Room
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.check import judge
-from trainer_plugins.devices import HostFacts
+from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
@@ -26,10 +26,12 @@ from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch import lint
 from trainer_plugins.oom import classify
+from trainer_plugins.planner.compare.changes import SWITCHES
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord, Process, Shape
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Flush
+from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
@@ -55,6 +57,12 @@ CAUSE_OF_FINDING = {
     "states-too-large": "optimizer-state",
     "vllm-share": "engine-share",
 }
+
+
+FULL = MemoryReading(
+    device="cuda:0", total_bytes=80 * GIB, free_bytes=GIB, reserved_bytes=70 * GIB,
+    allocated_bytes=60 * GIB, peak_allocated_bytes=70 * GIB,
+)  # fmt: skip
 
 
 class Said(NamedTuple):
@@ -179,20 +187,29 @@ def snapshots(folder: Path) -> Iterator[Said]:
         yield from of("snapshot", explain_snapshot(card.dump(folder / "snapshot.pickle")))
 
 
+CAUSE_OF_MOMENT = {
+    "train": "capacity",
+    "eval": "eval-batch",
+    "generate": "generate-cache",
+    "save": "save-gather",
+}
+
+
+def peaks() -> Iterator[Said]:
+    for moment, cause in CAUSE_OF_MOMENT.items():
+        if (found := pressure(FULL, Budget(), moment)) is not None:
+            yield Said("watch", cause, (found.remedy,))
+
+
 def watched() -> Iterator[Finding | None]:
-    reading = MemoryReading(
-        device="cuda:0", total_bytes=80 * GIB, free_bytes=GIB, reserved_bytes=70 * GIB,
-        allocated_bytes=60 * GIB, peak_allocated_bytes=70 * GIB,
-    )  # fmt: skip
-    for moment in ("train", "eval", "generate", "save"):
-        yield pressure(reading, Budget(), moment)
     flush = Flush(step=1, reason="interval", released_bytes=GIB, stuck_bytes=20 * GIB, seconds=0.1)
     for is_expandable in (False, True):
         yield stuck_memory(flush, 80 * GIB, is_expandable=is_expandable)
-        retried = replace(reading, num_alloc_retries=3)
-        yield allocator_retries(reading, retried, is_expandable=is_expandable)
-    yield foreign_memory(reading, GIB, None, set())
-
+        retried = replace(FULL, num_alloc_retries=3)
+        yield allocator_retries(FULL, retried, is_expandable=is_expandable)
+    yield foreign_memory(FULL, GIB, None, set())
+    other = GpuProcess(pid=2, used_bytes=14 * GIB, name="python other.py")
+    yield foreign_memory(FULL, GIB, (other,), set())
     yield shared_memory(HostFacts(num_oom_kills=0, shm_total_bytes=64 * MIB, shm_free_bytes=MIB))
 
 
@@ -205,7 +222,7 @@ def linted(folder: Path) -> Iterator[Finding]:
     for code, name, text in BAD:
         file = folder / name
         file.write_text(text)
-        yield from (each for each in lint.check(file) if each.code == code)
+        yield from (each for each in lint.judge(lint.read_document(file)) if each.code == code)
 
 
 def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:
@@ -214,12 +231,35 @@ def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:
             yield Said(room, CAUSE_OF_FINDING.get(each.code, each.code), (each.remedy,))
 
 
+def planned() -> Iterator[Said]:
+    """What `plan --explain-change` says of each switch."""
+    for switch in SWITCHES:
+        yield Said("plan", switch.name, (switch.how.format(ALLOC_CONF="PYTORCH_CUDA_ALLOC_CONF"),))
+
+
+def rehearsed() -> Iterator[Said]:
+    """What a rehearsal says of a moment that does not fit."""
+    for moment in get_args(RunMoment):
+        run_out = Rehearsed(
+            moment=moment,
+            what="8 rows",
+            seconds=1,
+            peak_bytes=None,
+            failure="OOM",
+            has_run_out=True,
+        )
+        yield from findings("rehearsal", iter(RehearsalReport(moments=(run_out,)).findings))
+
+
 def all_said(folder: Path) -> Iterator[Said]:
-    """Ask every room. What the planner proposes is asked by its own tests."""
+    """Ask every room."""
     yield from itertools.chain(
         corpus(),
         records(),
         snapshots(folder),
+        peaks(),
         findings("watch", watched()),
         findings("check", checked()),
+        planned(),
+        rehearsed(),
     )
