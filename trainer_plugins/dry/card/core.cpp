@@ -372,4 +372,8 @@ EXPORT const char* drycuda_counters() {
   return text.c_str();
 }
 
+EXPORT int drycuda_count(const char* name) {
+  dry::count(name);
+  return 0;
+}
 EXPORT int drycuda_unwritten(const char* library, const char* name) { return dry::unwritten(library, name); }

@@ -24,7 +24,6 @@ def protect() -> None:
     os.environ.update(_OFFLINE)
     import torch.serialization
 
-
     save = torch.serialization.save
 
     @functools.wraps(save)

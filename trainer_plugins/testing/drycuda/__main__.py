@@ -46,7 +46,14 @@ def main(arguments: list[str]) -> int:
     with made as dry:
         code = subprocess.run(command, env=dry.environment(), check=False).returncode
         import os, shutil
-        if os.environ.get("DRY_KEEP"): shutil.copytree(dry.folder, os.environ["DRY_KEEP"], dirs_exist_ok=True, ignore=lambda d, n: [x for x in n if x in ("weights","output")])
+
+        if os.environ.get("DRY_KEEP"):
+            shutil.copytree(
+                dry.folder,
+                os.environ["DRY_KEEP"],
+                dirs_exist_ok=True,
+                ignore=lambda d, n: [x for x in n if x in ("weights", "output")],
+            )
         return code
 
 
