@@ -102,12 +102,9 @@ class HfAccelerator(Protocol):
     distributed_type: object
     mixed_precision: str
     num_processes: int
-    parallelism_config: Any
-    """None unless the run uses accelerate's parallelism config."""
-    scaler: object
-    """The gradient scaler of fp16; None without it."""
-    state: Any
-    """Its plugins: `fsdp_plugin` is only there under FSDP."""
+    parallelism_config: Any  # none unless the run uses accelerate's parallelism config
+    scaler: object  # the gradient scaler of fp16; None without it
+    state: Any  # its plugins: `fsdp_plugin` is only there under FSDP
     sync_gradients: bool
     use_distributed: bool
 
@@ -133,8 +130,7 @@ class HfTrainer(Protocol):
     args: HfArguments
     callback_handler: HfCallbackHandler
     compute_loss: Callable[..., Any]
-    compute_loss_func: object
-    """A loss of the user's; TRL's GRPO trainer sets a string as a marker."""
+    compute_loss_func: object  # a loss of the user's; TRL's GRPO trainer sets a string as a marker
     compute_metrics: Callable[[Any], dict[str, Any]] | None
     control: Any
     current_gradient_accumulation_steps: int
@@ -150,8 +146,7 @@ class HfTrainer(Protocol):
     model_init: object
     model_wrapped: torch.nn.Module
     neftune_noise_alpha: float | None
-    optimizer: Any
-    """None before training; else accelerate's wrapper of an optimizer."""
+    optimizer: Any  # none before training; else accelerate's wrapper of an optimizer
     optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None
     prediction_step: Callable[..., Any]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None

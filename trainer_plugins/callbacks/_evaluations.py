@@ -26,8 +26,7 @@ class EvaluationCallback(RunCallback):
         super().at_rest()
         self._evaluating = self.is_inside = False
         """Whether an end is due, and whether an `evaluate` of the Trainer is running."""
-        self.num_evaluations = 0
-        """How many evaluations and predictions have fired their event."""
+        self.num_evaluations = 0  # how many evaluations and predictions have fired their event
 
     def before_evaluation(self, args: HfArguments, state: HfState, **event: object) -> None:
         """Handle the beginning of an evaluation; inside training it may be called twice."""

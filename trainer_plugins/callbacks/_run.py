@@ -49,8 +49,7 @@ class RunCallback(TrainerCallback):
         """
         self._device, self._timeline = self._given_device, self._given_timeline
         self._cannot_read = False
-        self.undo = ExitStack()
-        """What `end_run` undoes, as callbacks of this stack."""
+        self.undo = ExitStack()  # what `end_run` undoes, as callbacks of this stack
 
     def begin_run(self) -> None:
         """Forget the previous run, which may have raised: a callback may serve several Trainers."""

@@ -46,8 +46,7 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._release: AgreedRelease | None = None
         self._allocated_before: int | None = None
         self._has_generated = False
-        self._due: str | None = None
-        """The moment after which to ask for a release."""
+        self._due: str | None = None  # the moment after which to ask for a release
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object

@@ -63,8 +63,7 @@ class EvaluationGuard(GuardCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._reported = 0
-        """The highest severity that was reported in this run."""
+        self._reported = 0  # the highest severity that was reported in this run
 
     @contextmanager
     def around_loop(

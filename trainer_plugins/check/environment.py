@@ -91,9 +91,7 @@ class _KnownVersions:
     """Names versions of a package that take more memory than they need."""
 
     package: str
-    fixed: tuple[int, ...] | None
-    """The first version without the problem; None: there is none yet."""
-
+    fixed: tuple[int, ...] | None  # the first version without the problem; None: there is none yet
     applies: Callable[[Facts], bool]
     what: str
     issue: str

@@ -26,14 +26,9 @@ class Owner:
     """Describes a process that holds memory on a card."""
 
     process: GpuProcess
-    command: str = ""
-    """Its command line; empty if the system does not know the process."""
-
-    is_orphan: bool = False
-    """Whether the same user started it, and its launcher is gone."""
-
-    is_peer: bool = False
-    """Whether it is another rank of this run."""
+    command: str = ""  # its command line; empty if the system does not know the process
+    is_orphan: bool = False  # whether the same user started it, and its launcher is gone
+    is_peer: bool = False  # whether it is another rank of this run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +36,16 @@ class CardFacts:
     """Describes one card of this machine."""
 
     uuid: str
-    name: str = ""
-    """The maker's name for it."""
-
-    slices: tuple[str, ...] = ()
-    """The UUIDs of its MIG slices."""
-
-    reading: MemoryReading | None = None
-    """Its memory; None if the driver does not answer."""
-
+    name: str = ""  # the maker's name for it
+    slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
+    reading: MemoryReading | None = None  # its memory; None if the driver does not answer
     owners: tuple[Owner, ...] | None = None
     """Who holds memory on it; None if the driver does not tell."""
 
     capability: tuple[int, int] | None = None
     """The compute capability; None if unknown, or no NVIDIA card."""
 
-    trouble: str = ""
-    """Why the driver cannot read it; empty if it can."""
+    trouble: str = ""  # why the driver cannot read it; empty if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,31 +59,23 @@ class MainMemory:
     shared: HostFacts
     swap_bytes: int = 0
     swap_used_bytes: int = 0
-    memlock_bytes: int | None = None
-    """How much a process may lock; None: no limit."""
+    memlock_bytes: int | None = None  # how much a process may lock; None: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Describes what surrounds a launch: variables, versions, the launch file."""
 
-    variables: Variables
-    """The settings of the allocator."""
-
+    variables: Variables  # the settings of the allocator
     machine: Machine
-    visible: str | None = None
-    """CUDA_VISIBLE_DEVICES; None if it is not set."""
-
-    card_order: str = ""
-    """CUDA_DEVICE_ORDER."""
-
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES; None if it is not set
+    card_order: str = ""  # CUDA_DEVICE_ORDER
     switches: Mapping[str, str] = field(default_factory=dict)
     """Variables for debugging that cost memory or time, as far as they are set."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     locks: tuple[ExtensionLock, ...] = ()
-    document: Document | None = None
-    """The launch file, if one was named."""
+    document: Document | None = None  # the launch file, if one was named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +93,9 @@ class Shape:
 class OtherModel:
     """Describes a model that is alive in addition to the one in training."""
 
-    name: str
-    """Its class."""
-
-    holder: str
-    """Which variable or object holds it."""
-
-    num_bytes: int
-    """Its parameters on the training device, without those that it shares."""
+    name: str  # its class
+    holder: str  # which variable or object holds it
+    num_bytes: int  # its parameters on the training device, without those that it shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +107,8 @@ class ModelFacts:
     predicts_tokens: bool = False
     """Whether its loss needs a logit for each token and each word of the vocabulary."""
 
-    makes_no_logits: bool = False
-    """Whether a fused loss avoids them."""
-
-    trainable_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By dtype."""
-
+    makes_no_logits: bool = False  # whether a fused loss avoids them
+    trainable_bytes: Mapping[str, int] = field(default_factory=dict)  # by dtype
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
     homes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of parameters by the type of device."""
@@ -146,22 +117,12 @@ class ModelFacts:
     not_live: str = ""
     """Why activations are kept although checkpointing is requested; empty if nothing is wrong."""
 
-    is_cut_off: bool = False
-    """Whether reentrant checkpointing gets inputs that need no gradient."""
-
-    attention: str = ""
-    """The implementation that its config names: sdpa, eager."""
-
+    is_cut_off: bool = False  # whether reentrant checkpointing gets inputs that need no gradient
+    attention: str = ""  # the implementation that its config names: sdpa, eager
     takes_sdpa: bool = False
-    uses_cache: bool = False
-    """Whether a training forward returns keys and values of each layer."""
-
-    optimizer: str = ""
-    """The class of the optimizer."""
-
-    optimizer_state_bytes: int = 0
-    """The size of its existing states, as after a resume."""
-
+    uses_cache: bool = False  # whether a training forward returns keys and values of each layer
+    optimizer: str = ""  # the class of the optimizer
+    optimizer_state_bytes: int = 0  # the size of its existing states, as after a resume
     stray_bytes: int = 0
     """The size of tensors that the optimizer updates and the model does not have."""
 
@@ -170,33 +131,17 @@ class ModelFacts:
 class DataFacts:
     """Describes a bounded sample of the rows that are trained on."""
 
-    lengths: tuple[int, ...] = ()
-    """Tokens in each sampled row, without padding."""
-
-    num_rows: int | None = None
-    """The rows of the data set; None if unknown."""
-
-    pads_in_rows: int = 0
-    """Padding tokens in the sampled rows."""
-
-    is_packed: bool = False
-    """Whether batches have no padding, because the collator joins rows."""
-
-    batch_bytes: int = 0
-    """The size of a batch of the longest sampled rows."""
-
-    collator_error: str = ""
-    """What the collator raised for that batch."""
-
-    unseen: str = ""
-    """Why no rows could be sampled."""
-
+    lengths: tuple[int, ...] = ()  # tokens in each sampled row, without padding
+    num_rows: int | None = None  # the rows of the data set; None if unknown
+    pads_in_rows: int = 0  # padding tokens in the sampled rows
+    is_packed: bool = False  # whether batches have no padding, because the collator joins rows
+    batch_bytes: int = 0  # the size of a batch of the longest sampled rows
+    collator_error: str = ""  # what the collator raised for that batch
+    unseen: str = ""  # why no rows could be sampled
     longest_target: int = 0
     """The most tokens of a row that get logits: in an encoder-decoder, those of its labels."""
 
-    longest_evaluation: int = 0
-    """The same for the evaluation."""
-
+    longest_evaluation: int = 0  # the same for the evaluation
     num_evaluation_rows: int = 0
 
 
@@ -205,32 +150,21 @@ class RunSettings:
     """Holds TrainingArguments by name, and the Trainer's other arguments."""
 
     values: Mapping[str, object]
-    has_metrics: bool = False
-    """Whether there is a `compute_metrics`."""
-
-    reduces_logits: bool = False
-    """Whether there is a `preprocess_logits_for_metrics`."""
-
+    has_metrics: bool = False  # whether there is a `compute_metrics`
+    reduces_logits: bool = False  # whether there is a `preprocess_logits_for_metrics`
     logits_to: str = ""
     """Where an EvaluationGuard puts logits that do not fit: cpu, argmax; empty if it does not."""
 
     num_cards: int | None = None
     """The cards that this process uses (more than one is DataParallel); None before the launch."""
 
-    local_ranks: int = 1
-    """The ranks on this machine."""
-
-    strategy: Strategy | None = None
-    """The strategy in force; None before the launch."""
-
+    local_ranks: int = 1  # the ranks on this machine
+    strategy: Strategy | None = None  # the strategy in force; None before the launch
     gathers_on_save: str = ""
     """Which setting gathers all weights on the first rank to save them; empty if none does."""
 
-    folder_trouble: str = ""
-    """Why nothing can be written to the output directory."""
-
-    disk_free_bytes: int | None = None
-    """Free space on the disk of the output directory."""
+    folder_trouble: str = ""  # why nothing can be written to the output directory
+    disk_free_bytes: int | None = None  # free space on the disk of the output directory
 
     def flag(self, name: str) -> bool:
         """Return whether an argument is switched on."""
@@ -266,21 +200,13 @@ class Facts:
     """Holds everything that is known before step 1; None stands for what is unknown."""
 
     cards: tuple[CardFacts, ...] = ()
-    no_cards: str = ""
-    """Why there are none."""
-
-    driver_trouble: str = ""
-    """Why the driver that is there does not answer."""
-
+    no_cards: str = ""  # why there are none
+    driver_trouble: str = ""  # why the driver that is there does not answer
     own_pids: frozenset[int] = frozenset()
     """The processes of this run on this machine; empty before the launch."""
 
-    device_bytes: int | None = None
-    """The memory of the training device."""
-
-    device_free_bytes: int | None = None
-    """The part of it that is free, or cached by this process."""
-
+    device_bytes: int | None = None  # the memory of the training device
+    device_free_bytes: int | None = None  # the part of it that is free, or cached by this process
     capability: tuple[int, int] | None = None
     """Its compute capability; None if unknown, or not CUDA."""
 
@@ -293,11 +219,8 @@ class Facts:
     streamed_plan: MemoryPlan | None = None
     """The plan of the same run with its frozen base streamed, if the run does not fit."""
 
-    no_plan: str = ""
-    """Why there is no plan, if one was requested."""
-
-    failed: tuple[str, ...] = ()
-    """Which facts could not be read, and why."""
+    no_plan: str = ""  # why there is no plan, if one was requested
+    failed: tuple[str, ...] = ()  # which facts could not be read, and why
 
     @property
     def values(self) -> Mapping[str, object]:
@@ -334,9 +257,7 @@ class Line:
     """Holds what one check saw, and what it found."""
 
     name: str
-    seen: str
-    """What the check saw, in a few words; shown if it found nothing."""
-
+    seen: str  # what the check saw, in a few words; shown if it found nothing
     findings: tuple[Finding, ...] = ()
 
 

@@ -24,11 +24,8 @@ class Visible:
     """Holds the cards and slices that a process sees, in its order."""
 
     uuids: tuple[str, ...]
-    trouble: str = ""
-    """Why some entries of the list are invisible; empty if none is."""
-
-    by_number: bool = False
-    """Whether cards are named by numbers, which depend on CUDA_DEVICE_ORDER."""
+    trouble: str = ""  # why some entries of the list are invisible; empty if none is
+    by_number: bool = False  # whether cards are named by numbers, which depend on CUDA_DEVICE_ORDER
 
 
 def cards(facts: Facts) -> Line:

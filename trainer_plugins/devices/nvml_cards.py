@@ -17,14 +17,11 @@ class InstalledCard:
 
     uuid: str
     name: str = ""
-    slices: tuple[str, ...] = ()
-    """The UUIDs of its MIG slices."""
-
+    slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
     capability: tuple[int, int] | None = None
     """The compute capability; None if the driver does not report it."""
 
-    trouble: str = ""
-    """Why the driver does not answer for it; empty if it does."""
+    trouble: str = ""  # why the driver does not answer for it; empty if it does
 
 
 def driver_version() -> str:

@@ -16,32 +16,21 @@ class CodedError(Protocol):
 class NvmlErrorKind(Enum):
     """Classifies failures of the driver by what the user can do about them."""
 
-    MISSING = "missing"
-    """There is no driver library."""
-
+    MISSING = "missing"  # there is no driver library
     DRIVER = "driver"
     """The library is there but cannot reach the kernel driver: not loaded, or another version."""
 
-    NOT_SUPPORTED = "not supported"
-    """This driver or card does not have that number."""
-
-    NO_PERMISSION = "no permission"
-    """This user or container may not know that."""
-
+    NOT_SUPPORTED = "not supported"  # this driver or card does not have that number
+    NO_PERMISSION = "no permission"  # this user or container may not know that
     LOST = "lost"
     """The card fell off the bus, needs a reset, or is no longer the device that was opened."""
 
     TIMEOUT = "timeout"
     """The driver did not answer this time: it is busy, or fails without a reason."""
 
-    NOT_FOUND = "not found"
-    """No card has that UUID, or this process may not see it."""
-
-    NONSENSE = "nonsense"
-    """The answer is impossible, such as more free memory than there is."""
-
-    HANGS = "hangs"
-    """The driver has not answered for seconds, and may never do so."""
+    NOT_FOUND = "not found"  # no card has that UUID, or this process may not see it
+    NONSENSE = "nonsense"  # the answer is impossible, such as more free memory than there is
+    HANGS = "hangs"  # the driver has not answered for seconds, and may never do so
 
 
 class NvmlError(RuntimeError):

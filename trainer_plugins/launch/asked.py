@@ -24,32 +24,18 @@ from trainer_plugins.launch.lint.document import (
 class Asked:
     """Holds the requested strategy. None, or empty, means that it is not specified."""
 
-    source: str = ""
-    """What requests it, for the evidence: `zero3.yaml`."""
-
+    source: str = ""  # what requests it, for the evidence: `zero3.yaml`
     distributed_type: str | None = None
     world_size: int | None = None
     num_machines: int | None = None
     zero_stage: int | None = None
     offload: Mapping[str, str] = field(default_factory=dict)
-    bf16_master: bool = False
-    """Whether DeepSpeed's `bf16_master_weights_and_grads` is set."""
-
-    checkpointing: bool = False
-    """Whether DeepSpeed's block `activation_checkpointing` is used."""
-
-    started: int | None = None
-    """The number of ranks in WORLD_SIZE, which the launcher sets."""
-
-    one_process_for: str | None = None
-    """Why `accelerate launch` starts only one process: `--cpu`."""
-
-    use_cpu: bool = False
-    """Whether ACCELERATE_USE_CPU is set."""
-
-    multinode_launcher: str | None = None
-    """accelerate's `deepspeed_multinode_launcher`."""
-
+    bf16_master: bool = False  # whether DeepSpeed's `bf16_master_weights_and_grads` is set
+    checkpointing: bool = False  # whether DeepSpeed's block `activation_checkpointing` is used
+    started: int | None = None  # the number of ranks in WORLD_SIZE, which the launcher sets
+    one_process_for: str | None = None  # why `accelerate launch` starts only one process: `--cpu`
+    use_cpu: bool = False  # whether ACCELERATE_USE_CPU is set
+    multinode_launcher: str | None = None  # accelerate's `deepspeed_multinode_launcher`
     misspelt: Mapping[str, str] = field(default_factory=dict)
     """Unknown keys under `deepspeed_config`, and the known ones that they resemble."""
 

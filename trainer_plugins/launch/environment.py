@@ -22,9 +22,7 @@ class LaunchFacts:
     """Describes this machine before a launch."""
 
     machine: Machine = field(default_factory=Machine)
-    num_cpus: int = 1
-    """The number of CPUs that this process may use."""
-
+    num_cpus: int = 1  # the number of CPUs that this process may use
     num_cards: int = 0
     vllm_is_installed: bool = False
     extension_locks: tuple[ExtensionLock, ...] = ()

@@ -60,9 +60,7 @@ class ExtensionLock:
 
     path: Path
     age_seconds: float
-    holder: int | None = None
-    """The process that has it open: it is building the extension."""
-
+    holder: int | None = None  # the process that has it open: it is building the extension
     unseen: str = ""
     """Why a process that holds it may be invisible; empty if all processes are visible."""
 

@@ -27,11 +27,8 @@ _DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 class Launcher:
     """Describes one call of `accelerate launch`."""
 
-    arguments: tuple[str, ...]
-    """The arguments after `launch`."""
-
-    folder: Path
-    """The folder where it was started; its paths are relative to that."""
+    arguments: tuple[str, ...]  # the arguments after `launch`
+    folder: Path  # the folder where it was started; its paths are relative to that
 
     def flags(self) -> Namespace | None:
         """Parse the arguments as accelerate does; None if its version does not know them."""

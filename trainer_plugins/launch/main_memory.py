@@ -18,18 +18,10 @@ libraries and context are extra, and not measured."""
 class HostNeed:
     """Holds what all ranks of one machine need of its main memory, in bytes."""
 
-    tensor_bytes: int
-    """The tensors; pinned ones count with the size of their blocks."""
-
-    pinned_bytes: int
-    """The part of `tensor_bytes` that is pinned: it cannot be swapped."""
-
-    num_ranks: int
-    """The ranks of this machine."""
-
-    save_bytes: int = 0
-    """What a save gathers in addition to `tensor_bytes`, in one of the ranks."""
-
+    tensor_bytes: int  # the tensors; pinned ones count with the size of their blocks
+    pinned_bytes: int  # the part of `tensor_bytes` that is pinned: it cannot be swapped
+    num_ranks: int  # the ranks of this machine
+    save_bytes: int = 0  # what a save gathers in addition to `tensor_bytes`, in one of the ranks
     until_resume_bytes: int | None = None
     """The peak of the tensors if the run is never resumed; None: the same."""
 
@@ -48,9 +40,7 @@ class HostNeed:
 class HostLimits:
     """Holds the main memory of a machine, in bytes; None: unknown."""
 
-    total_bytes: int | None = None
-    """Main memory of the machine, or of its container."""
-
+    total_bytes: int | None = None  # main memory of the machine, or of its container
     pinned_bytes: int | None = None
     """How much of it can be pinned, if that is less. Under WSL it is."""
 

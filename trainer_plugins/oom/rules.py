@@ -35,12 +35,8 @@ class Rule(NamedTuple):
 
     source: Source
     pattern: str
-    seen: str
-    """Where the words were seen: an issue, or the file that writes them."""
-
-    fatal: str = ""
-    """Why the process cannot go on afterwards; empty if it can."""
-
+    seen: str  # where the words were seen: an issue, or the file that writes them
+    fatal: str = ""  # why the process cannot go on afterwards; empty if it can
     is_certain: bool = True
     follows_anything: bool = False
     """Whether the words count regardless of what precedes them in their line."""

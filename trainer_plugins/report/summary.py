@@ -26,9 +26,7 @@ class MomentPeak:
     """Holds the peak of one moment on the fullest rank, and on the least full one."""
 
     moment: str
-    rank: int
-    """The fullest rank, which the next five are about."""
-
+    rank: int  # the fullest rank, which the next five are about
     device: str
     peak_bytes: int
     pressure: float
@@ -39,8 +37,7 @@ class MomentPeak:
     """How full its card was; its tensors may take more than those of the fullest rank."""
 
     least_peak_bytes: int
-    num_readings: int
-    """Of all ranks."""
+    num_readings: int  # of all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +53,7 @@ class Releases:
 class Repeated:
     """Holds the worst of similar findings, and where they were found."""
 
-    finding: Finding
-    """The worst of them, by its amount."""
-
+    finding: Finding  # the worst of them, by its amount
     times: int
     ranks: tuple[int, ...]
     first_step: int
@@ -72,9 +67,7 @@ class RunSummary:
     steps: tuple[int, int]
     seconds: tuple[float, float]
     ranks: tuple[int, ...]
-    has_end: bool
-    """Whether each rank noted its end, or never began to train."""
-
+    has_end: bool  # whether each rank noted its end, or never began to train
     failures: tuple[Failure, ...]
     peaks: tuple[MomentPeak, ...]
     releases: Releases

@@ -35,22 +35,12 @@ class RankLine:
 
     rank: int
     step: int
-    state: str
-    """The last moment of the run, as a `Sample` names it; `failed` after an error."""
-
-    time_seconds: float
-    """When the rank last wrote, in seconds since the Unix epoch."""
-
+    state: str  # the last moment of the run, as a `Sample` names it; `failed` after an error
+    time_seconds: float  # when the rank last wrote, in seconds since the Unix epoch
     reading: MemoryReading | None
-    trend: Sequence[float]
-    """The highest pressure of equal stretches of the run, oldest first."""
-
-    growth: Growth | None
-    """The memory that grows with every step and runs out first, if any does."""
-
-    remark: Remark | None
-    """The last finding."""
-
+    trend: Sequence[float]  # the highest pressure of equal stretches of the run, oldest first
+    growth: Growth | None  # the memory that grows with every step and runs out first, if any does
+    remark: Remark | None  # the last finding
     failure: Failure | None
 
 

@@ -47,14 +47,9 @@ def released(trainer: HfTrainer) -> "Released":
 class Released:
     """Says what was freed, what is left, and what holds it. It is a context manager too."""
 
-    freed_bytes = 0
-    """Allocated bytes that were freed, in total."""
-
-    left_bytes = 0
-    """Allocated bytes that are left."""
-
-    held: tuple[Held, ...] = ()
-    """The largest of what is left, if that is more than 1% of the card."""
+    freed_bytes = 0  # allocated bytes that were freed, in total
+    left_bytes = 0  # allocated bytes that are left
+    held: tuple[Held, ...] = ()  # the largest of what is left, if that is more than 1% of the card
 
     def __init__(self, trainer: HfTrainer) -> None:
         # A notebook keeps the result of a cell in `Out`: it must not keep the Trainer.

@@ -38,9 +38,7 @@ class Footprint:
 class Growth:
     """Tells how fast one kind of memory rises, and for how many steps there is room."""
 
-    kind: str
-    """The field of `Footprint` that rises."""
-
+    kind: str  # the field of `Footprint` that rises
     bytes_a_step: float
     risen_bytes: int
     steps_left: int

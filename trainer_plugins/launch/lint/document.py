@@ -19,19 +19,14 @@ class Document:
     At least one of its two parts is there.
     """
 
-    name: str
-    """The file's name without its suffix."""
-
+    name: str  # the file's name without its suffix
     accelerate: Mapping | None = None
     deepspeed: Mapping | None = None
     duplicates: tuple[str, ...] = ()
     """Keys that occur twice in one mapping; readers keep the last and do not warn."""
 
-    json_path: str | None = None
-    """`deepspeed_config_file`, if it names a file."""
-
-    json_problem: str | None = None
-    """Why the DeepSpeed part could not be read, if one is named."""
+    json_path: str | None = None  # `deepspeed_config_file`, if it names a file
+    json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
 
     def in_accelerate(self, name: str) -> object:
         """Return the value at a dotted name of the accelerate part; None if there is none."""

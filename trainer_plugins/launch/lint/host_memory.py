@@ -26,8 +26,7 @@ class _Part:
     """Holds tensors of one rank."""
 
     num_bytes: float
-    pinned_bytes: float = 0.0
-    """Their size if they are pinned, else 0."""
+    pinned_bytes: float = 0.0  # their size if they are pinned, else 0
 
 
 def memory_findings(

@@ -61,13 +61,10 @@ class Band:
     """Holds an area or a line, and its entry in the key."""
 
     name: str
-    colour: str
-    """A class of the style sheet."""
-
+    colour: str  # a class of the style sheet
     path: Markup
     is_line: bool = False
-    note: str = ""
-    """Text behind the name in the key."""
+    note: str = ""  # text behind the name in the key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +88,7 @@ class Limit:
 
     y: float
     text: str
-    is_left: bool
-    """Whether the text stands at the left, because there is a mark at the right."""
+    is_left: bool  # whether the text stands at the left, because there is a mark at the right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +96,11 @@ class Sign:
     """Stands at one moment of a lane."""
 
     at_percent: float
-    width_percent: float = 0.0
-    """0 is a sign without a width, such as a finding."""
-
+    width_percent: float = 0.0  # 0 is a sign without a width, such as a finding
     colour: str
     title: str
     text: str = ""
-    word: str = ""
-    """The text on a wide page."""
-
+    word: str = ""  # the text on a wide page
     href: str = ""
 
 
@@ -118,9 +110,7 @@ class Lane:
 
     name: str
     signs: tuple[Sign, ...]
-    label: str = ""
-    """Text next to the first sign."""
-
+    label: str = ""  # text next to the first sign
     label_percent: float = 0.0
     side: Literal["left", "right", "above", "below"] = "right"
     """Where the label stands; above, it has a line of its own. Below, signs have texts there."""
@@ -147,9 +137,7 @@ class Table:
 class Chart:
     """Holds a picture with two axes, and the lanes under it."""
 
-    name: str
-    """Without blanks: it is part of ids in the page."""
-
+    name: str  # without blanks: it is part of ids in the page
     title: str
     description: str
     pixels: int
@@ -158,15 +146,11 @@ class Chart:
     bands: tuple[Band, ...]
     times: tuple[AxisRow, ...] = ()
 
-    lines_percent: tuple[float, ...] = ()
-    """The places of upright lines through the picture: an OOM."""
-
+    lines_percent: tuple[float, ...] = ()  # the places of upright lines through the picture: an OOM
     limit: Limit | None = None
     dot: Dot | None = None
     lanes: tuple[Lane, ...] = ()
-    lane_key: tuple[tuple[str, str], ...] = ()
-    """Name and colour of the signs without text."""
-
+    lane_key: tuple[tuple[str, str], ...] = ()  # name and colour of the signs without text
     columns: tuple[Column, ...] = ()
     table: Table | None = None
 

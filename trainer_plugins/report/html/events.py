@@ -18,9 +18,7 @@ _AT_ONCE = 200  # signs of one kind in a lane
 class Span:
     """Holds the time that all charts of a run share."""
 
-    began_seconds: float
-    """Since the Unix epoch."""
-
+    began_seconds: float  # since the Unix epoch
     seconds: float
 
     def place(self, seconds: float) -> float:
@@ -38,8 +36,7 @@ class Noted:
 
     number: int
     finding: Finding
-    moments: tuple[tuple[int, Remark], ...]
-    """Rank and remark, in the order of time."""
+    moments: tuple[tuple[int, Remark], ...]  # rank and remark, in the order of time
 
     @property
     def where(self) -> str:

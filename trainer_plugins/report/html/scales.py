@@ -20,9 +20,7 @@ _UNIT_SECONDS = ((_DAY_SECONDS, "d"), (3600, "h"), (60, "min"))
 class Height:
     """Turns a number into a height in the picture, where y grows downwards."""
 
-    top: float
-    """The number at the upper edge."""
-
+    top: float  # the number at the upper edge
     pixels: int
 
     def y(self, number: float) -> float:

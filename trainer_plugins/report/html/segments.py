@@ -24,14 +24,11 @@ class SegmentMap:
     num_segments: int
     pixels: int
     bands: tuple[Band, ...]
-    cuts: Markup
-    """The ends of segments: no block can cross one."""
-
+    cuts: Markup  # the ends of segments: no block can cross one
     largest_free_bytes: int
     free_bytes: int
     num_gaps: int
-    asked_bytes: int | None
-    """The size of the failed request; None if there was none."""
+    asked_bytes: int | None  # the size of the failed request; None if there was none
 
     @property
     def title(self) -> str:

@@ -17,24 +17,14 @@ class Stretch:
     """
 
     began_seconds: float
-    ended_seconds: float
-    """Since the beginning of the picture."""
-
+    ended_seconds: float  # since the beginning of the picture
     first_step: int
     last_step: int
     moments: tuple[str, ...]
-    outside_bytes: int
-    """Memory outside torch; the next three include it."""
-
-    kept_bytes: int
-    """With the tensors that were alive when it was read."""
-
-    peak_bytes: int
-    """With the most that tensors took at once."""
-
-    used_bytes: int
-    """With the cache."""
-
+    outside_bytes: int  # memory outside torch; the next three include it
+    kept_bytes: int  # with the tensors that were alive when it was read
+    peak_bytes: int  # with the most that tensors took at once
+    used_bytes: int  # with the cache
     peak_allocated_bytes: int
     reserved_bytes: int
 
@@ -108,13 +98,10 @@ class Pace:
     began_seconds: float
     ended_seconds: float
     num_steps: int
-    busy_seconds: float
-    """The time of these steps, without evaluations and saves between them."""
-
+    busy_seconds: float  # the time of these steps, without evaluations and saves between them
     slowest_seconds: float
     slowest_step: int
-    num_tokens: int
-    """Tokens of these steps on all ranks; 0 if they were not counted."""
+    num_tokens: int  # tokens of these steps on all ranks; 0 if they were not counted
 
 
 def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
