@@ -152,6 +152,7 @@ def _plan(result: _Result, card: Card, num_cards: int) -> MemoryPlan:
         reserved_peak_bytes=reserved,
         nvidia_smi_peak_bytes=reserved + card.context_bytes,
         host_ram_bytes_per_node=0,
+        host_process_bytes_per_node=sum(each["host_bytes"] for each in result.seen),
         capacity_bytes=card.capacity_bytes,
         fits=reserved + card.context_bytes <= card.capacity_bytes,
         moment=at,

@@ -7,6 +7,9 @@ in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run a
 import functools
 import json
 import os
+import pickle
+import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,8 @@ from trainer_plugins.longest import longest_rows
 
 MOST_EVALUATED_BATCHES = 16
 _MOST_EVENTS = 1_000_000
+_OURS = re.compile(r"trainer_plugins/(?:dry|plug_in)/|torch/_ops\.py$")
+_BACKWARD = {"filename": "torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 
 @dataclass(slots=True)
@@ -46,6 +51,24 @@ class Seen:
     unknown_shapes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     cpu_seconds: float = 0.0
+    host_bytes: int = 0
+
+
+def record() -> None:
+    """Record where memory is allocated, and write what was seen of a program that ran out of it."""
+    if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
+        return
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python")
+    show = sys.excepthook
+
+    def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, torch.OutOfMemoryError) and not _Observer.has_written:
+            seen = Seen(rank=int(os.environ.get("RANK", "0")))
+            seen.moments["load"] = _peaks()
+            _write(seen)
+        show(kind, error, traceback)
+
+    sys.excepthook = written
 
 
 def watch_trainers() -> None:
@@ -54,7 +77,6 @@ def watch_trainers() -> None:
         return
     from transformers import Trainer
 
-    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python")
     train = Trainer.train
 
     @functools.wraps(train)
@@ -76,6 +98,8 @@ def watch_trainers() -> None:
 
 class _Observer:
     """Reads the peaks of a Trainer's moments."""
+
+    has_written = False
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -103,8 +127,6 @@ class _Observer:
 
     def write(self) -> None:
         """Write what was seen, and a snapshot of the allocator, for the process that asked."""
-        from trainer_plugins.dry.inside import shapes
-
         self._close()
         seen, trainer = self._seen, self._trainer
         parameters = list(trainer.model.parameters())
@@ -112,19 +134,8 @@ class _Observer:
         seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
         seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
         seen.rows = trainer._train_batch_size
-        stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
-        seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
-        seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
-        seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
-        seen.cpu_seconds = time.process_time()
-        for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
-            if name in sys.modules:
-                seen.versions[name] = sys.modules[name].__version__
-        folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
-        torch.cuda.memory._dump_snapshot(str(folder / f"snapshot-{seen.rank}.pickle"))
-        draft = folder / f"seen-{seen.rank}.draft"
-        draft.write_text(json.dumps(asdict(seen), default=str))
-        draft.rename(folder / f"seen-{seen.rank}.json")
+        _write(seen)
+        _Observer.has_written = True
 
     def _take_the_longest_rows(self) -> None:
         """Let every batch be the longest rows of the data set, where its order may be chosen."""
@@ -180,16 +191,49 @@ class _Observer:
 
     def _close(self) -> None:
         """Count the peaks since the last call as those of the present moment."""
-        peaks = [
-            (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
-            for index in range(torch.cuda.device_count())
-        ]
+        peaks = _peaks()
         known = self._seen.moments.get(self._moment, [(0, 0)] * len(peaks))
         self._seen.moments[self._moment] = [
             (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, peaks, strict=True)
         ]
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
+
+
+def _write(seen: Seen) -> None:
+    """Write what a process saw, and a snapshot of the allocator."""
+    from trainer_plugins.dry.inside import shapes
+
+    stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+    seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
+    seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
+    seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
+    seen.cpu_seconds = time.process_time()
+    seen.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
+        if name in sys.modules:
+            seen.versions[name] = sys.modules[name].__version__
+    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+    snapshot = torch.cuda.memory._snapshot()
+    _clean(snapshot)
+    with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
+        pickle.dump(snapshot, file)
+    draft = folder / f"seen-{seen.rank}.draft"
+    draft.write_text(json.dumps(asdict(seen), default=str))
+    draft.rename(folder / f"seen-{seen.rank}.json")
+
+
+def _clean(snapshot: dict[str, Any]) -> None:
+    """Leave the frames of the dry run itself out of the stacks.
+
+    A stack that had no others is one of autograd's thread, which has no Python below it.
+    """
+    segments = (block for segment in snapshot["segments"] for block in segment["blocks"])
+    for each in (*segments, *(event for card in snapshot["device_traces"] for event in card)):
+        frames = each.get("frames")
+        if frames:
+            left = [frame for frame in frames if not _OURS.search(frame["filename"])]
+            each["frames"] = left or [_BACKWARD]
 
 
 class _InOrder(torch.utils.data.Sampler[int]):
@@ -201,6 +245,13 @@ class _InOrder(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._indices)
+
+
+def _peaks() -> list[tuple[int, int]]:
+    return [
+        (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
+        for index in range(torch.cuda.device_count())
+    ]
 
 
 def _plain(args: Any) -> dict[str, object]:

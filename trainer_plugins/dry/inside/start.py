@@ -25,6 +25,9 @@ def start() -> None:
     shapes.compute_on_the_host()
     Values(all_numbers=os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1").__enter__()
     alone.let_the_store_be_alone()
+    from trainer_plugins.dry.inside import observe
+
+    observe.record()
 
 
 def is_dry() -> bool:
