@@ -26,11 +26,11 @@ from trainer_plugins.planner.compare.changes import ALL, SWITCHES, changes_of
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of
 from trainer_plugins.planner.compare.lines import SearchRequest
-from trainer_plugins.planner.compare.margin import is_safe
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tracing.events import ALLOC, FREE, Event, Storage, Trace
+from trainer_plugins.planner.tried import is_safe
 
 pytestmark = pytest.mark.slow
 

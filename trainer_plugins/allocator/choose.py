@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from trainer_plugins.allocator.lint import lint_text
-from trainer_plugins.allocator.machine import Machine
-from trainer_plugins.allocator.platforms import expandable_blocker
+from trainer_plugins.allocator.machine import Machine, expandable_blocker
 from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read
 from trainer_plugins.finding import Severity
 

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.machine import Machine, expandable_blocker
 from trainer_plugins.allocator.options import OPTION_OF, Kind
-from trainer_plugins.allocator.platforms import expandable_blocker
 from trainer_plugins.allocator.settings import Value, read
 from trainer_plugins.allocator.variables import CUDA, Variables, names_read
 from trainer_plugins.finding import Finding, Severity

@@ -13,7 +13,7 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.explain.switches import checkpointing, liger
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.kernels import Kernel, attention_kernel
+from trainer_plugins.planner.cards import Kernel, attention_kernel
 from trainer_plugins.units import percent, size
 
 _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}

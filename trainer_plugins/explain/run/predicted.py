@@ -12,11 +12,11 @@ from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.request import request_of
 from trainer_plugins.explain.run.typed import flags_of
-from trainer_plugins.planner.compare.margin import is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 

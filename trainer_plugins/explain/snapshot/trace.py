@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorModel
-from trainer_plugins.allocator.model_rules import LARGE_SEGMENT_BYTES
+from trainer_plugins.allocator.settings import LARGE_SEGMENT_BYTES
 from trainer_plugins.explain.snapshot.cards import Card, Event
 from trainer_plugins.units import MIB
 

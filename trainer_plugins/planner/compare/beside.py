@@ -52,10 +52,7 @@ def beside(a: Path, b: Path) -> Beside:
     """Compare two sides, each a plan that was printed as JSON or the output_dir of a run.
 
     Of several runs in one folder the last one counts, and of several ranks the one with the most.
-    A plan beside a run has the moments that MemoryWatchdog tells apart.
-
-    Raises:
-        PlanError: a file is not a plan, or a folder has no timelines.
+    Next to a run, a plan has the moments that MemoryWatchdog distinguishes.
     """
     one, other = _side(a), _side(b)
     if one.plan is None or other.plan is None:

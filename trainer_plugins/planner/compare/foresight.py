@@ -20,12 +20,7 @@ gradients: later ones are like them, except for where their blocks lie."""
 
 
 class Foresight:
-    """Predicts runs of one model, one after the other.
-
-    Args:
-        watch: rehearses a run.
-        judge: makes a plan of what was watched.
-    """
+    """Predicts runs of one model, one after the other."""
 
     def __init__(
         self,
@@ -38,11 +33,7 @@ class Foresight:
         self._unproven: set[tuple[str, str | None]] = set()
 
     def __call__(self, request: PlanRequest) -> tuple[MemoryPlan, bool]:
-        """Predict a run, and return also whether all of its layers were run.
-
-        Raises:
-            PlanError: a prediction in full would raise the same.
-        """
+        """Predict a run, and return also whether all of its layers were run."""
         watched = self._from_few_layers(request)
         if watched is None:
             return self._judge(request, self._watch(request)), True
@@ -52,9 +43,6 @@ class Foresight:
         """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps.
 
         docs/plan.md says how near. If the layers do not repeat, all of them are run.
-
-        Raises:
-            PlanError: a prediction in full would raise the same.
         """
         num_micro_steps = read_arguments(request).gradient_accumulation_steps
         plan = self._probed(request, _with_few_steps(request, num_micro_steps))
@@ -124,7 +112,7 @@ def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
         num_trainable_parameters=num_trainable,
         host=replace(
             seen[0].host,
-            tensor_bytes=trace.host_peak_bytes,
+            tensor_bytes=max(trace.host_peaks.values(), default=0),
             pinned_bytes=pinned,
             until_resume_bytes=peak_until_resume(trace.host_peaks),
         ),
@@ -146,7 +134,7 @@ def _streamed(first: Streamed | None, second: Streamed | None, num_more: int) ->
 def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> MemoryPlan:
     """Continue the figures of two plans, for buckets that span layers.
 
-    Allocated memory is even in layers. What is reserved beside it is not: the least of it counts,
+    Allocated memory is even in layers. What is reserved in addition is not: the least of it counts,
     so that nothing is left out that fits.
     """
 
@@ -195,3 +183,15 @@ def _grown(numbers: Sequence[int], num_more: int) -> int | None:
     if any(number != first + times * grows for times, number in enumerate(others, 1)):
         return None
     return first + num_more * grows
+
+
+def grown(plan: MemoryPlan, factor: float) -> int:
+    """Estimate the allocated bytes at the peak of the same run with `factor` times the tokens.
+
+    Only what a batch makes grows: another moment may then be the highest, so it may be more. What
+    an optimizer step makes has the size of the weights.
+    """
+    if plan.moment not in ("forward", "backward", "evaluation"):
+        return plan.allocated_peak_bytes
+    batch = sum(plan.breakdown.get(name, 0) for name in ("activations", "logits and loss"))
+    return int(plan.allocated_peak_bytes + (factor - 1) * batch)

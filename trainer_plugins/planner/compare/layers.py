@@ -72,10 +72,7 @@ def repetition_of(source: ConfigSource) -> Repetition | None:
 
 
 def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
-    """Make the config of the same model with fewer layers.
-
-    Lists with an entry for each layer are cut.
-    """
+    """Make the config of the same model with fewer layers; lists with an entry a layer are cut."""
     counts = _counts(source)
     before = max(counts.values())
     lists = {

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from math import isqrt
 
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
+from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.switches import (
     IN_4_BITS,
     LORA,
@@ -29,9 +30,10 @@ from trainer_plugins.planner.compare.switches import (
     with_base_streamed,
     with_flags,
 )
+from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal, at_least
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.trainer import Arguments, optimizer_name
+from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.units import size
 
 _ENOUGH = 4
@@ -75,7 +77,7 @@ class Proposer:
     """
 
     def __init__(
-        self, run: PlanRequest, args: Arguments, plan: MemoryPlan, probe: Probe, seconds: float
+        self, run: PlanRequest, args: HfArguments, plan: MemoryPlan, probe: Probe, seconds: float
     ) -> None:
         assert run.card is not None
         self._run, self._args, self._plan, self._probe = run, args, plan, probe
@@ -327,19 +329,19 @@ _CHECKPOINTING = _flag(
 _HALF = "half the length"
 
 
-def _changes(run: PlanRequest, args: Arguments, plan: MemoryPlan) -> list[_Change]:
+def _changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[_Change]:
     """Return what can be changed in this run, the least costly first."""
     source = source_of(run)
     found: list[_Change] = []
     of_batch: dict[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
-    if optimizer_name(args) == "adamw_torch" and plan.moment == "optimizer step":
+    if text_of(args.optim) == "adamw_torch" and plan.moment == "optimizer step":
         price = "the same optimizer in one kernel"
         foreach: dict[Category, float] = {"activations": 1.0}
         found.append(_flag("fused optimizer", price, foreach, optim="adamw_torch_fused"))
     found.append(
         _flag("fused loss", "needs liger-kernel", of_batch, use_liger_kernel=True),
     )
-    if "8bit" not in optimizer_name(args):
+    if "8bit" not in text_of(args.optim):
         price = "optimizer states in 8 bits, needs bitsandbytes"
         states: dict[Category, float] = {"optimizer states": 0.75}
         found.append(_flag("8-bit optimizer", price, states, optim="adamw_bnb_8bit"))
@@ -363,7 +365,9 @@ def _changes(run: PlanRequest, args: Arguments, plan: MemoryPlan) -> list[_Chang
     return [*found[:2], *_adapters(run, args, of_batch), *found[2:]]
 
 
-def _adapters(run: PlanRequest, args: Arguments, of_batch: dict[Category, float]) -> list[_Change]:
+def _adapters(
+    run: PlanRequest, args: HfArguments, of_batch: dict[Category, float]
+) -> list[_Change]:
     """Return the ways to train an adapter: on the base as it is, streamed, or in 4 bits."""
     source, found = source_of(run), []
     is_alone = run.launch_file is None and not args.deepspeed and not args.fsdp

@@ -77,9 +77,7 @@ class ByValue:
         """The last class that was sent by its content; errors name it."""
 
     def reduce(self, value: object) -> Any:
-        """Return what `pickle.Pickler.reducer_override` has to return.
-
-        That is NotImplemented if pickle itself can send the value.
+        """Return what a Pickler's `reducer_override` does: NotImplemented if pickle can send it.
 
         Raises:
             pickle.PicklingError: it belongs to a module that the other process cannot have.
@@ -145,10 +143,7 @@ class ByValue:
         return _make_function, made, (cells, told, names), None, None, _fill_function
 
     def _names_of(self, function: FunctionType) -> Iterator[tuple[str, object]]:
-        """Yield the names of its script that a function uses, with their values.
-
-        A name that cannot be sent is left out, and is missing in the other process.
-        """
+        """Yield the names of its script that a function uses and that can be sent, with values."""
         for name in sorted(set(_names_in(function.__code__)) - self._names_sent):
             if name not in function.__globals__ or name == "__builtins__":
                 continue

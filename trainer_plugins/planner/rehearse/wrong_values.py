@@ -115,7 +115,7 @@ def check_kinds(kind: Any, fields: Mapping[str, object]) -> None:
 
 
 def _expected(value: object, hint: object) -> str | None:
-    """Return what a hint asks for in place of a value; None if that will do, or if it leaves room.
+    """Return what a hint asks for instead of a value; None if the value will do.
 
     Where a mapping is asked for, a text may be the path of one, or one in JSON.
     """

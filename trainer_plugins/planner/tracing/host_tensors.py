@@ -25,10 +25,8 @@ class HostMemory:
         """How many processes of a node do the same on the host as this one."""
 
         self.peaks: dict[Moment, int] = {}
-        """By moment, the peak of all storages and of the blocks that are kept."""
-
         self.pinned_bytes = 0
-        """The blocks of pinned memory of all ranks. It only grows."""
+        """The blocks of pinned memory of all ranks, which only grow."""
 
         self._now = 0
         self._pinned: dict[int, tuple[int, int]] = {}
@@ -38,7 +36,7 @@ class HostMemory:
 
     @contextmanager
     def in_ranks(self, num_ranks: int) -> Iterator[None]:
-        """Count what is made inside the block for so many processes of the node."""
+        """Count what is made inside the block for this number of processes of the node."""
         before, self.ranks = self.ranks, num_ranks
         try:
             yield
@@ -98,7 +96,7 @@ class HostMemory:
 def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> bool:
     """Return whether the result of an operation is pinned.
 
-    It is asked to be, or it is copied to the host while the program goes on
+    That is so on request, and if it is copied to the host while the program goes on
     (aten/src/ATen/native/TensorConversions.cpp, _to_copy).
     """
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):
@@ -112,7 +110,7 @@ def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> 
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds; any other tensor is returned unchanged."""
+    """Return the part of a DTensor that this rank holds; any other tensor unchanged."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

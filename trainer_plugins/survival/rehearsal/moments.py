@@ -13,7 +13,7 @@ from transformers import Seq2SeqTrainer
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.planner.trainer import text_of
+from trainer_plugins.planner.kind import text_of
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.baseline import Card
