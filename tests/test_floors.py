@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import arrows_between, trees
+from benchmarks.house import arrows_between, files_in_circles, trees
 
 ROOT = Path(__file__).parent.parent
 PICTURE = re.compile(r"^(trainer_plugins|planner|survival): ?.*\n\n((?: {4}.*\n)+)", re.MULTILINE)
@@ -59,6 +59,18 @@ def late():
 """
     files = {**trees(), Path("devices/probe.py"): ast.parse(code)}
     assert arrows_between(files, "")["devices"] >= {"units", "oom", "cli"}
+
+
+def test_no_files_import_each_other_in_a_circle_not_even_inside_functions() -> None:
+    assert files_in_circles(trees(), at_call=True) == []
+    late = "def late():\n    from trainer_plugins.devices import probe"
+    files = {
+        **trees(),
+        Path("devices/probe.py"): ast.parse("from trainer_plugins import units"),
+        Path("units.py"): ast.parse(late),
+    }
+    assert files_in_circles(files) == []
+    assert files_in_circles(files, at_call=True) == ["devices.probe", "units"]
 
 
 def test_what_contributors_are_sent_to_is_there() -> None:
