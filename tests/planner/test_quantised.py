@@ -17,7 +17,7 @@ from tests.planner.test_plans import CHECKPOINTING, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
-from trainer_plugins.planner.compare.switches import IN_4_BITS, source_of, with_base_in_4_bits
+from trainer_plugins.planner.compare.switches import BASE_IN_4_BITS, source_of, with_base_in_4_bits
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.units import size
@@ -155,7 +155,7 @@ def test_experts_that_stay_in_32_bits_are_said_and_what_leaves_them_in_16_is_off
 
 def test_a_base_in_4_bits_is_proposed_as_nf4():
     assert source_of(with_base_in_4_bits(REQUESTS["whole"])).quantisation == NF4
-    flags = IN_4_BITS.split()
+    flags = BASE_IN_4_BITS.flags.split()
     assert flags[flags.index("--bnb-4bit-quant-type") + 1] == NF4["bnb_4bit_quant_type"]
 
 

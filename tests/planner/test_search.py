@@ -403,7 +403,7 @@ def test_bad_input_is_one_line_and_exit_code_2(llama: Path, arguments: list[str]
 
 def test_all_is_each_switch_alone():
     assert changes_of([ALL, "lora+checkpointing"]) == (
-        *(switch.name for switch in SWITCHES),
+        *SWITCHES,
         "lora+checkpointing",
     )
     with pytest.raises(PlanError, match=r"no switch is called 'nothing'"):
