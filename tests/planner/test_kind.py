@@ -11,7 +11,13 @@ from transformers import Seq2SeqTrainingArguments
 from tests import processes
 from tests.models import tiny_llama
 from tests.planner.test_plans import request, tiny
-from trainer_plugins.planner.kind import Wrapper, is_checkpointing, kind_of, needs_flash_attn
+from trainer_plugins.planner.kind import (
+    Wrapper,
+    cards_of_a_row,
+    is_checkpointing,
+    kind_of,
+    needs_flash_attn,
+)
 from trainer_plugins.planner.request import TrainerSource
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +80,7 @@ def test_the_launch_decides_what_divides_the_work(monkeypatch, changed, wrapper)
     found = kind(replace(request(tiny()), **changed))
     assert found.wrapper is wrapper
     assert found.is_alone == (wrapper is Wrapper.ONE_CARD)
-    assert found.cards_of_a_row == (2 if wrapper is Wrapper.TENSOR_PARALLEL else 1)
+    assert cards_of_a_row(found.sizes) == (2 if wrapper is Wrapper.TENSOR_PARALLEL else 1)
 
 
 FACTS = (

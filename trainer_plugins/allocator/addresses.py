@@ -176,9 +176,7 @@ class Block:
     pool: "Pool"
     address: int
     size_bytes: int
-    segment_start: int | None
-    """Where an expandable segment begins; None in others."""
-
+    segment_start: int | None  # where an expandable segment begins; None in others
     mapped: bool
     in_use: bool = False
     prev: "Block | None" = None

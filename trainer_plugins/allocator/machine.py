@@ -22,11 +22,8 @@ class Machine:
 
     is_windows: bool = False
     is_wsl: bool = False
-    is_mig: bool = False
-    """Whether the process will see slices of a card instead of whole cards."""
-
-    has_vllm: bool = False
-    """Whether vLLM will run inside the training process."""
+    is_mig: bool = False  # whether the process will see slices of a card instead of whole cards
+    has_vllm: bool = False  # whether vLLM will run inside the training process
 
     @property
     def torch_name(self) -> str:

@@ -23,17 +23,12 @@ _DEFAULTS: dict[str, Value] = {
 class InForce:
     """Holds what the allocator of this process uses."""
 
-    text: str = ""
-    """The text that torch read last, from a variable or a call."""
-
+    text: str = ""  # the text that torch read last, from a variable or a call
     known: dict[str, Value | None] = field(default_factory=dict)
     """Values that the allocator itself reports; they win over the text. None means: not set."""
 
-    is_initialized: bool = False
-    """Whether the allocator has started its work."""
-
-    refusal: str | None = None
-    """torch's error if it could not read its settings."""
+    is_initialized: bool = False  # whether the allocator has started its work
+    refusal: str | None = None  # torch's error if it could not read its settings
 
     def value(self, key: str) -> Value | None:
         """Return the value of an option; None if it is not set and has no default."""

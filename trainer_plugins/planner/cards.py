@@ -44,8 +44,7 @@ class Card:
     It depends on the driver and on what the process imports.
     """
 
-    context_source: str | None = None
-    """Who measured the context; None if it is a guess."""
+    context_source: str | None = None  # who measured the context; None if it is a guess
 
 
 def about_context(card: Card) -> str:

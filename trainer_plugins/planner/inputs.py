@@ -86,9 +86,7 @@ class ConfigInputs:
     prepare_kbit: bool | None = None
     num_labels: int | None = None
     images_per_row: int | None = None
-    image_size: str | None = None
-    """Height and width of a picture, as in "448x672"."""
-
+    image_size: str | None = None  # height and width of a picture, as in "448x672"
     sound_seconds: float | None = None
     resident_layers: int | None = None
     """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""

@@ -43,13 +43,9 @@ class Kind:
     sizes: Mapping[str, int]
     """The sizes in accelerate's ParallelismConfig, as in `cp_size`; empty without one."""
 
-    optimizer: str
-    """The optimizer, as in `--optim adamw_torch`."""
-
+    optimizer: str  # the optimizer, as in `--optim adamw_torch`
     device: str
-    is_quantised: bool
-    """Whether bitsandbytes may have quantised the base."""
-
+    is_quantised: bool  # whether bitsandbytes may have quantised the base
     is_streamed: bool
     has_liger: bool
     trains_on_completions: bool
@@ -63,12 +59,6 @@ class Kind:
     def is_alone(self) -> bool:
         """Return whether one card does everything."""
         return self.wrapper is Wrapper.ONE_CARD and not self.sizes
-
-    @property
-    def cards_of_a_row(self) -> int:
-        """Return how many cards work on the same rows."""
-        sizes = self.sizes
-        return sizes.get("cp_size", 1) * sizes.get("sp_size", 1) * sizes.get("tp_size", 1)
 
     @property
     def is_of_bitsandbytes(self) -> bool:
@@ -86,7 +76,7 @@ def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
     source = request.source
     # the Trainer's arguments win over a launcher's
     deepspeed = args.deepspeed or request.deepspeed
-    sizes = _sizes(request, args)
+    sizes = sizes_of(request, args)
     was_replaced = isinstance(source, TrainerSource) and bool(source.replaced)
     return Kind(
         wrapper=_wrapper(request, args, deepspeed, sizes),
@@ -142,7 +132,13 @@ def _fsdp_version(request: PlanRequest, args: HfArguments) -> int | None:
     return int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1"))
 
 
-def _sizes(request: PlanRequest, args: Any) -> Mapping[str, int]:
+def cards_of_a_row(sizes: Mapping[str, int]) -> int:
+    """Return how many cards work on the same rows."""
+    return sizes.get("cp_size", 1) * sizes.get("sp_size", 1) * sizes.get("tp_size", 1)
+
+
+def sizes_of(request: PlanRequest, args: Any) -> Mapping[str, int]:
+    """Return the sizes in accelerate's ParallelismConfig: of the arguments, else of a launcher."""
     if (config := getattr(args, "parallelism_config", None)) is not None:
         return {name: size for name, size in vars(config).items() if name.endswith("size")}
     exported = request.environment
@@ -170,7 +166,7 @@ def planned_of(
     rows, steps, shares = (
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
-        kind.cards_of_a_row,
+        cards_of_a_row(kind.sizes),
     )
     batch = rows * steps * request.num_gpus // shares
     shared = f" ({shares} share a row)" if shares > 1 else ""

@@ -58,9 +58,7 @@ class ConfigSource:
         PlanError: a length or a number is out of range.
     """
 
-    config: Mapping[str, object]
-    """The content of a config.json."""
-
+    config: Mapping[str, object]  # the content of a config.json
     arguments: tuple[str, ...] | bytes
     """Flags of TrainingArguments; or their class and its fields, pickled."""
 
@@ -71,9 +69,7 @@ class ConfigSource:
     dtype: str | None = None
     """The dtype of the loaded weights; None is what `from_pretrained` chooses."""
 
-    peft: Mapping[str, object] | None = None
-    """The content of an adapter_config.json."""
-
+    peft: Mapping[str, object] | None = None  # the content of an adapter_config.json
     quantisation: Mapping[str, object] | None = None
     """The quantization_config given to `from_pretrained`; None uses that of the config."""
 
@@ -84,12 +80,8 @@ class ConfigSource:
     has_metrics: bool = False
     """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
 
-    num_labels: int | None = None
-    """The classes of a classifier; None uses the number in the config."""
-
-    trainer: str | None = None
-    """One of `TRL_TRAINERS`; None is transformers' own."""
-
+    num_labels: int | None = None  # the classes of a classifier; None uses the number in the config
+    trainer: str | None = None  # one of `TRL_TRAINERS`; None is transformers' own
     images_per_row: int | None = None
     """The pictures of each row, for a vision-language model; None is one."""
 
@@ -159,11 +151,8 @@ class Replaced(NamedTuple):
     """Names a function, a method or a class, and what replaces it."""
 
     module: str
-    path: str
-    """`name`, or `Class.name`."""
-
-    instead: tuple[str, str]
-    """The module and the qualified name of what is there now."""
+    path: str  # `name`, or `Class.name`
+    instead: tuple[str, str]  # the module and the qualified name of what is there now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,17 +163,12 @@ class TrainerSource:
     batch: bytes
     evaluation_batch: bytes | None = None
     num_evaluation_batches: int = 0
-    left_out: tuple[str, ...] = ()
-    """Attributes of the Trainer that cannot be pickled."""
-
-    unread: tuple[str, ...] = ()
-    """Which rows of its data sets were not read, in words."""
-
+    left_out: tuple[str, ...] = ()  # attributes of the Trainer that cannot be pickled
+    unread: tuple[str, ...] = ()  # which rows of its data sets were not read, in words
     device_map: Mapping[str, int] = field(default_factory=dict)
     """The card of each part of a model that is spread over the cards of a process, by its name."""
 
-    replaced: tuple[Replaced, ...] = ()
-    """What Liger had replaced before the Trainer was made."""
+    replaced: tuple[Replaced, ...] = ()  # what Liger had replaced before the Trainer was made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,21 +176,15 @@ class PlanRequest:
     """Describes one run whose memory is to be predicted."""
 
     source: ConfigSource | TrainerSource
-    device: str = "cuda"
-    """The type of device: `cuda`, or `simgpu`, the simulated card."""
-
+    device: str = "cuda"  # the type of device: `cuda`, or `simgpu`, the simulated card
     card: Card | None = None
     """The card on which the run has to fit; None asks only what the run needs."""
 
     host: HostLimits = field(default_factory=HostLimits)
     """The main memory in which the ranks of a machine have to fit."""
 
-    allocator: str = ""
-    """The allocator settings, as in PYTORCH_ALLOC_CONF."""
-
-    num_gpus: int = 1
-    """How many cards train together; 0 takes the number from the launch file."""
-
+    allocator: str = ""  # the allocator settings, as in PYTORCH_ALLOC_CONF
+    num_gpus: int = 1  # how many cards train together; 0 takes the number from the launch file
     num_nodes: int = 0
     """How many machines hold these cards, each the same number of them; 0 if unknown."""
 
@@ -216,27 +194,20 @@ class PlanRequest:
     deepspeed: dict[str, object] | None = None
     """The DeepSpeed config of a launcher, with each "auto" as it is."""
 
-    launch_file: str | None = None
-    """The path of accelerate's config file."""
-
+    launch_file: str | None = None  # the path of accelerate's config file
     has_padding: bool | None = None
     """Whether batches have padding; None: they do if they have more than one row."""
 
     num_steps: int = OPTIMIZER_STEPS
-    proposes: bool = False
-    """Whether to look for what would fit, if the run does not."""
-
-    command: str | None = None
-    """The command line that asked for it."""
-
+    proposes: bool = False  # whether to look for what would fit, if the run does not
+    command: str | None = None  # the command line that asked for it
     packed_sequences: int = 0
     """How many sequences a batch holds, if only position ids separate them; 0: a row is one."""
 
     resident_layers: int | None = None
     """How many layers of the frozen base are on the card, if it is streamed (`StreamBase`)."""
 
-    streams_embeddings: bool = False
-    """Whether embeddings and head are streamed with it."""
+    streams_embeddings: bool = False  # whether embeddings and head are streamed with it
 
     @property
     def gpus_per_node(self) -> int:

@@ -18,9 +18,7 @@ from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, PlanError
 class Pair:
     """Holds one figure of both sides, in bytes; None where a side has none."""
 
-    name: str
-    """The moment and the counter, `train, allocated`; or a category at the peak."""
-
+    name: str  # the moment and the counter, `train, allocated`; or a category at the peak
     a_bytes: int | None
     b_bytes: int | None
 
@@ -30,9 +28,7 @@ class Beside:
     """Holds the figures of two sides."""
 
     a: str
-    b: str
-    """The paths of both sides."""
-
+    b: str  # the paths of both sides
     changes: tuple[tuple[str, str, str], ...]
     """What was planned otherwise: its name and both texts; empty if a side is a run."""
 

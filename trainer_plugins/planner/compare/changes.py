@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from os import environ
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.planner.compare.switches import (
@@ -27,35 +29,31 @@ _SEVERAL = "+"
 class Saved:
     """Holds what one switch changes in a run. Sizes in bytes, for one card."""
 
-    change: str
-    """The switch by its name, or several joined by "+"."""
-
-    how: str
-    """What to pass or set to get the change."""
-
+    change: str  # the switch by its name, or several joined by "+"
+    how: str  # what to pass or set to get the change
     allocated_saved_bytes: int | None = None
     """What the switch saves; negative if it takes more. None if nothing is predicted."""
 
     reserved_saved_bytes: int | None = None
-    nvidia_smi_peak_bytes: int | None = None
-    """The peak with the switch."""
-
-    fits: bool | None = None
-    """Whether the run fits with the switch; None if no card was named."""
-
-    reason: str | None = None
-    """Why nothing is predicted."""
+    nvidia_smi_peak_bytes: int | None = None  # the peak with the switch
+    fits: bool | None = None  # whether the run fits with the switch; None if no card was named
+    reason: str | None = None  # why nothing is predicted
 
 
 def _expandable(run: PlanRequest) -> PlanRequest:
+    key = _SETTING.partition(":")[0]
     parts = [part for part in run.allocator.split(",") if part]
-    others = [part for part in parts if not part.startswith("expandable_segments:")]
-    return replace(run, allocator=",".join([*others, "expandable_segments:True"]))
+    others = [part for part in parts if part.partition(":")[0] != key]
+    return replace(run, allocator=",".join([*others, _SETTING]))
 
 
 _EXPANDABLE = Switch(
-    "expandable segments", "", "{ALLOC_CONF}=expandable_segments:True", _expandable
+    "expandable segments",
+    advice.EXPANDABLE_SEGMENTS.price,
+    advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT),
+    _expandable,
 )
+_VARIABLE, _, _SETTING = _EXPANDABLE.flags.partition("=")
 SWITCHES: dict[str, Switch] = {
     "checkpointing": CHECKPOINTING,
     "fused-optimizer": FUSED_OPTIMIZER,
@@ -133,7 +131,7 @@ def _how(change: str) -> str:
     # the unified name is the last one, if this torch reads it
     variable = names_read(gather_machine(environ))[-1]
     how = ", ".join(SWITCHES[name].flags for name in change.split(_SEVERAL))
-    return how.replace("{ALLOC_CONF}", variable)
+    return how.replace(_VARIABLE, variable)
 
 
 def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:

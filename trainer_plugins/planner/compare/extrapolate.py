@@ -31,21 +31,15 @@ class _Step(NamedTuple):
 
     kind: int
     moment: Moment
-    born: "_Born | None"
-    """What is known of the storage; None if the event has none."""
-
-    place: int
-    """The place of a freed storage among those like it: 0 is the newest, -1 the oldest."""
-
+    born: "_Born | None"  # what is known of the storage; None if the event has none
+    place: int  # the place of a freed storage among those like it: 0 is the newest, -1 the oldest
     num_bytes: int
 
 
 class _Part(NamedTuple):
     """Describes a step that both traces have, or a stretch that only the longer one has."""
 
-    before: _Step | None
-    """The step in the shorter trace; None for a stretch."""
-
+    before: _Step | None  # the step in the shorter trace; None for a stretch
     steps: Sequence[_Step]
 
 

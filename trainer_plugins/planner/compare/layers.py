@@ -22,8 +22,7 @@ class Repetition:
     """Describes how the layers of a model repeat."""
 
     num_layers: int
-    period: int
-    """The distance in layers from a layer to the next that is like it."""
+    period: int  # the distance in layers from a layer to the next that is like it
 
     @property
     def first(self) -> int:

@@ -290,12 +290,12 @@ def _file(words: str, price: str, name: str) -> Switch:
 
 def _eval_rows(rows: int) -> Switch:
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
-    return of_flags(words, "the same metrics in more batches", {}, per_device_eval_batch_size=rows)
+    return of_flags(words, "the same metrics in more batches", per_device_eval_batch_size=rows)
 
 
 def _accumulation(steps: int) -> Switch:
     words = f"outputs to main memory after {steps} batch{'es' if steps > 1 else ''}"
-    return of_flags(words, "outputs wait in main memory", {}, eval_accumulation_steps=steps)
+    return of_flags(words, "outputs wait in main memory", eval_accumulation_steps=steps)
 
 
 def _changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:

@@ -25,7 +25,7 @@ from trainer_plugins.planner.compare.lines import (
     SearchResult,
 )
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
-from trainer_plugins.planner.kind import kind_of
+from trainer_plugins.planner.kind import cards_of_a_row, sizes_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
@@ -126,7 +126,7 @@ def search(
         best_plan=best[1] if best else None,
         refused=tuple((way.name, str(error)) for way, error in searched.refused.items()),
         not_tried=tuple(searched.not_tried.items()),
-        effective_batch=rows * run.num_gpus // kind_of(run, args).cards_of_a_row,
+        effective_batch=rows * run.num_gpus // cards_of_a_row(sizes_of(run, args)),
         num_gpus=run.num_gpus,
         gpu=card.name,
         capacity_bytes=card.capacity_bytes,

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.planner.plan import Category, PlanError
 from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
 
@@ -18,15 +21,9 @@ _LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 class Switch:
     """Describes one thing to change in a run, besides its rows."""
 
-    words: str
-    """What a proposal calls it."""
-
-    price: str
-    """What it costs; `{time}` stands for the time that copies take."""
-
-    flags: str
-    """What to add to the plan's command; `{length}` stands for the new length of rows."""
-
+    words: str  # what a proposal calls it
+    price: str  # what it costs; `{time}` stands for the time that copies take
+    flags: str  # what to add to the plan's command; `{length}` stands for the new length of rows
     turn: Callable[[PlanRequest], PlanRequest]
     frees: Mapping[Category, float] = field(default_factory=dict)
     """How much of each category it can free at most, as a fraction; empty if that is unknown."""
@@ -46,10 +43,22 @@ def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
 
 
-def of_flags(words: str, price: str, frees: Mapping[Category, float], **changed: object) -> Switch:
-    """Make the switch that changes TrainingArguments."""
-    flags = as_flags(changed)
-    return Switch(words, price, flags, lambda run: with_flags(run, **changed), frees)
+def of_flags(words: str, price: str, **changed: object) -> Switch:
+    """Make a switch that changes TrainingArguments."""
+    return Switch(words, price, as_flags(changed), lambda run: with_flags(run, **changed))
+
+
+def _of_training(
+    words: str, advised: Advice, frees: Mapping[Category, float], price: str = ""
+) -> Switch:
+    """Make the switch of a remedy that is a flag of TrainingArguments."""
+    flags = advised.flag(Door.TRAINER)
+    changed = flags_in(flags)
+
+    def turn(run: PlanRequest) -> PlanRequest:
+        return with_flags(run, **changed)
+
+    return Switch(words, price or advised.price, flags, turn, frees)
 
 
 def with_adapter(run: PlanRequest) -> PlanRequest:
@@ -119,63 +128,48 @@ _OF_WEIGHTS: Mapping[Category, float] = {
 }
 """What an adapter can free, which has few weights to train."""
 
-CHECKPOINTING = of_flags(
-    "checkpointing",
-    "each forward is computed twice, about a third more time",
-    {"activations": 1.0},
-    gradient_checkpointing=True,
+CHECKPOINTING = _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 1.0})
+FUSED_OPTIMIZER = _of_training(
+    "fused optimizer", advice.FUSED_ADAMW, {"activations": 1.0}, "the same optimizer in one kernel"
 )
-FUSED_OPTIMIZER = of_flags(
-    "fused optimizer",
-    "the same optimizer in one kernel",
-    {"activations": 1.0},
-    optim="adamw_torch_fused",
+EIGHT_BIT_OPTIMIZER = _of_training(
+    "8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.75}
 )
-EIGHT_BIT_OPTIMIZER = of_flags(
-    "8-bit optimizer",
-    "optimizer states in 8 bits, needs bitsandbytes",
-    {"optimizer states": 0.75},
-    optim="adamw_bnb_8bit",
-)
-FUSED_LOSS = of_flags("fused loss", "needs liger-kernel", _OF_A_BATCH, use_liger_kernel=True)
+FUSED_LOSS = _of_training("fused loss", advice.LIGER, _OF_A_BATCH)
 HALF_LENGTH = Switch(
     "half the length",
     "rows are cut at {length} tokens",
-    "--seq-length {length}",
+    advice.SHORTER_ROWS.flag(Door.PLAN, length="{length}"),
     half_as_long,
     _OF_A_BATCH,
 )
 ADAPTER = Switch(
-    "LoRA",
-    "trains an adapter and not the weights",
-    "--lora-r 16 --lora-target all-linear",
-    with_adapter,
-    _OF_WEIGHTS,
+    "LoRA", advice.ADAPTER.price, advice.ADAPTER.flag(Door.PLAN), with_adapter, _OF_WEIGHTS
 )
 STREAMED_BASE = Switch(
     "base streamed",
     "the same training; the base comes over the bus, {time}",
-    f"--stream-base {RESIDENT_LAYERS}",
+    advice.STREAM_BASE.flag(Door.PLAN, layers=RESIDENT_LAYERS),
     with_base_streamed,
     {"frozen weights": 1.0},
 )
 BASE_IN_4_BITS = Switch(
     "base in 4 bits",
     "the base is rounded to 4 bits, needs bitsandbytes",
-    "--load-in-4bit --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16",
+    advice.FOUR_BITS.flag(Door.PLAN),
     with_base_in_4_bits,
     {**_OF_WEIGHTS, "weights": 0.75, "frozen weights": 0.75},
 )
 QLORA = replace(
     BASE_IN_4_BITS,
     words="QLoRA",
-    price=f"{ADAPTER.price}; {BASE_IN_4_BITS.price}",
+    price=advice.FOUR_BITS.price,
     flags=f"{ADAPTER.flags} {BASE_IN_4_BITS.flags}",
 )
 UNPREPARED = Switch(
     "no preparation by PEFT",
     "what is not quantised computes in 16 bits, the norms too",
-    "--no-prepare-kbit",
+    advice.UNPREPARED.flag(Door.PLAN),
     not_prepared,
     {**_OF_A_BATCH, "frozen weights": 0.5},
 )

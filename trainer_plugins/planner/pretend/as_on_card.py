@@ -27,14 +27,10 @@ from trainer_plugins.units import GIB
 class World:
     """Describes the card and the batches that are simulated."""
 
-    device: str
-    """The type of device: `cuda`, or `simgpu` if that is this process's accelerator."""
-
+    device: str  # the type of device: `cuda`, or `simgpu` if that is this process's accelerator
     capability: tuple[int, int] = (9, 0)
     memory_bytes: int = 80 * GIB
-    num_cards: int = 1
-    """How many such cards the process has."""
-
+    num_cards: int = 1  # how many such cards the process has
     num_multiprocessors: int = 132
     has_padding: bool = False
     """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
@@ -43,8 +39,7 @@ class World:
     """How many sequences are packed into the rows, told apart by their position ids only; 0: a row
     is one. If rows are packed, masks are kept too."""
 
-    has_flash_attn: bool = True
-    """Whether the run may call the package flash-attn."""
+    has_flash_attn: bool = True  # whether the run may call the package flash-attn
 
 
 @contextlib.contextmanager

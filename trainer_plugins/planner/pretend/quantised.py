@@ -29,8 +29,7 @@ class QuantState:
     def __init__(self, absmax: torch.Tensor, code: torch.Tensor, shape: Any, dtype: Any) -> None:
         self.absmax, self.code, self.shape, self.dtype = absmax, code, shape, dtype
         self.offset: torch.Tensor | None = None
-        self.state2: QuantState | None = None
-        """The scales of the scales, with double quantisation."""
+        self.state2: QuantState | None = None  # the scales of the scales, with double quantisation
 
     def scales(self) -> torch.Tensor:
         """Return one scale for each block, which double quantisation has to compute first."""

@@ -73,8 +73,7 @@ class ByValue:
         self._can_be_sent = can_be_sent
         self._names_sent = names_sent if names_sent is not None else set()
         self._names_refused = names_refused if names_refused is not None else {}
-        self.last_class = ""
-        """The last class that was sent by its content; errors name it."""
+        self.last_class = ""  # the last class that was sent by its content; errors name it
 
     def reduce(self, value: object) -> Any:
         """Return what a Pickler's `reducer_override` does: NotImplemented if pickle can send it.

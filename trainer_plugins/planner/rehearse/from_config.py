@@ -100,11 +100,8 @@ class Batches:
     """Holds what makes the batches that a collator would make."""
 
     make: Callable[[], Batch]
-    said: tuple[str, ...]
-    """What was assumed."""
-
-    asked: Asked = NOTHING
-    """What the model asks of the numbers in them."""
+    said: tuple[str, ...]  # what was assumed
+    asked: Asked = NOTHING  # what the model asks of the numbers in them
 
 
 def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:

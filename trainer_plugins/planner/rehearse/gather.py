@@ -209,11 +209,8 @@ class WorstBatch(NamedTuple):
     """Holds the worst batch that a sampler can draw."""
 
     batch: object
-    is_padded: bool
-    """Whether batches have padding: this one, or one with a short row in it."""
-
-    unread: str
-    """What is not known because not all rows were read; empty if they were."""
+    is_padded: bool  # whether batches have padding: this one, or one with a short row in it
+    unread: str  # what is not known because not all rows were read; empty if they were
 
 
 def longest_batch(trainer: Any) -> WorstBatch:

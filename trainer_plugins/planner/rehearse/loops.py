@@ -49,17 +49,10 @@ def _triple(length: int, index: int) -> Row:
 class Loop:
     """Describes one of TRL's Trainers."""
 
-    name: str
-    """What the names of the Trainer and of its config begin with."""
-
-    row: Callable[[int, int], Row]
-    """Makes a row from its length in tokens and its index."""
-
-    home: str = "trl"
-    """The module that has them."""
-
-    longest: int | None = None
-    """Where it cuts rows if its `max_length` is None; None: nowhere."""
+    name: str  # what the names of the Trainer and of its config begin with
+    row: Callable[[int, int], Row]  # makes a row from its length in tokens and its index
+    home: str = "trl"  # the module that has them
+    longest: int | None = None  # where it cuts rows if its `max_length` is None; None: nowhere
 
     @property
     def trainer(self) -> Any:

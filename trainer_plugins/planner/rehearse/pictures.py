@@ -22,15 +22,12 @@ _USUAL_SIDE = 448
 class Pictures:
     """Describes the pictures of a row, and what a model gets with them."""
 
-    num_tokens: int
-    """Tokens of a row that stand for pictures."""
-
+    num_tokens: int  # tokens of a row that stand for pictures
     add_to: Callable[[Batch, int], None]
     """Adds to a batch of this number of rows what a processor adds."""
 
     said: str
-    asked: Asked = NOTHING
-    """What the model asks of the numbers that come with its pictures."""
+    asked: Asked = NOTHING  # what the model asks of the numbers that come with its pictures
 
 
 def pictures_of(model: Any, source: ConfigSource) -> Pictures:

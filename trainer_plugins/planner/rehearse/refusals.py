@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses import fake_tensor
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.kind import Kind
@@ -53,20 +55,20 @@ _BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
 
 GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
 
+_NON_REENTRANT = advice.NON_REENTRANT.flag(Door.TRAINER)
 _WHY = {
     "does not require grad and does not have a grad_fn": (
         "the loss depends on nothing that is trained. Reentrant checkpointing does that if a "
-        "layer's input needs no gradient, as after frozen embeddings (LoRA): pass "
-        "--gradient_checkpointing_kwargs '{\"use_reentrant\": false}', or call "
-        "model.enable_input_require_grads() before the Trainer is made. Without checkpointing, no "
-        "tensor behind the loss has requires_grad"
+        f"layer's input needs no gradient, as after frozen embeddings (LoRA): pass {_NON_REENTRANT}"
+        f", or call {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)} before the Trainer is made. "
+        "Without checkpointing, no tensor behind the loss has requires_grad"
     ),
     "Expected to mark a variable ready only once": (
         "DDP looks for unused parameters, which the Trainer lets it do for an adapter of PEFT, and "
         "with reentrant checkpointing, which prepare_model_for_kbit_training switches on, it finds "
         'parameters twice ("Expected to mark a variable ready only once"): pass '
-        "--ddp_find_unused_parameters False, or --gradient_checkpointing True "
-        "--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'"
+        "--ddp_find_unused_parameters False, or "
+        f"{advice.CHECKPOINTING.flag(Door.TRAINER)} {_NON_REENTRANT}"
     ),
 }
 """Words in the errors of runs that fail on a card too, as real ranks did in the tests, and why they

@@ -39,8 +39,7 @@ class Rehearsed:
     num_evaluation_batches: int
     has_padding: bool
     assumptions: list[str]
-    asked: Asked = NOTHING
-    """What the model asks of the numbers in its batches."""
+    asked: Asked = NOTHING  # what the model asks of the numbers in its batches
 
 
 def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) -> None:

@@ -18,9 +18,7 @@ class Sounds:
     """Describes the sounds of a run, and the texts that belong to them."""
 
     num_samples: int
-    num_labels: int
-    """The labels of a row, if the model writes down what it hears."""
-
+    num_labels: int  # the labels of a row, if the model writes down what it hears
     said: str
 
 

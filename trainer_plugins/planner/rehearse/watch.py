@@ -41,9 +41,7 @@ class Watched:
     not_predicted: tuple[str, ...]
     not_reliable: tuple[str, ...]
     assumptions: tuple[str, ...]
-    planned: Mapping[str, str]
-    """What was rehearsed, by name, for people."""
-
+    planned: Mapping[str, str]  # what was rehearsed, by name, for people
     streamed: Streamed | None
 
 

@@ -50,9 +50,7 @@ _OF_PYTHON: dict[str, object] = {
 
 
 class _Pair(NamedTuple):
-    key: str
-    """With the keys around it, as in `text_config.hidden_size`."""
-
+    key: str  # with the keys around it, as in `text_config.hidden_size`
     value: object
     sound: object
 

@@ -34,9 +34,7 @@ class Event(NamedTuple):
     """
 
     kind: int
-    number: int
-    """The index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`."""
-
+    number: int  # the index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`
     moment: Moment
 
 

@@ -21,13 +21,9 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self.ranks = 1
-        """How many processes of a node do the same on the host as this one."""
-
+        self.ranks = 1  # how many processes of a node do the same on the host as this one
         self.peaks: dict[Moment, int] = {}
-        self.pinned_bytes = 0
-        """The blocks of pinned memory of all ranks, which only grow."""
-
+        self.pinned_bytes = 0  # the blocks of pinned memory of all ranks, which only grow
         self._now = 0
         self._pinned: dict[int, tuple[int, int]] = {}
         self._free: dict[tuple[int, int], int] = defaultdict(int)

@@ -25,9 +25,7 @@ class Replay:
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     peak_moment: Moment
-    peak_event: int
-    """The index of the event at the allocated peak; -1 if nothing was allocated."""
-
+    peak_event: int  # the index of the event at the allocated peak; -1 if nothing was allocated
     moments: Mapping[Moment, MomentPeak]
     num_flushes: int
     failed: Storage | None = None
@@ -37,8 +35,7 @@ class Replay:
     block_bytes: Mapping[int, int] = field(repr=False)
     """The size of the block that each storage got, by the index of the storage."""
 
-    timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)
-    """See `MemoryPlan.timeline`."""
+    timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)  # see `MemoryPlan.timeline`
 
 
 def by_card(trace: Trace) -> dict[int, Trace]:

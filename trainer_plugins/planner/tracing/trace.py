@@ -49,21 +49,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.has_padding = device, has_padding
-        self.module = ""
-        """The module that is running, by its name in the model."""
-
+        self.module = ""  # the module that is running, by its name in the model
         self.stream = 0
         """The stream from whose pool memory is taken. Set it around work on another stream."""
 
-        self.vocabulary = -1
-        """The last dimension of logits, which tells them from other tensors."""
-
-        self.paused = False
-        """Whether operations are not counted now."""
-
-        self.checks_hold = True
-        """The answer to `all`, except for a batch's mask."""
-
+        self.vocabulary = -1  # the last dimension of logits, which tells them from other tensors
+        self.paused = False  # whether operations are not counted now
+        self.checks_hold = True  # the answer to `all`, except for a batch's mask
         self.fake_mode: FakeTensorMode | None = None
         self.scalars_answered: Counter[str] = Counter()
         """How often the result of each operation was asked for its value."""
@@ -74,12 +66,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.masks_pick_all = False
         """Whether something was selected by a mask, whose ones cannot be counted here."""
 
-        self.assumed: list[str] = []
-        """Assumptions about values that cannot be known here."""
-
-        self.allocated_bytes: Counter[int] = Counter()
-        """What each card holds now, by its index."""
-
+        self.assumed: list[str] = []  # assumptions about values that cannot be known here
+        self.allocated_bytes: Counter[int] = Counter()  # what each card holds now, by its index
         self.host, self.graph, self.lag, self.values = HostMemory(), Graph(), Lag(), values.Values()
         self._card, self._pace = card, Pace(self.graph)
         self._moment: Moment = "load"

@@ -61,11 +61,8 @@ _DO_NOT_HOLD = (
 class Asked:
     """Says what a model asks of the numbers in its batches."""
 
-    are_kept: bool = False
-    """Whether the numbers that a program writes down are kept."""
-
-    count: int = 1
-    """The answer to a count that is not known."""
+    are_kept: bool = False  # whether the numbers that a program writes down are kept
+    count: int = 1  # the answer to a count that is not known
 
 
 NOTHING = Asked()
