@@ -251,7 +251,7 @@ def test_what_nobody_said_of_pictures_is_assumed_and_said(outcomes):
             "its pictures take 10,658 of them (--images-per-row 2): nothing is left for text",
         ),
         ("other size", "--image-size: this model's pictures have 56x56 pixels"),
-        ("llama", "for models of these kinds, and not for llama: llava, paligemma, gemma3"),
+        ("llama", "for these models, and not for llama: llava, paligemma, gemma3"),
     ],
 )
 def test_pictures_that_cannot_be_are_one_line(outcomes, name, line):

@@ -245,7 +245,7 @@ def test_the_card_holds_what_was_predicted(simgpu, tmp_path, name):
     plan = SPEAKS.goes_round(name, tmp_path)
     said = "\n".join(plan.assumptions)
     assert ("the labels of a CTC loss are as long" in said) == (name[:6] in ("wav2ve", "hubert"))
-    assert ("LayerDrop leaves out no layer" in said) == (name[:5] in ("wav2v", "huber", "wavlm"))
+    assert ("LayerDrop skips no layer" in said) == (name[:5] in ("wav2v", "huber", "wavlm"))
 
 
 @pytest.mark.skipif(IS_OLD, reason="transformers 4 asks how much a mask picks")
@@ -290,8 +290,8 @@ def test_no_layer_is_left_out_however_often_the_run_does(tmp_path):
         for chance in (0.0, 0.99)
     ]
     assert plans[0].allocated_peak_bytes == plans[1].allocated_peak_bytes
-    assert "LayerDrop leaves out no layer: the worst case" in plans[1].assumptions
-    assert "LayerDrop leaves out no layer: the worst case" not in plans[0].assumptions
+    assert "LayerDrop skips no layer: the worst case" in plans[1].assumptions
+    assert "LayerDrop skips no layer: the worst case" not in plans[0].assumptions
 
 
 @pytest.mark.parametrize(("classes", "least", "most"), [(40, 1.9, 2.1), (2000, 2.6, 3.0)])

@@ -172,8 +172,8 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
         (["--seq-length", "0"], "got 0"),
         (["--seq-length", "-5"], "got -5"),
         (["--target-length", "0"], "a target length is a number of tokens"),
-        (["--per_device_train_batch_size", "-1"], "is a number from 1 on, got -1"),
-        (["--eval_accumulation_steps=0"], "--eval_accumulation_steps is a number from 1 on"),
+        (["--per_device_train_batch_size", "-1"], "must be at least 1, got -1"),
+        (["--eval_accumulation_steps=0"], "--eval_accumulation_steps must be at least 1"),
         (["--learning_rate", "nan"], "--learning_rate needs a finite number, got nan"),
         (["--seq-length", "513"], "a row has 513 tokens (--seq-length), and the model has"),
         (["--eval-batches", "-1"], "an evaluation has from 1 to 16,777,216 batches, got -1"),
@@ -184,7 +184,7 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
         ),
         (
             ["--per_device_train_batch_size", "0"],
-            "--per_device_train_batch_size is a number from 1 on, got 0",
+            "--per_device_train_batch_size must be at least 1, got 0",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_way_that_fails_is_a_line_with_its_reason_and_not_the_end(short_llama:
     assert done.exit_code == 0, done.output
     assert re.search(r"ddp +on +1 ", done.output), "with checkpointing it runs"
     assert re.search(r"ddp +off +not", done.output)
-    assert "ddp: the rehearsal of the run failed, as the run will: DDP looks for" in done.output
+    assert "ddp: the rehearsal of the run failed, and so will the run: DDP looks for" in done.output
     assert "--ddp_find_unused_parameters False" in done.output
 
 

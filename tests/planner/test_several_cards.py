@@ -197,5 +197,5 @@ def test_what_is_refused(where_no_card_is, tmp_path):
     with pytest.raises(NotPredicted, match=r"leaves off the cards \(lm_head\)"):
         plan_run(trainer)
     trainer.model.hf_device_map["lm_head"] = 16
-    with pytest.raises(NotPredicted, match="over 17 cards: up to 16 are"):
+    with pytest.raises(NotPredicted, match="over 17 cards: the most is 16"):
         plan_run(trainer)

@@ -155,7 +155,7 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
         yield Finding(
             code="allocator-expandable-unsupported",
             severity=Severity.WARNING,
-            summary="expandable_segments:True does not work here, or does harm",
+            summary="expandable_segments:True does not work here, or is harmful",
             evidence=f"{given}; {blocker}",
             remedy="Remove expandable_segments, or set it to False.",
         )

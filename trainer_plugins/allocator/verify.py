@@ -98,7 +98,7 @@ def _reason(
     return (
         "torch has read them and uses something else"
         f" ({blocker or 'a build without that option, or a call since'})",
-        "Remove what cannot work here, so that nobody relies on it.",
+        "Remove what has no effect here.",
     )
 
 

@@ -135,9 +135,7 @@ def card_of(text: str) -> Card:
     near = [each for each in _BY_NAME if name and name in each]
     near = near or get_close_matches(name, _BY_NAME, n=1)
     hint = f"is it {' or '.join(near)}?" if near else f"known cards are {', '.join(_BY_NAME)}."
-    raise PlanError(
-        f"no card is known by the name {text!r}: {hint} You can also give a size, as in 24GiB"
-    )
+    raise PlanError(f"no card is named {text!r}: {hint} You can also give a size, as in 24GiB")
 
 
 def context_file(card_name: str) -> Path:

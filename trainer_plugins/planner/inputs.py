@@ -192,7 +192,7 @@ def _check_flags(flags: Sequence[str]) -> None:
         if flag.startswith("--") and not isfinite(number):
             raise PlanError(f"{flag} needs a finite number, got {text}")
         if name in _COUNTS and number < 1:
-            raise PlanError(f"{flag} is a number from 1 on, got {text}")
+            raise PlanError(f"{flag} must be at least 1, got {text}")
 
 
 def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object] | None:

@@ -125,7 +125,9 @@ class ConfigSource:
         if self.trainer not in TRL_TRAINERS:
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
         if self.num_labels is not None:
-            raise PlanError("--num-labels and --trainer do not go together: TRL's make no classes")
+            raise PlanError(
+                "--num-labels and --trainer do not go together: TRL trains no such classifier"
+            )
         if self.asks_for_pictures:
             raise PlanError("pictures and --trainer do not go together: give plan_run the Trainer")
         if self.sound_seconds is not None:

@@ -150,8 +150,8 @@ def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
         old, new = getattr(weight.on_card, name), getattr(value, name)
         if old != new:
             raise RuntimeError(
-                f"a weight of {name} {old} cannot become {new} while it is streamed: most of its"
-                " layers are in main memory. Move all of them there before: model.cpu() ends that"
+                f"a weight of {name} {old} cannot become {new} while its model is streamed: end"
+                " that first, with model.cpu()"
             )
     keeper.bring([weight])
     weight.on_card.data.copy_(value.detach())

@@ -32,7 +32,7 @@ from trainer_plugins.planner.tried import is_safe, margin_bytes
 
 _CARDS_OF_A_MACHINE = 8
 _CERTAINLY = 1.1
-"""A candidate is not probed if it seems to need so many times what the card has."""
+"""A candidate is not probed if it seems to need this many times what the card has."""
 
 
 @dataclass(frozen=True, slots=True)

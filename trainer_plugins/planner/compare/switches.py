@@ -93,7 +93,9 @@ def with_base_streamed(run: PlanRequest) -> PlanRequest:
     if run.resident_layers is not None:
         raise PlanError("this run already streams its base")
     if source_of(run).peft is None:
-        raise PlanError("this run trains all its weights, and a frozen base is streamed: see lora")
+        raise PlanError(
+            "this run trains all its weights, and only a frozen base is streamed: see lora"
+        )
     return replace(run, resident_layers=RESIDENT_LAYERS)
 
 

@@ -36,8 +36,8 @@ class World:
     """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
 
     packed_sequences: int = 0
-    """How many sequences are packed into the rows, told apart by their position ids only; 0: a row
-    is one. If rows are packed, masks are kept too."""
+    """How many sequences are packed into the rows, which only position ids separate; 0: a row is
+    one. If rows are packed, masks are kept too."""
 
     has_flash_attn: bool = True  # whether the run may call the package flash-attn
 
@@ -239,10 +239,7 @@ def _resized_storages_are_seen(patches: Patches, tracker: Tracker) -> None:
 
 def _shapes_of_dtensor_are_not(patches: Patches, tracker: Tracker) -> None:
     """Do not count the fake tensors of full size with which DTensor infers shapes."""
-    try:
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    except ImportError:
-        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     def paused(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         tracker.paused = True

@@ -117,7 +117,7 @@ def _parsed(source: ConfigSource) -> HfArguments:
         near = [meant] if meant else get_close_matches(flag, parser._option_string_actions, n=1)
         knower = kind.__name__ if source.trainer is not None else "TrainingArguments"
         hint = f": is it {near[0]}?" if near else ""
-        raise PlanError(f"neither plan nor {knower} knows {unknown[0]}{hint}")
+        raise PlanError(f"neither plan nor {knower} has an option {unknown[0]}{hint}")
     made: HfArguments = args
     return made
 

@@ -16,7 +16,7 @@ from trainer_plugins.planner.rehearse.rehearsal import Batch, Rehearsed
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
-PADDED = "batches have padding, which is the worse case; see --no-padding"
+PADDED = "batches have padding (the worse case); see --no-padding"
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
 
 PICTURE_MODELS = (
@@ -168,7 +168,7 @@ def _sizes_of(model: Any, length: int) -> _Sizes:
     instead = "give --sound-seconds, or " if takes_samples(model) else ""
     raise NotPredicted(
         f"{type(model).__name__} from a config alone, which takes {takes} of a size that its "
-        f"config does not say: {instead}{GIVE_A_TRAINER}"
+        f"config does not give: {instead}{GIVE_A_TRAINER}"
     )
 
 

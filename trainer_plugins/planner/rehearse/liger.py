@@ -40,7 +40,7 @@ def said_of_liger(model: torch.nn.Module) -> str:
     name = f"Liger {version('liger-kernel')}"
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        return f"{name} has nothing for models of the type {kind}: they are planned as without it"
+        return f"{name} has no kernels for models of the type {kind}: the plan is without them"
     return f"{name}: its own code says what its kernels keep; see docs/plan_kernels.md"
 
 

@@ -93,10 +93,10 @@ def _config_of(given: Mapping[str, object]) -> Any:
         raise PlanError("the config has no model_type: it is not the config.json of a model")
     if not isinstance(kind, str):
         raise PlanError(
-            f'the config\'s model_type is {json.dumps(kind)}: a text is expected, as in "llama"'
+            f'the config\'s model_type is {json.dumps(kind)}: a string is expected, as in "llama"'
         )
     if kind not in transformers.CONFIG_MAPPING:
-        raise PlanError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
+        raise PlanError(f"transformers {transformers.__version__} has no model_type {kind!r}")
     refusals.refuse_attention(given.get("attn_implementation") or given.get("_attn_implementation"))
     kept = {name: value for name, value in given.items() if name not in _LEFT_OUT}
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +159,7 @@ def _named_class(config: Any, kind: object) -> Any:
         return None
     spelt = f"the config's architectures is {json.dumps(names)}"
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise PlanError(f'{spelt}: a list of texts is expected, as in ["LlamaForCausalLM"]')
+        raise PlanError(f'{spelt}: a list of strings is expected, as in ["LlamaForCausalLM"]')
     found: Any = getattr(transformers, names[0], None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if not is_model:
@@ -173,7 +173,7 @@ def _named_class(config: Any, kind: object) -> Any:
         return None
     raise PlanError(
         f"{spelt}, a class of the model_type {found.config_class.model_type!r}, and its model_type "
-        f"is {kind!r}: one of the two is another model's"
+        f"is {kind!r}: one of the two belongs to another model"
     )
 
 
@@ -243,7 +243,9 @@ def _quantised(
     is_packed = source.quantisation is None
     loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed)
     if config.load_in_8bit:
-        assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
+        assumptions.append(
+            "no activation is an outlier (llm_int8_threshold), which would be copied"
+        )
     if source.peft is None or not source.prepares_kbit or source.trainer is not None:
         return loaded
     assumptions.append(
@@ -317,7 +319,7 @@ def adapter_of(given: Mapping[str, object]) -> Any:
     name = str(given.get("peft_type", "LORA")).upper()
     kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
     if kind is None:
-        raise PlanError(f"peft {peft.__version__} knows no peft_type {name!r}")
+        raise PlanError(f"peft {peft.__version__} has no peft_type {name!r}")
     known = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(set(given) - known - {"peft_version", "auto_mapping"})
     if unknown:

@@ -35,7 +35,7 @@ def pictures_of(model: Any, source: ConfigSource) -> Pictures:
     kind = model.config.model_type
     if kind not in _KINDS:
         raise PlanError(
-            f"--images-per-row and --image-size are for models of these kinds, and not for {kind}: "
+            f"--images-per-row and --image-size are for these models, and not for {kind}: "
             f"{', '.join(_KINDS)}"
         )
     number = 1 if source.images_per_row is None else source.images_per_row

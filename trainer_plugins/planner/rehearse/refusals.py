@@ -53,7 +53,7 @@ _PACKAGES_OF_LAYERS = (
 _BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
 """Bits of a weight, where the fields of a quantization_config do not say them."""
 
-GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
+GIVE_A_TRAINER = "give plan_run a Trainer: its collator knows the inputs"
 
 _NON_REENTRANT = advice.NON_REENTRANT.flag(Door.TRAINER)
 _WHY = {
@@ -91,7 +91,9 @@ def told_in_one_line(work: Callable[[], _Result]) -> _Result:
     except Exception as error:  # the user's own code runs here, and may raise anything
         why = next((why for words, why in _WHY.items() if words in str(error)), None)
         if why is not None:
-            raise PlanError(f"the rehearsal of the run failed, as the run will: {why}") from error
+            raise PlanError(
+                f"the rehearsal of the run failed, and so will the run: {why}"
+            ) from error
         raise PlanError(
             f"the rehearsal of the run failed: {type(error).__name__}: "
             f"{first_line(error)}{_where(error)}"
@@ -119,7 +121,7 @@ def refuse_trainer(trainer: HfTrainer, kind: Kind) -> None:
     """Refuse Trainers of TRL that are not supported, and optimizers with kernels of their own."""
     of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     if of_trl and of_trl[0] not in _OF_TRL:
-        raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(_OF_TRL)}")
+        raise NotPredicted(f"TRL's {of_trl[0]}: the planner supports only {', '.join(_OF_TRL)}")
     has_head = hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
     if of_trl and of_trl[0] not in _OF_OLDER_TRL and not has_head:
         raise NotPredicted(
@@ -231,7 +233,7 @@ def _other_kernels(model: torch.nn.Module, method: str, given: Mapping[str, obje
     instead = "--load-in-8bit" if bits == 8 else "--load-in-4bit"
     return (
         f"a base quantised by {method}, whose kernels are not known here{weights}. A plan of its "
-        f"config without quantization_config and with {instead} comes near"
+        f"config without quantization_config and with {instead} is close"
     )
 
 
@@ -239,8 +241,8 @@ def refuse_divided(model: torch.nn.Module) -> None:
     """Refuse a Trainer's model whose tensors are divided: only one built from its config can be."""
     if (num_cards := getattr(model, "_tp_size", None)) not in (None, 1):
         raise NotPredicted(
-            f"tensor parallelism (tp_size {num_cards} in the model of a Trainer): a plan of its "
-            "config is, with tp_size in --accelerate-config"
+            f"tensor parallelism (tp_size {num_cards} in the model of a Trainer): plan its "
+            "config instead, with tp_size in --accelerate-config"
         )
 
 
@@ -251,8 +253,8 @@ def refuse_model(model: torch.nn.Module, kind: Kind) -> None:
     is_quantised = getattr(model, "is_quantized", False) or method is not None
     if is_quantised and not _is_of_bitsandbytes(model, kind):
         raise NotPredicted(
-            f"a model quantised by {method or 'kernels of its own'} in a Trainer; a plan of its "
-            "config with --load-in-4bit or --load-in-8bit is"
+            f"a model quantised by {method or 'kernels of its own'} in a Trainer: plan its "
+            "config with --load-in-4bit or --load-in-8bit instead"
         )
     for part in model.modules():
         home = type(part).__module__.partition(".")[0]

@@ -18,8 +18,8 @@ COLUMNS = ("prompt", "image", "images")
 """What such a Trainer reads of a row; everything else is for the rewards."""
 
 ASSUMPTION = (
-    "each completion has max_completion_length tokens, and the longest prompts come together: the "
-    "worst case"
+    "each completion has max_completion_length tokens, and the longest prompts are in one batch: "
+    "the worst case"
 )
 
 

@@ -1,7 +1,7 @@
 """Send a Trainer and its batches to another process without the bytes of their tensors.
 
-Shapes, dtypes and which tensors share a storage are sent; of a batch also the numbers by which a
-model cuts its tensors. Imports torch.
+Shapes, dtypes and which tensors share a storage are sent; of a batch also the numbers that a model
+uses to cut its tensors. Imports torch.
 """
 
 import io

@@ -39,7 +39,7 @@ def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
     if num_gpus not in (None, 1, num_cards):
         raise PlanError(f"the model is spread over {num_cards} cards, and num_gpus is {num_gpus}")
     if num_cards > MOST_CARDS:
-        raise NotPredicted(f"a model spread over {num_cards} cards: up to {MOST_CARDS} are")
+        raise NotPredicted(f"a model spread over {num_cards} cards: the most is {MOST_CARDS}")
     return found
 
 

@@ -246,7 +246,7 @@ def _assumed(request: PlanRequest, rehearsed: Rehearsed, tracker: Tracker) -> It
     config = getattr(rehearsed.trainer.model, "config", None)
     # models of transformers that leave out layers by chance, as speech models do
     if any(getattr(config, f"{part}layerdrop", None) for part in ("", "encoder_", "decoder_")):
-        yield "LayerDrop leaves out no layer: the worst case"
+        yield "LayerDrop skips no layer: the worst case"
     if request.num_nodes > 1:
         yield f"{request.gpus_per_node} GPUs in each of {request.num_nodes} nodes"
 

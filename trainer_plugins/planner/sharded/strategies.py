@@ -69,7 +69,7 @@ def _check_tensors(request: PlanRequest, kind: Kind) -> None:
     _refuse_quantised(request, kind, "tensor parallelism")
     what = f"tensor parallelism (tp_size {num_cards})"
     if not isinstance(source, ConfigSource):
-        raise NotPredicted(f"{what} of a Trainer: a plan of its config is")
+        raise NotPredicted(f"{what} of a Trainer: plan its config instead")
     if source.trainer is not None:
         raise NotPredicted(f"{what} with --trainer {source.trainer}")
     if kind.is_streamed:
@@ -97,7 +97,7 @@ def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
 
 def _refuse_quantised(request: PlanRequest, kind: Kind, by: str) -> None:
     if kind.is_quantised and isinstance(request.source, ConfigSource):
-        raise NotPredicted(f"a quantised base under {by}; on one card and under DDP it is")
+        raise NotPredicted(f"a quantised base under {by}; one card and DDP are predicted")
 
 
 def _refuse_other_batches(request: PlanRequest, args: HfArguments) -> None:

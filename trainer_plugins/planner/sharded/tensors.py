@@ -61,7 +61,7 @@ def built_as_loaded() -> Iterator[None]:
         from transformers import initialization
         from transformers.distributed import mixin  # noqa: F401 - it divides
     except ImportError as error:
-        raise NotPredicted("tensor parallelism with this transformers: it is with 5.23") from error
+        raise NotPredicted("tensor parallelism with this transformers; it needs 5.23") from error
     with torch.device("meta"), initialization.no_tie_weights():
         yield
 

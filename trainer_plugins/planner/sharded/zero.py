@@ -148,7 +148,7 @@ def zero_strategy(
             "planning for DeepSpeed needs the package deepspeed, whose engine runs here"
         ) from error
     if request.device != "cuda":
-        raise NotPredicted("DeepSpeed on the simulated card, which it does not know")
+        raise NotPredicted("DeepSpeed on the simulated card, which it does not support")
     refuse_config(config)
     if request.deepspeed is None:  # accelerate completes the batches of a launcher's config
         refuse_batches(config, args)
