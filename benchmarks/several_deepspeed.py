@@ -6,13 +6,14 @@ Trainer, and no `zero.Init`. The engine is the installed DeepSpeed's own.
 """
 
 import os
+from dataclasses import replace
 
 import torch
 import transformers
 
 from benchmarks.published import Row
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.pretend.as_on_card import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import ANY_CARD, World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.ranks import Ranks
 from trainer_plugins.planner.tracing.events import Trace
@@ -32,7 +33,7 @@ def trace_of(row: Row) -> Trace:
         num_nodes=1,
     )
     with (
-        in_world(World(device="cuda", capability=(8, 0))) as tracker,
+        in_world(World(device="cuda", card=replace(ANY_CARD, capability=(8, 0)))) as tracker,
         Ranks(request).around(tracker),
         Patches() as patches,
     ):

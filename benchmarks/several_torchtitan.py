@@ -161,7 +161,7 @@ def trace_of(row: Row, is_early: bool) -> Trace:
         num_nodes=-(-row.settings["num_gpus"] // 8),
     )
     with (
-        in_world(World(device="cuda", capability=(9, 0))) as tracker,
+        in_world(World(device="cuda")) as tracker,
         (Fsdp1 if _is_first(row) else Ranks)(request).around(tracker),
         _reduced_from_its_stream() if is_early else contextlib.nullcontext(),
     ):

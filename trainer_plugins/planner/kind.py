@@ -163,11 +163,8 @@ def planned_of(
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
-    rows, steps, shares = (
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
-        cards_of_a_row(kind.sizes),
-    )
+    rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    shares = cards_of_a_row(kind.sizes)
     batch = rows * steps * request.num_gpus // shares
     shared = f" ({shares} share a row)" if shares > 1 else ""
     planned = {
@@ -190,7 +187,7 @@ def planned_of(
     # PEFT switches checkpointing on too, for a quantised base (`prepare_model_for_kbit_training`)
     checkpoints = args.gradient_checkpointing or is_checkpointing(base)
     planned |= {
-        "dtype": f"{_dtype(base)}{_autocast(args)}",
+        "dtype": _dtype(base, args),
         "optimizer": kind.optimizer,
         "adapter": _adapter(model),
         "checkpointing": "on" if checkpoints else "off",
@@ -210,13 +207,10 @@ def is_checkpointing(model: torch.nn.Module) -> bool:
     return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
-def _dtype(model: object) -> str:
-    return str(getattr(model, "dtype", "")).removeprefix("torch.")
-
-
-def _autocast(args: HfArguments) -> str:
+def _dtype(model: object, args: HfArguments) -> str:
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     used = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
-    return f", autocast to {used}" if used else ""
+    return f"{dtype}, autocast to {used}" if used else dtype
 
 
 def _adapter(model: object) -> str:

@@ -1,12 +1,12 @@
 """Guard weights that may be away: others see their shape at once, and their right value."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.streaming.weight import Weight, tensors_in
 
 _OF_THE_PARAMETER = re.compile(
     "requires_grad_?|grad|grad_fn|is_leaf|_is_view|_base|_version|register_hook|_backward_hooks"
@@ -106,7 +106,8 @@ def _answer(
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     if _OF_THE_PARAMETER.fullmatch(name):
         return func(*args, **kwargs)
-    weights = {id(one): keeper.weight_of(one) for one in _guarded_in((args, kwargs))}
+    guarded_ones = (one for one in tensors_in((args, kwargs)) if isinstance(one, Guarded))
+    weights = {id(one): keeper.weight_of(one) for one in guarded_ones}
     if _OF_THE_SHAPE.fullmatch(name):
         there = {key: weight.on_card for key, weight in weights.items()}
         return func(*_replaced(args, there), **_replaced(kwargs, there))
@@ -172,18 +173,6 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs
-
-
-def _guarded_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, Guarded):
-        assert isinstance(value, torch.Tensor)
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _guarded_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _guarded_in(each)
 
 
 def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:

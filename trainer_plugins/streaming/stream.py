@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainer_plugins.streaming.guard import Guarded, guarded
 from trainer_plugins.streaming.layers import frozen_weights
-from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.streaming.weight import Weight, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -282,9 +282,9 @@ class Stream:
         if not torch.is_grad_enabled():
             return
         # Of what goes through all layers (T5's position_bias) the gradient is known last.
-        passed_on = {id(one) for one in _tensors((args, kwargs))}
+        passed_on = {id(one) for one in tensors_in((args, kwargs))}
         one: Any
-        for one in _tensors(output):
+        for one in tensors_in(output):
             if one.grad_fn is not None and id(one) not in passed_on:
                 one.register_hook(_Hook(self._gradient_is_known, number))
 
@@ -355,17 +355,6 @@ def _do_nothing(*_: object) -> None:
 def _is_in_backward() -> bool:
     """Return whether autograd runs in this thread, also while it computes activations again."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from trainer_plugins.planner.tracing.events import ALLOC, FREE, LEFT, Event, Sto
 _FAR = 100
 """How many events must agree after a difference, until its reading is taken as certain."""
 
-
 _Born: TypeAlias = tuple[int, Moment, str, Category, str]
 """Stream, moment, operation, category and dtype of a storage."""
 
@@ -62,12 +61,20 @@ def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
     host_peaks: dict[Moment, int] = {}
     # each moment by itself: with more layers, another one may be the highest
     for moment in traces[0].host_peaks:
-        first, *others = (trace.host_peaks[moment] for trace in traces)
-        grows = others[0] - first
-        if any(peak != first + times * grows for times, peak in enumerate(others, 1)):
+        peak = continued([trace.host_peaks[moment] for trace in traces], num_more)
+        if peak is None:
             return None
-        host_peaks[moment] = first + num_more * grows
+        host_peaks[moment] = peak
     return _trace_of(_repeated(parts, num_more), host_peaks)
+
+
+def continued(numbers: Sequence[int], num_more: int) -> int | None:
+    """Continue numbers by `num_more` steps from the first; None if they grow unevenly."""
+    first, *others = numbers
+    grows = others[0] - first
+    if any(number != first + times * grows for times, number in enumerate(others, 1)):
+        return None
+    return first + num_more * grows
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:

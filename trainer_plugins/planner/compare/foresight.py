@@ -6,7 +6,7 @@ Imports torch.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trainer_plugins.planner.compare.extrapolate import longer
+from trainer_plugins.planner.compare.extrapolate import continued, longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
 from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
@@ -45,7 +45,9 @@ class Foresight:
         docs/plan.md says how near. If the layers do not repeat, all of them are run.
         """
         num_micro_steps = read_arguments(request).gradient_accumulation_steps
-        plan = self._probed(request, _with_few_steps(request, num_micro_steps))
+        few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
+        short = with_flags(request, gradient_accumulation_steps=few)
+        plan = self._probed(request, replace(short, num_steps=_STEPS_OF_A_PROBE))
         base = plan.streamed
         return plan if base is None else replace(plan, streamed=base.with_step_of(num_micro_steps))
 
@@ -100,9 +102,9 @@ class Foresight:
 def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
     """Make the rehearsal of all layers from those of few; return None if they do not repeat."""
     trace = longer([each.trace for each in seen], num_more)
-    num_parameters = _grown([each.num_parameters for each in seen], num_more)
-    num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
-    pinned = _grown([each.host.pinned_bytes for each in seen], num_more)
+    num_parameters = continued([each.num_parameters for each in seen], num_more)
+    num_trainable = continued([each.num_trainable_parameters for each in seen], num_more)
+    pinned = continued([each.host.pinned_bytes for each in seen], num_more)
     if trace is None or num_parameters is None or num_trainable is None or pinned is None:
         return None
     return replace(
@@ -167,22 +169,6 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
         moments={},
         timeline=(),
     )
-
-
-def _with_few_steps(request: PlanRequest, num_micro_steps: int) -> PlanRequest:
-    few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
-    return replace(
-        with_flags(request, gradient_accumulation_steps=few), num_steps=_STEPS_OF_A_PROBE
-    )
-
-
-def _grown(numbers: Sequence[int], num_more: int) -> int | None:
-    """Continue numbers by `num_more` steps from the first; None if they grow unevenly."""
-    first, *others = numbers
-    grows = others[0] - first
-    if any(number != first + times * grows for times, number in enumerate(others, 1)):
-        return None
-    return first + num_more * grows
 
 
 def grown(plan: MemoryPlan, factor: float) -> int:

@@ -17,10 +17,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer_plugins.patched import Patches
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.pretend import attention, cuda
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.units import GIB
+
+ANY_CARD = Card(name="any card", capacity_bytes=80 * GIB)
+"""Stands for the card of a run that names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +32,8 @@ class World:
     """Describes the card and the batches that are simulated."""
 
     device: str  # the type of device: `cuda`, or `simgpu` if that is this process's accelerator
-    capability: tuple[int, int] = (9, 0)
-    memory_bytes: int = 80 * GIB
+    card: Card = ANY_CARD
     num_cards: int = 1  # how many such cards the process has
-    num_multiprocessors: int = 132
     has_padding: bool = False
     """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
 
@@ -46,7 +48,7 @@ class World:
 def in_world(world: World) -> Iterator[Tracker]:
     """Make every tensor inside the block fake, and let the tracker see every storage."""
     on_cuda = world.device == "cuda"
-    rules = KernelRules(world.capability) if on_cuda else None
+    rules = KernelRules(world.card.capability) if on_cuda else None
     tracker = Tracker(world.device, rules, world.has_padding)
     with Patches() as patches:
         _data_can_be_set(patches)
@@ -66,14 +68,7 @@ def in_world(world: World) -> Iterator[Tracker]:
         _ctc_losses_need_no_values(patches, tracker, on_cuda)
         _no_layer_is_left_out(patches)
         if on_cuda:
-            cuda.answer(
-                patches,
-                tracker,
-                capability=world.capability,
-                memory_bytes=world.memory_bytes,
-                num_cards=world.num_cards,
-                num_multiprocessors=world.num_multiprocessors,
-            )
+            cuda.answer(patches, tracker, world.card, world.num_cards)
         patches.wrap(torch.accelerator, "empty_cache", lambda original: tracker.emptied())
         tracker.not_watched = tuple(patches.missing)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, tracker:
@@ -179,14 +174,14 @@ def _optimizers_take_lists(patches: Patches) -> None:
 def _attention_as_on_the_card(patches: Patches, world: World) -> None:
     chosen: Callable[..., torch.Tensor] = attention.simgpu_attention
     if world.device == "cuda":
-        chosen = functools.partial(attention.cuda_attention, capability=world.capability)
+        chosen = functools.partial(attention.cuda_attention, capability=world.card.capability)
     # context parallelism replaces it by its name
     named = functools.update_wrapper(chosen, torch.nn.functional.scaled_dot_product_attention)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", named)
     if world.device == "cuda" and world.has_flash_attn:
         from trainer_plugins.planner.pretend import flash_attn
 
-        flash_attn.stand_in(patches, world.capability, world.packed_sequences)
+        flash_attn.stand_in(patches, world.card.capability, world.packed_sequences)
 
 
 def _no_tracing_path(patches: Patches) -> None:

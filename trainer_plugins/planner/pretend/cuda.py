@@ -15,27 +15,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_plugins.patched import Patches
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.tracing.position import Lag
 from trainer_plugins.planner.tracing.trace import Tracker
 
 
-def answer(
-    patches: Patches,
-    tracker: Tracker,
-    *,
-    capability: tuple[int, int],
-    memory_bytes: int,
-    num_cards: int,
-    num_multiprocessors: int,
-) -> None:
+def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> None:
     """Answer what programs ask torch.cuda before and between steps."""
     import transformers
 
+    capability = card.capability
+
     class Properties:
-        name = "a card that is not there"
+        name = "a card that is not there"  # no library knows a special case of it
         major, minor = capability
-        total_memory = memory_bytes
-        multi_processor_count = num_multiprocessors
+        total_memory = card.capacity_bytes
+        multi_processor_count = card.num_multiprocessors
         gcnArchName = ""  # noqa: N815 - torch's name
         uuid = "00000000-0000-0000-0000-000000000000"
 
@@ -44,7 +39,7 @@ def answer(
         return tracker.allocated_bytes[index or 0]
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return memory_bytes - allocated(device), memory_bytes
+        return card.capacity_bytes - allocated(device), card.capacity_bytes
 
     answers: dict[str, object] = {
         "is_available": lambda: True,

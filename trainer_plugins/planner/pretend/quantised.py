@@ -145,12 +145,10 @@ class _Quantised(torch.nn.Linear):
         """Put the weight on the card: packed as in its checkpoint, or in full and then packed."""
         shape = self.weight.shape
         whole = None if is_packed else torch.empty(shape, dtype=dtype, device=device)
-        self._pack(shape, device, dtype, whole is not None)
+        self._pack(device, dtype, whole is not None)
         self.weight.quantised_numel = shape.numel()  # type: ignore[attr-defined]
 
-    def _pack(
-        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
-    ) -> None:
+    def _pack(self, device: torch.device, dtype: torch.dtype, quantises: bool) -> None:
         raise NotImplementedError
 
 
@@ -174,10 +172,9 @@ class Linear4bit(_Quantised):
         self.compress_statistics, self.quant_type = compress_statistics, quant_type
         self.quant_state: QuantState | None = None
 
-    def _pack(
-        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
-    ) -> None:
+    def _pack(self, device: torch.device, dtype: torch.dtype, quantises: bool) -> None:
         """Make what `quantize_4bit` makes, in its order."""
+        shape = self.weight.shape
         blocks = -(-shape.numel() // _BLOCK)
         absmax = torch.empty(blocks, dtype=torch.float32, device=device)
         length = (shape.numel() + 1) // (2 * self.quant_storage.itemsize)
@@ -234,10 +231,9 @@ class Linear8bitLt(_Quantised):
         self.state = MatmulLtState()
         self.state.has_fp16_weights, self.state.threshold = has_fp16_weights, threshold
 
-    def _pack(
-        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
-    ) -> None:
+    def _pack(self, device: torch.device, dtype: torch.dtype, quantises: bool) -> None:
         """Make what `int8_vectorwise_quant` makes of a weight that the host made float16."""
+        shape = self.weight.shape
         half = torch.empty(shape, dtype=torch.float16, device=device) if quantises else None
         self.state.SCB = torch.empty(shape[0], dtype=torch.float32, device=device)
         packed = torch.empty(shape, dtype=torch.int8, device=device)

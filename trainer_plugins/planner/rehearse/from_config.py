@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
 from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
-from trainer_plugins.planner.rehearse.rehearsal import Batch, Rehearsed
+from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
@@ -41,20 +40,14 @@ class _Sizes:
     said: list[str] = field(default_factory=list)
 
 
-def rehearsed(
-    source: ConfigSource,
-    args: HfArguments,
-    kind: Kind,
-    has_padding: bool | None,
-    output_dir: str,
-    home: torch.device,
-) -> Rehearsed:
+def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     """Make the Trainer of a config, with its model on the card or where it is streamed from."""
     import transformers
 
+    args, has_padding = build.args, build.has_padding
     rows = args.per_device_train_batch_size
     check_rows(args)
-    model, assumptions = model_of(source, home, kind.sizes.get("tp_size", 1))
+    model, assumptions = model_of(source, build.home, build.kind.sizes.get("tp_size", 1))
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:
@@ -66,7 +59,7 @@ def rehearsed(
     try:
         trainer = trainer_class(
             model=model,
-            args=rehearsed_arguments(args, output_dir),
+            args=rehearsed_arguments(args, build.folder),
             train_dataset=[0] * rows,
             compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
         )
@@ -80,7 +73,7 @@ def rehearsed(
     return Rehearsed(
         trainer=trainer,
         make_batch=make_batch,
-        make_evaluation_batch=of_evaluation.make if kind.evaluates else None,
+        make_evaluation_batch=of_evaluation.make if build.kind.evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=has_padding,
         assumptions=assumptions,

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import triton
 from trainer_plugins.planner.rehearse import rollout
@@ -21,32 +19,25 @@ from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of, model_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
-from trainer_plugins.planner.rehearse.rehearsal import Rehearsed
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
 from trainer_plugins.planner.rehearse.ship import copied
 from trainer_plugins.planner.request import ConfigSource
 
 
-def rehearsed(
-    source: ConfigSource,
-    args: HfArguments,
-    kind: Kind,
-    has_padding: bool | None,
-    output_dir: str,
-    home: torch.device,
-) -> Rehearsed:
+def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
-    check_rows(args)
-    loop, own_args = loop_of(source), rehearsed_arguments(args, output_dir)
-    if kind.evaluates:
+    check_rows(build.args)
+    loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
+    if build.kind.evaluates:
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     if own_args.device.type == "cuda":
         triton.trl_kernels_do_nothing()
-    model, assumptions = model_of(source, home)
+    model, assumptions = model_of(source, build.home)
     models = iter([model])  # the one that is trained is built once
     trainer, said = _make(
-        loop, source, own_args, lambda: next(models, None) or model_of(source, home)[0]
+        loop, source, own_args, lambda: next(models, None) or model_of(source, build.home)[0]
     )
-    if has_padding is None:
+    if build.has_padding is None:
         said.append(PADDED)
     batch = longest_batch(trainer).batch
     return Rehearsed(
@@ -54,7 +45,7 @@ def rehearsed(
         make_batch=lambda: copied(batch),
         make_evaluation_batch=None,
         num_evaluation_batches=0,
-        has_padding=has_padding is not False,
+        has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
     )
 

@@ -5,31 +5,20 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.pretend import quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
-from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, other_models
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, other_models
 from trainer_plugins.planner.rehearse.spread import spread
-from trainer_plugins.planner.rehearse.streamed import Streaming
 from trainer_plugins.planner.request import TrainerSource
 
 
-def rehearsed(
-    source: TrainerSource,
-    args: HfArguments,
-    kind: Kind,
-    has_padding: bool | None,
-    output_dir: str,
-    streaming: Streaming | None,
-) -> Rehearsed:
+def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
     """Restore a Trainer and its batches."""
-    if kind.is_quantised:  # its layers are unpickled by name
+    if build.kind.is_quantised:  # its layers are unpickled by name
         quantised.stand_in_for_bitsandbytes()
     sent = ship.loads(source.trainer)
-    args_here = rehearsed_arguments(args, output_dir)
-    trainer = _revived(sent, args_here, kind, source.device_map, streaming)
+    trainer = _revived(sent, source.device_map, build)
     if trainer.args.device.type == "cuda":
         triton.trl_kernels_do_nothing()
     batch = ship.loads(source.batch)
@@ -39,19 +28,13 @@ def rehearsed(
         make_batch=lambda: ship.copied(batch),
         make_evaluation_batch=(lambda: ship.copied(evaluation)) if evaluation is not None else None,
         num_evaluation_batches=source.num_evaluation_batches,
-        has_padding=bool(has_padding),
+        has_padding=bool(build.has_padding),
         assumptions=[],
         asked=ship.asked_of(batch),
     )
 
 
-def _revived(
-    sent: dict[str, Any],
-    args: Any,
-    kind: Kind,
-    device_map: Mapping[str, int],
-    streaming: Streaming | None,
-) -> Any:
+def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
     """Restore the user's Trainer; make again what belongs to a process or a device."""
     import transformers
     from transformers.trainer_callback import (
@@ -62,6 +45,7 @@ def _revived(
     )
     from transformers.trainer_utils import TrainerMemoryTracker
 
+    args: Any = rehearsed_arguments(build.args, build.folder)
     for module in (sent["model"], *sent["others"].values()):
         _register_recorded_outputs(module)
     trainer = sent["class"].__new__(sent["class"])
@@ -76,19 +60,21 @@ def _revived(
     args._setup_devices  # noqa: B018 - reading it sets up the devices
     trainer.optimizer, trainer.lr_scheduler = sent["optimizer"], None
     trainer._created_lr_scheduler = False
-    if kind.trains_on_completions:
+    if build.kind.trains_on_completions:
         rollout.revive(trainer)
-    if streaming is not None:
-        streaming.begin(trainer)
+    if build.streaming is not None:
+        build.streaming.begin(trainer)
     if device_map:
         spread(trainer.model, device_map, args.device.type)
         args._n_gpu = 1  # as the Trainer's constructor says
-    elif kind.is_quantised and quantised.bits_of(trainer.model):
+    elif build.kind.is_quantised and quantised.bits_of(trainer.model):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
     for module in other_models(trainer):
-        _place(module, trainer)
+        if vars(module).pop("_is_accelerate_prepared", False):  # it was, in the user's process
+            trainer.accelerator.prepare_model(module, evaluation_mode=True)
+        module.to(args.device)
     trainer.model_wrapped = trainer.model
     trainer.callback_handler = CallbackHandler(
         [DefaultFlowCallback], trainer.model, None, None, None
@@ -106,10 +92,3 @@ def _register_recorded_outputs(model: object) -> None:
     for part in model.modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(part, modeling_utils.PreTrainedModel):
             dict.__setitem__(recorded, str(part.__class__), part._can_record_outputs)
-
-
-def _place(module: torch.nn.Module, trainer: Any) -> None:
-    """Move a model to the card, and let accelerate prepare it if it was prepared before."""
-    if vars(module).pop("_is_accelerate_prepared", False):
-        trainer.accelerator.prepare_model(module, evaluation_mode=True)
-    module.to(trainer.args.device)

@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.one_card import OneCard
@@ -20,11 +20,30 @@ from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.streaming.stream import stream_of
 
+if TYPE_CHECKING:
+    from trainer_plugins.planner.rehearse.streamed import Streaming
+
 Batch = dict[str, object]
 
 _MICRO_STEPS_RUN = 2
 """How many micro-steps of a step really run, besides the last one, in which the ranks reduce. The
 second adds to the gradients of the first; those after it do the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Holds what a Trainer is built with, besides its source."""
+
+    args: HfArguments  # the user's
+    kind: Kind
+    has_padding: bool | None  # whether batches have padding; None: as the source says
+    folder: str  # its output_dir
+    streaming: "Streaming | None"
+
+    @property
+    def home(self) -> torch.device:
+        """Return where the model of a config is built: on the card, unless it is streamed."""
+        return self.args.device if self.streaming is None else torch.device("cpu")
 
 
 @dataclass(slots=True)

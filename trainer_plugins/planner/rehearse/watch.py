@@ -16,11 +16,16 @@ from trainer_plugins.planner.kind import Kind, kind_of, needs_flash_attn, planne
 from trainer_plugins.planner.one_card import OneCard
 from trainer_plugins.planner.plan import NotPredicted, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.pretend import fake_cuda
-from trainer_plugins.planner.pretend.as_on_card import World, forget_accelerate, in_world
+from trainer_plugins.planner.pretend.as_on_card import (
+    ANY_CARD,
+    World,
+    forget_accelerate,
+    in_world,
+)
 from trainer_plugins.planner.rehearse import from_config, refusals
 from trainer_plugins.planner.rehearse.arguments import arguments_of
 from trainer_plugins.planner.rehearse.refusals import told_in_one_line
-from trainer_plugins.planner.rehearse.rehearsal import Rehearsed, rehearse
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, rehearse
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource, with_nodes
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -84,9 +89,10 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
         refusals.refuse_arguments(args, kind, request.card)
         strategy, streaming = _strategy_of(request, args, kind), _streaming_of(request, kind)
         with strategy.around(tracker):
-            rehearsed = _built(request, args, kind, streaming, tracker, folder)
+            build = Build(args, kind, request.has_padding, folder, streaming)
+            rehearsed = _built(request, build, tracker)
             loaded(max(tracker.allocated_bytes.values(), default=0))
-            notes = _run(rehearsed, kind, strategy, streaming, tracker)
+            notes = _run(rehearsed, build, strategy, tracker)
         trace = tracker.trace()
         parameters = [*rehearsed.trainer.model.parameters()]
         planned = planned_of(request, rehearsed.trainer, args, kind)
@@ -134,18 +140,11 @@ def _streaming_of(request: PlanRequest, kind: Kind) -> "Streaming | None":
     return Streaming(request)
 
 
-def _built(
-    request: PlanRequest,
-    args: HfArguments,
-    kind: Kind,
-    streaming: "Streaming | None",
-    tracker: Tracker,
-    folder: str,
-) -> Rehearsed:
+def _built(request: PlanRequest, build: Build, tracker: Tracker) -> Rehearsed:
     """Build the Trainer, and refuse what cannot be rehearsed."""
     progress.step("building the model")
-    rehearsed = told_in_one_line(lambda: _rehearsal_of(request, args, kind, streaming, folder))
-    trainer = rehearsed.trainer
+    rehearsed = told_in_one_line(lambda: _rehearsal_of(request.source, build))
+    trainer, kind = rehearsed.trainer, build.kind
     tracker.has_padding = rehearsed.has_padding
     trainer.args.max_steps = request.num_steps
     refusals.refuse_trainer(trainer, kind)
@@ -156,17 +155,11 @@ def _built(
     return rehearsed
 
 
-def _rehearsal_of(
-    request: PlanRequest,
-    args: HfArguments,
-    kind: Kind,
-    streaming: "Streaming | None",
-    folder: str,
-) -> Rehearsed:
-    """Make the Trainer of a request, with its model on the card, and its batches."""
-    source, has_padding = request.source, request.has_padding
-    if not kind.is_alone:
-        args = arguments_of(source)  # again as a rank: DeepSpeed's batch sizes depend on it
+def _rehearsal_of(source: ConfigSource | TrainerSource, build: Build) -> Rehearsed:
+    """Make the Trainer of a source, with its model on the card, and its batches."""
+    if not build.kind.is_alone:  # again as a rank: DeepSpeed's batch sizes depend on it
+        build = replace(build, args=arguments_of(source))
+    args, kind, streaming = build.args, build.kind, build.streaming
     if args.use_liger_kernel:
         from trainer_plugins.planner.pretend import triton
 
@@ -179,9 +172,9 @@ def _rehearsal_of(
     if isinstance(source, TrainerSource):
         from trainer_plugins.planner.rehearse import from_trainer
 
-        rehearsed = from_trainer.rehearsed(source, args, kind, has_padding, folder, streaming)
+        rehearsed = from_trainer.rehearsed(source, build)
     else:
-        rehearsed = _from_config(source, args, kind, has_padding, streaming, folder)
+        rehearsed = _from_config(source, build)
     if kind.has_liger:
         from trainer_plugins.planner.rehearse.liger import said_of_liger
 
@@ -191,36 +184,23 @@ def _rehearsal_of(
     return rehearsed
 
 
-def _from_config(
-    source: ConfigSource,
-    args: HfArguments,
-    kind: Kind,
-    has_padding: bool | None,
-    streaming: "Streaming | None",
-    folder: str,
-) -> Rehearsed:
+def _from_config(source: ConfigSource, build: Build) -> Rehearsed:
     make = from_config.rehearsed
     if source.trainer is not None:
         from trainer_plugins.planner.rehearse import from_loop
 
         make = from_loop.rehearsed
-    if streaming is None:
-        return make(source, args, kind, has_padding, folder, args.device)
-    with streaming.instead_of_moving():
-        rehearsed = make(source, args, kind, has_padding, folder, torch.device("cpu"))
-    streaming.begin(rehearsed.trainer)
+    if build.streaming is None:
+        return make(source, build)
+    with build.streaming.instead_of_moving():
+        rehearsed = make(source, build)
+    build.streaming.begin(rehearsed.trainer)
     return rehearsed
 
 
-def _run(
-    rehearsed: Rehearsed,
-    kind: Kind,
-    strategy: OneCard,
-    streaming: "Streaming | None",
-    tracker: Tracker,
-) -> list[str]:
+def _run(rehearsed: Rehearsed, build: Build, strategy: OneCard, tracker: Tracker) -> list[str]:
     """Run the Trainer; return which figures are less reliable because of it."""
-    trainer = rehearsed.trainer
+    trainer, kind, streaming = rehearsed.trainer, build.kind, build.streaming
     notes = []
     if kind.is_of_bitsandbytes:
         from trainer_plugins.planner.pretend import eight_bit
@@ -254,20 +234,13 @@ def _assumed(request: PlanRequest, rehearsed: Rehearsed, tracker: Tracker) -> It
 def _world_of(request: PlanRequest) -> World:
     source = request.source
     device_map = source.device_map if isinstance(source, TrainerSource) else {}
-    world = World(
+    return World(
         device=request.device,
+        card=request.card or ANY_CARD,
         has_padding=request.has_padding is True,
         packed_sequences=request.packed_sequences,
         num_cards=1 + max(device_map.values(), default=0),
         has_flash_attn=needs_flash_attn(source),
-    )
-    if request.card is None:
-        return world
-    return replace(
-        world,
-        capability=request.card.capability,
-        memory_bytes=request.card.capacity_bytes,
-        num_multiprocessors=request.card.num_multiprocessors,
     )
 
 

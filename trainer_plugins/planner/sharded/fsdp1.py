@@ -162,18 +162,16 @@ def _wrapped_at_load(patches: Patches, tracker: Tracker) -> None:
         with tracker.during("load"):
             model = original(*args, **kwargs)
         for unit in FullyShardedDataParallel.fsdp_modules(model):
-            if (flat := getattr(unit, "_flat_param", None)) is not None:
-                _note_full_sizes(flat)
+            if (flat := getattr(unit, "_flat_param", None)) is None:
+                continue
+            # the elements of parameters before they are joined, padded and divided
+            flat.whole_numel = sum(flat._numels)
+            params = flat._params or ()
+            for parameter, numel in zip(params, flat._numels, strict=bool(params)):
+                parameter.whole_numel = numel
         return model
 
     patches.wrap(Accelerator, "prepare_model", prepared)
-
-
-def _note_full_sizes(flat: Any) -> None:
-    """Note how many elements parameters have before they are joined, padded and divided."""
-    flat.whole_numel = sum(flat._numels)
-    for parameter, numel in zip(flat._params or (), flat._numels, strict=bool(flat._params)):
-        parameter.whole_numel = numel
 
 
 def _save(trainer: HfTrainer, tracker: Tracker) -> "_Files":
