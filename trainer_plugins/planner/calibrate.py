@@ -89,7 +89,7 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     run_dir = Path(run_dir)
     ranks = timelines_of(run_dir)
     refuse_another_run(plan, ranks)
-    differences = _differences(plan, ranks)
+    differences = differences_of(plan, ranks)
     samples = [each for each in _all(ranks) if isinstance(each, Sample)]
     context_bytes = max(each.reading.non_torch_bytes for each in samples)
     remarks = _remarks(ranks)
@@ -121,7 +121,8 @@ def timelines_of(run_dir: Path, flag: str = "--calibrate") -> _Ranks:
     return ranks
 
 
-def _differences(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
+def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
+    """Compare each counter of each moment."""
     found = []
     for moment, peak in peaks_as_seen(plan, tells_generation(ranks)).items():
         seen = readings_in(ranks, moment)

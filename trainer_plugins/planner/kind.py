@@ -17,6 +17,7 @@ import torch
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner.pretend import eight_bit, optimizers
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
+from trainer_plugins.wrapped import base_model
 
 _EXPORTED = "PARALLELISM_CONFIG_"
 
@@ -161,7 +162,7 @@ def planned_of(
 ) -> dict[str, str]:
     """Return the model, the batch, the optimizer and the launch of a run, by name."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     shares = cards_of_a_row(kind.sizes)

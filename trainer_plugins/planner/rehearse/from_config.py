@@ -14,6 +14,7 @@ from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
+from trainer_plugins.wrapped import base_model
 
 PADDED = "batches have padding (the worse case); see --no-padding"
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
@@ -99,7 +100,7 @@ class Batches:
 
 def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
     """Return what makes batches of this number of rows, as a collator would."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = base_model(model)
     length, pictures = source.sequence_length, None
     if inner.config.model_type in PICTURE_MODELS or source.asks_for_pictures:
         from trainer_plugins.planner.rehearse.pictures import pictures_of

@@ -38,6 +38,7 @@ from trainer_plugins.survival.exact.shares import (
     TOKENS_IN_SIGHT,
     Weight,
 )
+from trainer_plugins.wrapped import base_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,7 @@ _COUPLED_MODELS = {
 
 def bare_model(model: nn.Module) -> Any:
     """Return the model inside PEFT's wrapper, or the model itself."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return base_model(model)
 
 
 def family_of(

@@ -15,6 +15,7 @@ from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.exact.modules import full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
+from trainer_plugins.wrapped import local_tensor
 
 _ROOM = 0.8
 """How much of the free main memory the copies may take: beyond it the kernel may end the run."""
@@ -170,8 +171,7 @@ def _owners(trainer: HfTrainer) -> Iterator[object]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
+    return local_tensor(tensor).detach()
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
