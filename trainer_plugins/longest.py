@@ -57,14 +57,11 @@ class LongestRows:
 class Lengths:
     """Holds how long the rows of a data set are that were read."""
 
-    rows: _Numbers
-    """The indices of these rows."""
-
+    rows: _Numbers  # the indices of these rows
     columns: Mapping[str, _Numbers]
     """How many numbers each has in a column: tokens, or the numbers of a picture or a sound."""
 
-    num_rows: int
-    """How many rows the data set has, read or not."""
+    num_rows: int  # how many rows the data set has, read or not
 
     @property
     def tokens(self) -> _Numbers:

@@ -58,17 +58,14 @@ class Difference:
 class Calibration:
     """Holds the comparison of a plan with a run."""
 
-    differences: tuple[Difference, ...]
-    """All differences, the worst first."""
-
+    differences: tuple[Difference, ...]  # all differences, the worst first
     context_bytes: int
     """The most memory of the card in use outside the allocator: context, NCCL, other processes."""
 
     kept_in: Path | None
     """The file in which that context is kept for later plans; None if it is not kept."""
 
-    remarks: tuple[str, ...]
-    """Notes on how to read these numbers."""
+    remarks: tuple[str, ...]  # notes on how to read these numbers
 
 
 def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:

@@ -13,11 +13,8 @@ from trainer_plugins.planner.tracing.trace import Tracker
 class OneCard:
     """Keeps everything on one card. Other strategies derive from it."""
 
-    not_predicted: tuple[str, ...] = ()
-    """Memory of such a run that its figures leave out."""
-
-    not_reliable: tuple[str, ...] = ()
-    """Which of its figures are less reliable, and why."""
+    not_predicted: tuple[str, ...] = ()  # memory of such a run that its figures leave out
+    not_reliable: tuple[str, ...] = ()  # which of its figures are less reliable, and why
 
     @contextlib.contextmanager
     def around(self, tracker: Tracker) -> Iterator[None]:

@@ -89,12 +89,8 @@ class TensorAtPeak:
 
     num_bytes: int
     category: Category
-    module: str
-    """The name of the module that made it; empty if none did."""
-
-    operation: str
-    """The operation that made it, as torch names it: `aten::mm`."""
-
+    module: str  # the name of the module that made it; empty if none did
+    operation: str  # the operation that made it, as torch names it: `aten::mm`
     moment: Moment
     shape: tuple[int, ...]
     dtype: str
@@ -113,13 +109,9 @@ class TensorsAtPeak:
     """
 
     count: int
-    num_bytes: int
-    """The size of each."""
-
+    num_bytes: int  # the size of each
     category: Category
-    part: str
-    """The part of the model without layer numbers: `mlp`, `lm_head`; empty if none."""
-
+    part: str  # the part of the model without layer numbers: `mlp`, `lm_head`; empty if none
     operation: str
     moment: Moment
     dtype: str
@@ -149,16 +141,10 @@ class Proposal:
     The effective batch stays the same.
     """
 
-    changes: tuple[str, ...]
-    """What changes, in words: "1 row x 16", "checkpointing"."""
-
+    changes: tuple[str, ...]  # what changes, in words: "1 row x 16", "checkpointing"
     price: str
-    flags: str
-    """What to add to the plan's command; if a flag is given twice, the last one counts."""
-
-    micro_batch: int
-    """Rows of one forward pass on one card (`per_device_train_batch_size`)."""
-
+    flags: str  # what to add to the plan's command; if a flag is given twice, the last one counts
+    micro_batch: int  # rows of one forward pass on one card (`per_device_train_batch_size`)
     accumulation_steps: int
     sequence_length: int
     reserved_peak_bytes: int
@@ -184,18 +170,11 @@ class Streamed:
     """Describes a frozen base that is streamed. Sizes in bytes, for one card."""
 
     num_layers: int
-    resident_layers: int
-    """How many of them are on the card."""
-
-    num_bytes: int
-    """The weights that wait in main memory."""
-
-    copied_bytes_per_micro_batch: int
-    """What its forward and backward copy over the bus."""
-
+    resident_layers: int  # how many of them are on the card
+    num_bytes: int  # the weights that wait in main memory
+    copied_bytes_per_micro_batch: int  # what its forward and backward copy over the bus
     copied_bytes_per_step: int = 0
-    copy_seconds_per_step: float = 0.0
-    """How long that takes at `BUS_BYTES_PER_SECOND`."""
+    copy_seconds_per_step: float = 0.0  # how long that takes at `BUS_BYTES_PER_SECOND`
 
     def with_step_of(self, num_micro_batches: int) -> "Streamed":
         """Return the same with this number of micro-batches in a step."""
