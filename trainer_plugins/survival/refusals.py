@@ -11,16 +11,12 @@ from typing import Any
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.exact.losses import bare_model
-from trainer_plugins.survival.exact.modules import coupled_modules
+from trainer_plugins.survival.exact.modules import bare_model, coupled_modules
 from trainer_plugins.survival.ranks import kind_of
 
 
 def refusals(trainer: HfTrainer) -> list[str]:
-    """List every reason why out-of-memory errors of this Trainer cannot be survived.
-
-    The list is empty if they can. The loss is judged by `losses.py`.
-    """
+    """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
     return [reason for find in _REFUSALS for reason in find(trainer)]
 
 
@@ -38,9 +34,8 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
         )
     if trainer.is_model_parallel:
         yield "a model spread over several cards is not supported yet"
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None or getattr(
-        trainer.model, "_tp_size", None
-    ):
+    tp_size = getattr(trainer.model, "_tp_size", None)
+    if tp_size or trainer.accelerator.parallelism_config is not None:
         yield (
             "tensor, context and sequence parallelism are not supported: every rank would have to "
             "divide alike"
@@ -48,15 +43,14 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
 
 
 def _compiled(trainer: HfTrainer) -> Iterator[str]:
-    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
-    backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
+    backend = str(trainer.accelerator.state.dynamo_plugin.backend).rpartition(".")[2]
     is_compiled = any(
         hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
         for m in trainer.model.modules()
     )
     if trainer.args.torch_compile or backend != "NO" or is_compiled:
         yield (
-            "torch.compile compiles anew for every size of a piece, and keeps buffers of its own: "
+            "torch.compile compiles again for every size of a piece, and keeps buffers of its own: "
             "turn it off"
         )
 
@@ -68,13 +62,11 @@ def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
             f"optim={optim} applies gradients inside the backward: weights would have moved when "
             "a piece is retried"
         )
-    if name := next((n for n, p in trainer.model.named_parameters() if _takes_gradient(p)), None):
-        yield (
-            f"a hook takes the gradient of `{name}` inside the backward: it would see those of "
-            "pieces"
-        )
-    if name := next((n for n, p in trainer.model.named_parameters() if p._backward_hooks), None):
-        yield f"a hook changes the gradient of `{name}`: it would see those of pieces"
+    parameters = list(trainer.model.named_parameters())
+    if name := next((n for n, p in parameters if _takes_gradient(p)), None):
+        yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
+    if name := next((n for n, p in parameters if p._backward_hooks), None):
+        yield f"a hook changes the gradient of `{name}`: it would get pieces"
 
 
 def _takes_gradient(parameter: nn.Parameter) -> bool:
@@ -88,9 +80,8 @@ def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:
     yield from coupled_modules(trainer.model)
     config: Any = getattr(bare_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    if any(getattr(c, "output_router_logits", False) for c in configs) or getattr(
-        trainer, "aux_loss_enabled", False
-    ):
+    has_router_loss = any(getattr(c, "output_router_logits", False) for c in configs)
+    if has_router_loss or getattr(trainer, "aux_loss_enabled", False):
         yield (
             "the router's auxiliary loss is not a sum over rows: set output_router_logits=False in "
             "the model's config"
@@ -103,23 +94,21 @@ def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
     if "backward" in names and "compute_loss" not in names:
         owner = next(c for c in type(trainer).__mro__ if "training_step" in vars(c))
         yield (
-            f"{owner.__name__}.training_step never calls compute_loss: it computes a loss of its "
-            "own, of which no part can be computed alone"
+            f"{owner.__name__}.training_step never calls compute_loss: no part of the loss that it "
+            "computes itself can be computed alone"
         )
 
 
 def _names_in(kind: type, method: str) -> set[str]:
-    """Collect the names in a method's code and in that of the methods it calls.
-
-    Those of transformers are not followed: its `training_step` calls `compute_loss`.
-    """
+    """Collect the names in a method and in those it calls, as far as transformers' own."""
     found: set[str] = set()
     waiting, followed = [method], {method}
     while waiting:
         name = waiting.pop()
         for owner in (c for c in kind.__mro__ if name in vars(c)):
             if owner.__module__.startswith("transformers."):
-                found |= {"compute_loss"} if name == "training_step" else set()
+                if name == "training_step":
+                    found.add("compute_loss")
                 break
             code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
             names = set(_names_of(code)) if isinstance(code, CodeType) else set()
@@ -141,8 +130,8 @@ def _names_of(code: CodeType) -> Iterator[str]:
 def _rivals(trainer: HfTrainer) -> Iterator[str]:
     if trainer.args.auto_find_batch_size:
         yield (
-            "auto_find_batch_size restarts training after the errors that this would survive: "
-            "take one of the two"
+            "auto_find_batch_size restarts training after the errors that this would survive: use "
+            "one of the two"
         )
     if getattr(trainer.args, "activation_offloading", False):
         yield (
@@ -152,6 +141,8 @@ def _rivals(trainer: HfTrainer) -> Iterator[str]:
 
 
 _LEAVES: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (
-    *(_parallel, _compiled, _consumed_gradients),
+    _parallel,
+    _compiled,
+    _consumed_gradients,
 )
 _REFUSALS = (*_LEAVES, _coupled_rows, _step_without_compute_loss, _rivals)

@@ -42,7 +42,7 @@ from tests.survival.failing import (
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import ForgetsEachStep
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 FOLDER = Path(sys.argv[-1])
@@ -361,7 +361,7 @@ def refused(name: str) -> str:
 
 
 REFUSED = {
-    "static_graph": "DDP with static_graph learns the first backward pass by heart",
+    "static_graph": "DDP with static_graph repeats its first backward pass",
     "gradient_as_bucket_view": "DDP with gradient_as_bucket_view has one version counter for all gradients",
     "comm_hook": "a communication hook of DDP may not fit itself",
     "comm_hook, late": "a communication hook of DDP may not fit itself",

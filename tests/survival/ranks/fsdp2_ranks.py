@@ -41,9 +41,8 @@ from tests.survival.test_sweep import ForgetsEachStep
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
-from trainer_plugins.survival.training_run import memo_of
 from trainer_plugins.upkeep.agreement import Agreement
 from trainer_plugins.upkeep.roll_call import RollCall
 

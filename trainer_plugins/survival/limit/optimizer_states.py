@@ -16,10 +16,9 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 def create_states(optimizer: Any) -> str | None:
     """Create the states of torch's AdamW, Adam or SGD, by a step that moves nothing.
 
-    It has a learning rate of 0 and gradients of 0.
-    The first real step is bit-equal to what it would have been: weights, moments and step counters
-    are untouched. It goes parameter by parameter, so that it takes no more memory than the states
-    and one gradient.
+    Its learning rate and gradients are 0. The first real step is bit-equal to what it would have
+    been: weights, moments and step counters are untouched. It goes parameter by parameter, so that
+    it takes no more memory than the states and one gradient.
 
     Returns:
         Why nothing was done, to be logged; None if the states are there.
@@ -34,10 +33,10 @@ def create_states(optimizer: Any) -> str | None:
         )
     if any(group.get("dampening") for group in inner.param_groups):
         return (
-            "SGD with dampening makes its momentum of the first gradient: an OOM in the first step "
-            "ends the run"
+            "SGD with dampening makes its momentum from the first gradient: an OOM in the first "
+            "step ends the run"
         )
-    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+    if has_step_hooks(inner):
         return (
             "the optimizer has step hooks, so its states appear in the first step: an OOM there "
             "ends the run"
@@ -62,6 +61,11 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer
     return inner
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step of this optimizer calls hooks, which would count a trial."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:

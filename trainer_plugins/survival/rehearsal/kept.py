@@ -1,4 +1,4 @@
-"""Kept: what a rehearsal changes, in main memory, and how it is put back bit for bit."""
+"""Kept: what a rehearsal changes, in main memory, and how it is restored bit for bit."""
 
 import copy
 import os
@@ -10,9 +10,8 @@ from torch import nn
 
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
 from trainer_plugins.survival.attempt.sources import Sources
-from trainer_plugins.survival.exact.modules import full_state
+from trainer_plugins.survival.attempt.state import RestorePoint, full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
 
@@ -21,20 +20,15 @@ _ROOM = 0.8
 
 
 class Kept:
-    """Holds what a rehearsal may change, to put it back; but for the random generators.
+    """Holds what a rehearsal may change, to restore it; except the random generators.
 
     Frozen weights are not copied: nothing that is rehearsed moves them.
-
-    Raises:
-        MemoryError: main memory has no room for it.
     """
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         optimizer = None if trainer.is_deepspeed_enabled else inner_optimizer(trainer.optimizer)
-        self._model, self._weights = (
-            model,
-            [p for p in model.parameters() if p.requires_grad and not trainer.is_deepspeed_enabled],
-        )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._model, self._weights = model, [] if optimizer is None else trained
         _look_for_room(self._weights, optimizer)
         self._values = [_host(weight) for weight in self._weights]
         self._states = None if optimizer is None else States(optimizer)
@@ -47,18 +41,16 @@ class Kept:
         self._values_of_callbacks = copy.deepcopy(self._callback_states)
 
     def restore_weights(self) -> None:
-        """Put the values of trained weights back."""
         with torch.no_grad():
             for weight, value in zip(self._weights, self._values, strict=True):
                 _local(weight).copy_(value)
 
     def drop_states(self) -> None:
-        """Let go of the optimizer's states, as before a resume loads them."""
+        """Drop the optimizer's states, as before a resume loads them."""
         if self._states is not None:
             self._states.drop()
 
     def restore(self) -> None:
-        """Put everything back."""
         for parameter in self._model.parameters():
             parameter.grad = None
         self.restore_weights()
@@ -85,7 +77,7 @@ def sources_of(trainer: HfTrainer) -> Sources:
 
 
 class States:
-    """Holds the states and the groups of an optimizer, to put them back in place."""
+    """Holds the states and the groups of an optimizer, to restore them in place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -99,11 +91,10 @@ class States:
         }
 
     def drop(self) -> None:
-        """Let go of all states."""
         self._optimizer.state.clear()
 
     def restore(self) -> None:
-        """Put them back; states that were not there are dropped."""
+        """Restore them; states that were not there are dropped."""
         for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -130,13 +121,10 @@ class _Value(NamedTuple):
         return cls(copy.deepcopy(value), None)
 
     def put_back(self, now: Any) -> Any:
-        """Return the value: in the tensor that is there, if that is a fit one."""
         if self.device is None:
             return self.value
-        if isinstance(now, torch.Tensor) and (now.dtype, now.device) == (
-            self.value.dtype,
-            self.device,
-        ):
+        there = (now.dtype, now.device) if isinstance(now, torch.Tensor) else None
+        if there == (self.value.dtype, self.device):
             with torch.no_grad():
                 _local(now).copy_(self.value)
             return now
@@ -144,7 +132,7 @@ class _Value(NamedTuple):
 
 
 def put_back(owner: object, before: dict[str, Any]) -> None:
-    """Give an object the attributes that it had, and take away those that it had not."""
+    """Give an object the attributes that it had, and remove the others."""
     there = vars(owner)
     for name in there.keys() - before.keys():
         del there[name]
@@ -163,13 +151,12 @@ def _owners(trainer: HfTrainer) -> Iterator[object]:
     yield trainer.state
     yield trainer.accelerator
     generation = getattr(trainer.model, "generation_config", None)
-    for each in (trainer.lr_scheduler, getattr(trainer.accelerator, "scaler", None), generation):
+    for each in (trainer.lr_scheduler, trainer.accelerator.scaler, generation):
         if hasattr(each, "__dict__"):
             yield each
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach()
 

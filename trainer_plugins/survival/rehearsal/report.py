@@ -21,16 +21,16 @@ _PLANNED: dict[RunMoment, tuple[Moment, ...]] = {
 """The moments of a plan that each of them covers."""
 
 _REMEDIES: dict[RunMoment, str] = {
-    "optimizer step": "Take an optimizer with smaller states (--optim adamw_8bit, adafactor),"
+    "optimizer step": "Use an optimizer with smaller states (--optim adamw_8bit, adafactor),"
     " adapters, or shard them (FSDP2, ZeRO)",
-    "evaluation": "Take a smaller --per_device_eval_batch_size; where outputs pile up,"
+    "evaluation": "Use a smaller --per_device_eval_batch_size; if outputs pile up,"
     " --eval_accumulation_steps 1, or a preprocess_logits_for_metrics that takes the argmax",
-    "training": "Take --gradient_checkpointing True, fewer rows with more accumulation, shorter"
+    "training": "Use --gradient_checkpointing True, fewer rows with more accumulation, shorter"
     " rows (max_length), or trainer_plugins.survive_oom, which divides what does not fit",
     "save": "Save without a second copy on the card: merge adapters on the CPU; under FSDP"
     " SHARDED_STATE_DICT, under ZeRO-3 stage3_gather_16bit_weights_on_model_save false",
-    "resume": "Let what a load brings wait in main memory (torch.load(..., map_location='cpu')),"
-    " and move it part by part",
+    "resume": "Load the checkpoint into main memory (torch.load(..., map_location='cpu')), and"
+    " move it part by part",
 }
 
 
@@ -69,7 +69,6 @@ class RehearsalReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return what will not fit, what failed, what was left out, and the peaks."""
         found = [self._judged(each) for each in self.moments if each.failure]
         if self.left_out:
             found.append(
@@ -78,7 +77,7 @@ class RehearsalReport:
                     severity=Severity.INFO,
                     summary="not rehearsed: " + ", ".join(what for what, _ in self.left_out),
                     evidence="; ".join(f"{what}: {why}" for what, why in self.left_out),
-                    remedy="What these need is not known before they come",
+                    remedy="What these need stays unknown until they run",
                 )
             )
         if done := [f"{each.moment} {self._peak(each)}" for each in self.moments]:
@@ -88,22 +87,19 @@ class RehearsalReport:
                     severity=Severity.INFO,
                     summary=f"rehearsed before step 1, in {self.seconds:.1f} s",
                     evidence=", ".join(done),
-                    remedy="Nothing has to be done: all is as it was before",
+                    remedy="No action needed: everything is restored",
                 )
             )
         return tuple(found)
 
     def __str__(self) -> str:
-        """Return a table with one line a moment."""
         card = f" of {size(self.total_bytes)}" if self.total_bytes else ""
         lines = [f"rehearsed before step 1, in {self.seconds:.1f} s; peaks{card}"]
         for each in self.moments:
-            planned = self._planned(each.moment)
-            beside = "" if planned is None else f"planned {size(planned)}"
-            lines.append(
-                f"  {each.moment:<14}  {self._peak(each):<12}  {beside:<18}  "
-                f"{each.failure or each.what}"
-            )
+            planned_bytes = self._planned_bytes(each.moment)
+            planned = "" if planned_bytes is None else f"planned {size(planned_bytes)}"
+            what = each.failure or each.what
+            lines.append(f"  {each.moment:<14}  {self._peak(each):<12}  {planned:<18}  {what}")
         lines += [f"  {what:<14}  not rehearsed: {why}" for what, why in self.left_out]
         return "\n".join(printable(line.rstrip()) for line in lines)
 
@@ -112,7 +108,7 @@ class RehearsalReport:
             return "does not fit" if each.has_run_out else "fails"
         return "fits" if each.peak_bytes is None else size(each.peak_bytes)
 
-    def _planned(self, moment: RunMoment) -> int | None:
+    def _planned_bytes(self, moment: RunMoment) -> int | None:
         moments = {} if self.plan is None else self.plan.moments
         peaks = [moments[name].allocated_bytes for name in _PLANNED[moment] if name in moments]
         return max(peaks, default=None)
@@ -123,7 +119,7 @@ class RehearsalReport:
             return Finding(
                 code="rehearsal-does-not-fit",
                 severity=Severity.ERROR,
-                summary=f"{each.moment} does not fit{card}: a run that comes to it will end there",
+                summary=f"{each.moment} does not fit{card}: the run will end there",
                 evidence=f"{each.what}: {each.failure}",
                 remedy=_REMEDIES[each.moment],
             )
@@ -132,6 +128,6 @@ class RehearsalReport:
             severity=Severity.WARNING,
             summary=f"{each.moment} raises when it is rehearsed, and may do so in the run",
             evidence=f"{each.what}: {each.failure}",
-            remedy="Read the error; a row that no sampler draws, or a Trainer that needs what"
-            " comes before, may be harmless",
+            remedy="Read the error; it is harmless if it comes from a row that no sampler draws, or"
+            " from a Trainer that needs an earlier step",
         )
