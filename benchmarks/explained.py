@@ -2,7 +2,7 @@
 
 For each file: the bytes that it states as allocated at its end and the sum of the categories there,
 the recorded peak of reserved memory and that of the replay. Prints Markdown, and ends with 1 if
-anything differs. `docs/explain_snapshots.md` has the table of public ones:
+anything differs. `docs/explain_snapshots.md` has the sums of public ones:
 
     python -m benchmarks.explained SNAPSHOT ...
 """

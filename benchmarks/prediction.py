@@ -220,6 +220,18 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
         print(f"| {' | '.join(line)} |")
 
 
+def columns(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Print a table of many rows as a block of text, as the pages have it."""
+    rows = [head, *lines]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    print("\n```text")
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+    print("```")
+
+
 def gib(size: int | None) -> str:
     """Format a size as the tables do."""
     return "" if size is None else f"{size / 2**30:.3f}"
@@ -266,7 +278,7 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
                 told = f"{error(predicted, measured):+.3f} {no_evidence(row, counter)}".strip()
                 line += [gib(measured), gib(predicted), told]
             lines.append(line)
-        table(head, lines)
+        columns(head, lines)
     print(
         "\n### All of them\n\nErrors in percent. Figures that decided something in the prediction"
         " have lines of their own."
@@ -313,12 +325,12 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
     for row in rows:
         own = f"{error(ours[row.key], row.measured['allocated']):+.2f}" if row.key in ours else "-"
         others = [f"{one[0]:+.0f}" if (one := errors(name, [row])) else "-" for name in asked]
-        lines.append([row.source.partition(" ")[0], row.name, own, *others])
+        lines.append([row.name, own, *others])
     print(
-        "\n### Beside other estimators\n\nErrors in percent; - if it cannot be asked, or does not"
+        "\n### Next to other estimators\n\nErrors in percent; - if it cannot be asked, or does not"
         " predict it."
     )
-    table(["source", "run", "this planner", *asked], lines)
+    columns(["run", "this planner", *asked], lines)
     of_cards = [
         [row for row in rows if row.gpu == gpu] for gpu in dict.fromkeys(row.gpu for row in rows)
     ]

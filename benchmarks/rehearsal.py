@@ -221,7 +221,7 @@ class _Times(TrainerCallback):
 
 
 def main() -> None:
-    """Print the table of docs/rehearsal.md."""
+    """Print what docs/rehearsal.md says of the four runs."""
     simgpu.enable(256 * MIB)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu"
     for run in RUNS:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import trainer_plugins
-from trainer_plugins.watch.leak import _KINDS
+from trainer_plugins.watch.leak import KINDS
 
 ROOT = Path(trainer_plugins.__file__).parent
 
@@ -16,9 +16,9 @@ def test_the_page_and_the_code_agree() -> None:
     paths.append(explain / "run" / "ending.py")
     code = "\n".join(path.read_text() for path in paths)
     said = set(re.findall(r'code="([a-z-]+)"', code)) | {
-        f"leak-{kind.replace('_', '-')}" for kind in _KINDS
+        f"leak-{kind.replace('_', '-')}" for kind in KINDS
     }
     page = (ROOT.parent / "docs" / "findings.md").read_text()
 
     assert len(said) >= 10
-    assert set(re.findall(r"^## `([a-z-]+)`", page, re.MULTILINE)) == said
+    assert set(re.findall(r"^### `([a-z-]+)`", page, re.MULTILINE)) == said

@@ -1,6 +1,6 @@
-"""Compiles C and C++ once and keeps the result; decides where the package's cache folder is.
+"""Compiles C and C++ once and keeps the result in the package's cache folder.
 
-Nothing is compiled at import, and torch is imported only for the flags of a library against it.
+Nothing is compiled at import. torch is imported only for the flags of a library that links to it.
 """
 
 import hashlib
@@ -13,9 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_C_COMPILERS = ("cc", "gcc", "clang")
-_CPP_COMPILERS = ("g++", "clang++", "c++")
-
 
 class CompileError(RuntimeError):
     """The compiler could not be run, or it failed."""
@@ -27,30 +24,24 @@ class CompileError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is built or measured once: `$TRAINER_PLUGINS_CACHE`, or a default.
-
-    The default is `~/.cache/trainer_plugins`.
-    """
-    return Path(
-        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
-    )
+    """Return `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins` if it is not set."""
+    chosen = os.environ.get("TRAINER_PLUGINS_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "trainer_plugins"
 
 
 def c_compiler() -> str | None:
     """Return the path of a C compiler; None if there is none."""
-    return next(filter(None, map(shutil.which, _C_COMPILERS)), None)
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def cpp_compiler() -> str | None:
-    """Return the command of a C++ compiler, the one in CXX first; None if there is none."""
-    return os.environ.get("CXX") or next(filter(None, map(shutil.which, _CPP_COMPILERS)), None)
+    """Return the command of a C++ compiler, $CXX if set; None if there is none."""
+    installed = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    return os.environ.get("CXX") or installed
 
 
 def fingerprint(*parts: str | bytes) -> str:
-    """Return 16 characters that name a build by all that it depends on.
-
-    The machine's architecture and this file, which has the flags, always count.
-    """
+    """Return 16 characters that identify a build by its parts, machine and compiler flags."""
     digest = hashlib.sha256()
     for part in (platform.machine(), Path(__file__).read_bytes(), *parts):
         digest.update((part.encode() if isinstance(part, str) else part) + b"\0")
@@ -67,24 +58,31 @@ def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]
     root = Path(torch.__file__).parent
     return [
         *compiler.split(),
-        *("-std=c++20", "-O1", "-fPIC", "-shared"),
-        "-w",  # torch's headers have warnings, which nobody here can fix
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-w",  # torch's headers have warnings that we cannot fix
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *flags,
-        *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"),
-        *(str(source), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"),
+        f"-I{root / 'include'}",
+        f"-I{root / 'include/torch/csrc/api/include'}",
+        str(source),
+        f"-L{root / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
     ]
 
 
 def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
     """Run a compiler unless its library exists, and return the library's path.
 
-    One process builds, the others wait for it. The library appears whole or not at all. If the
-    compiler fails, its command and what it printed are in a `.log` file beside the library.
+    One process builds while the others wait. The library appears complete or not at all. If the
+    compiler fails, its command and output are in a `.log` file next to the library.
 
     Args:
-        library: the file to create; its folders are created if necessary.
-        command: the compiler's command without the output file, which is given as `-o`.
+        library: the file to create, with its folders.
+        command: the compiler's command, to which `-o` and the file are added.
         timeout_seconds: how long the compiler may take.
 
     Raises:
@@ -104,10 +102,9 @@ def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float)
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other builders, without leaving a file behind.
 
-    Some file systems, such as NFS, cannot lock a folder. Then several may build at once, and each
-    puts a whole library in place.
+    Where a file system cannot lock folders, as NFS, several may build at once; the last one wins.
     """
-    import fcntl
+    import fcntl  # not on Windows
 
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -121,10 +118,10 @@ def _locked(folder: Path) -> Iterator[None]:
 def _compile(library: Path, command: Sequence[str], timeout_seconds: float) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         draft = Path(directory) / library.name
-        whole = [*command, "-o", str(draft)]
+        command = [*command, "-o", str(draft)]
         try:
             result = subprocess.run(
-                whole,
+                command,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 check=False,
@@ -134,7 +131,7 @@ def _compile(library: Path, command: Sequence[str], timeout_seconds: float) -> N
             raise CompileError(str(error)) from error
         if result.returncode:
             log = library.with_suffix(".log")
-            log.write_bytes(" ".join(whole).encode() + b"\n" + result.stdout)
+            log.write_bytes(" ".join(command).encode() + b"\n" + result.stdout)
             raise CompileError(
                 f"the compiler failed, see {log}", result.stdout.decode(errors="replace")
             )

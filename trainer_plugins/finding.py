@@ -1,4 +1,4 @@
-"""Finding: the one form in which every part of the package reports what it noticed."""
+"""Finding: how every part of the package reports a problem."""
 
 import logging
 from dataclasses import asdict, dataclass
@@ -8,10 +8,7 @@ from trainer_plugins.printable import printable
 
 
 class Severity(IntEnum):
-    """Says how much a finding matters.
-
-    The values are logging levels, so a finding logs at its own severity.
-    """
+    """Ranks findings; the values are logging levels, so a finding logs at its own severity."""
 
     INFO = logging.INFO
     WARNING = logging.WARNING
@@ -20,7 +17,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Reports one problem of a run: what is so, the numbers that show it, and what to change."""
+    """Reports one problem of a run: what is wrong, the numbers that show it, what to change."""
 
     code: str
     """A stable name in kebab case, explained in `docs/findings.md`: `memory-pressure`."""
@@ -30,22 +27,21 @@ class Finding:
     """What is wrong, as one sentence without a full stop."""
 
     evidence: str
-    """The numbers it rests on, with units."""
+    """The numbers that show it, with units."""
 
     remedy: str
-    """What to change, by the names that the user writes (arguments, flags, variables)."""
+    """What to change, in the names the user writes: arguments, flags, variables."""
 
     amount: float = 0.0
-    """The number that decides, in its own unit; compared only with the same code's: more is worse.
-    """
+    """How bad it is, in a unit of its own; comparable only between findings of one code."""
 
     def __str__(self) -> str:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
 
     def as_json(self) -> dict[str, object]:
-        """Return its fields for JSON, the severity by name."""
+        """Return the fields for JSON, with the severity by name."""
         return {**asdict(self), "severity": self.severity.name}
 
     def worse_than(self, other: "Finding") -> bool:
-        """Return whether it is worth repeating: higher severity, or an amount up by a tenth."""
+        """Return whether to report it again: higher severity, or an amount at least 10% up."""
         return self.severity > other.severity or self.amount >= 1.1 * other.amount > 0

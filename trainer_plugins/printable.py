@@ -1,14 +1,14 @@
-"""Makes foreign text (of a file, a process, a driver) harmless: one line, shown but not obeyed."""
+"""Makes text from files, processes and drivers safe to print, on one line."""
 
 LONGEST_CHARACTERS = 4000
 
 
 def printable(text: object) -> str:
-    r"""Render foreign text so that a terminal or a log shows it and does nothing it asks for.
+    r"""Render text so that a terminal or a log cannot interpret any of it as a command.
 
-    Line breaks and tabs become spaces. Everything else that `str.isprintable` refuses becomes a
-    Python escape: C0 and C1 controls including ESC, bidirectional overrides, invisible characters,
-    lone surrogates. A text of more than 4,000 characters is cut, and the result says so.
+    Line breaks and tabs become spaces. Everything else that `str.isprintable` rejects becomes a
+    Python escape: control characters including ESC, bidirectional overrides, invisible characters,
+    lone surrogates. Text over 4,000 characters is cut, and its length is appended.
 
     >>> print(printable("title: \x1b]0;mine\x07, lines:\n[red]forged\u202e"))
     title: \x1b]0;mine\x07, lines: [red]forged\u202e

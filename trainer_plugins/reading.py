@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """Holds what one look at one device showed; all sizes are in bytes.
+    """Holds one reading of one device; all sizes are in bytes.
 
     Raises:
-        ValueError: the numbers cannot be true, such as more free memory than there is.
+        ValueError: the numbers are impossible, such as more free memory than there is.
 
     ```
     |<------------------------- total ------------------------->|
@@ -21,10 +21,10 @@ class MemoryReading:
     """The device's name as torch writes it: `cuda:0`."""
 
     total_bytes: int
-    """What all processes together can use; a GPU driver's own reserve is not part of it."""
+    """What all processes together can use, without the GPU driver's own reserve."""
 
     free_bytes: int
-    """Bytes that no process holds."""
+    """Bytes that no process uses."""
 
     reserved_bytes: int
     """Bytes that this process's caching allocator holds."""
@@ -33,10 +33,10 @@ class MemoryReading:
     """The part of `reserved_bytes` that live tensors occupy."""
 
     peak_allocated_bytes: int
-    """The most `allocated_bytes` has been since the peak was last reset."""
+    """The highest `allocated_bytes` since the peak was last reset."""
 
     num_alloc_retries: int = 0
-    """Allocations that succeeded only after a flush of the cache, since the process began."""
+    """Allocations since the process began that succeeded only after the cache was flushed."""
 
     def __post_init__(self) -> None:
         # reserved_bytes may exceed total minus free: the two counters are read a moment apart.
@@ -51,27 +51,25 @@ class MemoryReading:
 
     @property
     def cached_bytes(self) -> int:
-        """Return bytes reserved but in no tensor: reusable here, freed by releasing the cache."""
+        """Return bytes reserved but in no tensor; releasing the cache frees them."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
     def non_torch_bytes(self) -> int:
-        """Return bytes neither free nor torch's: CUDA context, NCCL buffers, other processes.
-
-        It is never negative, although the counters behind it are read a moment apart.
-        """
+        """Return bytes neither free nor torch's: CUDA context, NCCL buffers, other processes."""
+        # The counters are read a moment apart, so the difference may come out negative.
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
 
     @property
     def headroom_bytes(self) -> int:
-        """Return bytes left over at the peak: a step could have been this much larger."""
+        """Return the bytes still unused at the peak."""
         return self.total_bytes - self.peak_allocated_bytes - self.non_torch_bytes
 
     @property
     def pressure(self) -> float:
-        """Return the fraction of the device, 0 to 1, that live memory took at its peak.
+        """Return the fraction of the device, 0 to 1, that live memory used at its peak.
 
-        It leaves the cache out, because in a healthy run the cache fills the card. It takes the
-        peak, because activations are gone between steps.
+        The cache does not count: in a healthy run it fills the card. The peak counts because
+        activations are freed between steps.
         """
         return (self.peak_allocated_bytes + self.non_torch_bytes) / self.total_bytes

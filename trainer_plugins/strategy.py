@@ -18,10 +18,8 @@ class Strategy:
     """Class that training calls: `DeepSpeedEngine`, `DistributedDataParallel`, the model's own."""
 
     family: str
-    """The kind of that class.
-
-    One of `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, `unknown` (as on XLA).
-    """
+    """The kind of that class: `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, or `unknown`
+    (as on XLA)."""
 
     world_size: int
     """Number of ranks that train together, over all machines."""
@@ -30,16 +28,16 @@ class Strategy:
     """Device type: `cuda`, `cpu`."""
 
     num_params: int
-    """Elements of all parameters of the whole model; 4-bit weights count unpacked."""
+    """Elements of all parameters of the full model; 4-bit weights count unpacked."""
 
     num_machines: int | None = None
-    """Number of machines; None if the launcher does not tell."""
+    """Number of machines; None if the launcher does not say."""
 
     num_partitioned: int = 0
-    """Elements of sharded parameters; the others are whole on each rank."""
+    """Elements of sharded parameters; each rank holds the others in full."""
 
     zero_stage: int | None = None
-    """The ZeRO stage; None if DeepSpeed does not run."""
+    """The ZeRO stage; None without DeepSpeed."""
 
     offload: Mapping[str, str] = field(default_factory=dict)
     """What is offloaded, and where to: `{"optimizer": "cpu", "param": "nvme"}`; a streamed base."""
@@ -51,7 +49,7 @@ class Strategy:
     """The class that updates the weights, unwrapped: `AdamW`, `DeepSpeedCPUAdam`."""
 
     master_dtype: str | None = None
-    """The dtype in which the optimizer keeps the weights; None if it has none to train."""
+    """The dtype in which the optimizer keeps the weights; None if it trains none."""
 
     is_checkpointing: bool = False
     """Whether the model recomputes activations in the backward pass."""
@@ -62,17 +60,18 @@ class Strategy:
         return self.num_partitioned / self.num_params if self.num_params else 0.0
 
     def __str__(self) -> str:
-        stage = "" if self.zero_stage is None else f", ZeRO-{self.zero_stage}"
-        ranks = f"{self.world_size} rank" + "s" * (self.world_size != 1)
-        machines = f" on {self.num_machines} machines" if (self.num_machines or 1) > 1 else ""
-        sharded = f"{percent(self.partitioned_fraction)} of {self.num_params:,} parameters sharded"
-        is_alone = self.world_size == 1 and not self.num_partitioned
-        divided = f", {self.num_params:,} parameters" if is_alone else f", {sharded}"
-        off = "".join(f", {what} on {where}" for what, where in self.offload.items())
-        update = (
-            f", {self.optimizer_class} on {self.master_dtype} weights" if self.master_dtype else ""
-        )
-        return printable(
-            f"{ranks}{machines} of {self.wrapped_class} on {self.device}"
-            f"{stage}{divided}{off}{update}"
-        )
+        text = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        if self.num_machines is not None and self.num_machines > 1:
+            text += f" on {self.num_machines} machines"
+        text += f" of {self.wrapped_class} on {self.device}"
+        if self.zero_stage is not None:
+            text += f", ZeRO-{self.zero_stage}"
+        parameters = f"{self.num_params:,} parameters"
+        if self.world_size > 1 or self.num_partitioned:
+            parameters = f"{percent(self.partitioned_fraction)} of {parameters} sharded"
+        text += f", {parameters}"
+        for part, home in self.offload.items():
+            text += f", {part} on {home}"
+        if self.master_dtype:
+            text += f", {self.optimizer_class} on {self.master_dtype} weights"
+        return printable(text)

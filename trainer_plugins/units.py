@@ -34,15 +34,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
-def gib(num_bytes: float) -> float:
-    """Convert bytes to GiB, for a chart.
-
-    >>> gib(3 << 29)
-    1.5
-    """
-    return num_bytes / GIB
-
-
 def parse_size(text: str) -> int:
     """Read a size as people write it, in bytes; `GiB` is 2**30 and `GB` is 10**9.
 

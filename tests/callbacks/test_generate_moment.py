@@ -130,7 +130,7 @@ def test_a_generation_that_fills_the_card_is_said_to_be_one(make_trainer, simgpu
     (finding,) = [each.finding for each in timeline if isinstance(each, Remark)]
     assert finding.code == "memory-pressure"
     assert finding.summary.endswith("full at its peak in generate")
-    assert "number of tokens that are generated" in finding.remedy
+    assert "number of generated tokens" in finding.remedy
 
 
 def test_a_generation_that_raises_does_not_hide_the_next(make_trainer, simgpu) -> None:

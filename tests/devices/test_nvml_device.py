@@ -209,7 +209,7 @@ def test_every_failure_has_its_kind_and_its_remedy(tmp_path):
         (pynvml.NVML_ERROR_NO_PERMISSION, NvmlErrorKind.NO_PERMISSION, "/dev/nvidia*"),
         (pynvml.NVML_ERROR_GPU_IS_LOST, NvmlErrorKind.LOST, "reboot"),
         (pynvml.NVML_ERROR_RESET_REQUIRED, NvmlErrorKind.LOST, f"nvidia-smi --gpu-reset -i {CARD}"),
-        (pynvml.NVML_ERROR_INVALID_ARGUMENT, NvmlErrorKind.LOST, "created anew"),
+        (pynvml.NVML_ERROR_INVALID_ARGUMENT, NvmlErrorKind.LOST, "recreated"),
         (pynvml.NVML_ERROR_TIMEOUT, NvmlErrorKind.TIMEOUT, "ask again later"),
         (pynvml.NVML_ERROR_IN_USE, NvmlErrorKind.TIMEOUT, "ask again later"),
         (pynvml.NVML_ERROR_MEMORY, NvmlErrorKind.TIMEOUT, "ask again later"),

@@ -255,7 +255,7 @@ def test_pressure_is_no_oom_and_has_remedies() -> None:
     code, out, _ = command("-", stdin=b"2 pytorch allocator cache flushes since last step.\n")
 
     assert code == 1
-    assert "torch gave its cache back to go on, which is slow" in " ".join(out.split())
+    assert "torch released its cache to go on, which is slow" in " ".join(out.split())
     assert "--torch_empty_cache_steps 1" in out
 
 

@@ -313,7 +313,7 @@ def test_a_copy_for_the_checkpoint(train) -> None:
     said = train(70, model=tiny_llama(**wide), **settings)
     assert said.code == "save-gather"
     assert "save_only_model" not in said.text, "the weights are saved all the same"
-    (call,) = re.findall(r"^(\S+) in place of \.clone\(\) at .*test_planted\.py:\d+$", said.do)
+    (call,) = re.findall(r"^(\S+) instead of \.clone\(\) at .*test_planted\.py:\d+$", said.do)
 
     class SavesAsTold(Saves):
         copied = staticmethod(eval(f"lambda tensor: tensor{call}"))

@@ -237,7 +237,7 @@ SAVES = ("transformers/trainer.py", "_save_checkpoint", "self.save_model(output_
     [
         ([("mine.py", "save_model", "w = {k: v.float() for k, v in w.items()}")], ".cpu() before the copy at mine.py:3"),
         ([("mine.py", "save_model", "twin = copy.deepcopy(self.model)"), ("copy.py", "deepcopy", "y = copier(memo)"), ("torch/nn/parameter.py", "__deepcopy__", "self.data.clone()")], ".cpu() before the copy at mine.py:3"),
-        ([("mine.py", "save_model", "[p.clone() for p in self.model.parameters()]")], ".cpu() in place of .clone() at mine.py:3"),
+        ([("mine.py", "save_model", "[p.clone() for p in self.model.parameters()]")], ".cpu() instead of .clone() at mine.py:3"),
         ([("transformers/trainer.py", "_save_optimizer_and_scheduler", "save_fsdp_optimizer(")], "--save_only_model True"),
         ([("transformers/trainer.py", "_save", "state_dict = self.model.state_dict()")], "--optim adafactor"),
     ],

@@ -21,6 +21,7 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from trainer_plugins import plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.planner import PlanError
+from trainer_plugins.planner.predict import _IMPORTS
 
 BERT = str(Path(__file__).parent / "configs" / "bert-base.json")
 
@@ -39,7 +40,9 @@ def _leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     yield
     assert list(scratch.iterdir()) == []
-    assert psutil.Process().children() == []
+    assert [
+        each.name() for server in psutil.Process().children() for each in server.children()
+    ] == []
 
 
 def _is_alive(pid: int) -> bool:
@@ -102,7 +105,8 @@ def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
         assert select.select([reads], [], [], 300)[0], "the prediction came to no compiler"
         compiler = int(os.read(reads, 100))
         worker = psutil.Process(compiler).ppid()
-        assert psutil.Process(worker).ppid() == command.pid
+        server = psutil.Process(worker).ppid()
+        assert psutil.Process(server).ppid() == command.pid
         assert len(list(scratch.iterdir())) == 1
 
         command.send_signal(getattr(signal, name))
@@ -111,7 +115,7 @@ def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
         assert os.read(reads, 100) == b""
     finally:
         os.close(reads)
-    for killed in (worker, compiler):
+    for killed in (server, worker, compiler):
         for _ in range(2400):  # a process that was killed takes a moment to go
             if not _is_alive(killed):
                 break
@@ -284,3 +288,18 @@ def test_a_prediction_without_an_end_says_where_it_was(tmp_path, make_trainer):
 def test_a_time_out_that_is_none(seconds):
     with pytest.raises(PlanError, match="the time limit is a number of seconds"):
         plan_run({"model_type": "llama"}, {"output_dir": "runs"}, timeout_seconds=seconds)
+
+
+def test_plans_of_one_process_share_a_server(monkeypatch):
+    """A variable that torch reads when it is imported is the reason for another."""
+
+    def server_after_a_plan() -> int:
+        plan_run(SMALL_GPT2, {"output_dir": "runs"}, seq_length=64)
+        servers = [each for each in psutil.Process().children() if _IMPORTS[-1] in each.cmdline()]
+        assert [each.children() for each in servers] == [[]]
+        return servers[0].pid
+
+    first = server_after_a_plan()
+    assert server_after_a_plan() == first
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    assert server_after_a_plan() != first

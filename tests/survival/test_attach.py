@@ -61,7 +61,7 @@ def test_what_was_put_on_top_stays(tmp_path, caplog) -> None:
     survival.detach()
 
     assert trainer.accelerator.backward is theirs
-    assert "backward was replaced once more" in caplog.text
+    assert "backward was replaced again later" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         Run(trainer, {0: [20]})
 

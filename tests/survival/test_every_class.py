@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.survival.classes.judge import class_names, outcome_of
-from tests.survival.classes.table import read_table, table_version
+from tests.survival.classes.table import PAGE, read_table, render_page, table_version
 
 NUM_SHARDS = 16
 RUN, NUM_RUNS = map(int, os.environ.get("CLASS_SHARDS", "0/1").split("/"))
@@ -83,3 +83,7 @@ def test_every_class(tmp_path, shard: int) -> None:
 def test_the_table_is_of_these_classes_and_has_none_that_is_wrong() -> None:
     assert set(TABLE) <= set(class_names())
     assert "wrong" not in {outcome.kind for outcome in TABLE.values()}
+
+
+def test_the_page_shows_the_table() -> None:
+    assert PAGE.read_text() == render_page(TABLE, table_version())

@@ -1,4 +1,4 @@
-"""Lets a callback stand around a method of its Trainer, where the Trainer has no event."""
+"""Wraps methods of the Trainer for callbacks, where it has no event."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,10 @@ from trainer_plugins.callbacks._run import Kind, RunCallback, callback_of
 
 
 class GuardCallback(RunCallback):
-    """Has nothing of its own to do at an event: it stands around a method (`put_around`)."""
+    """Has nothing to do at an event, because it surrounds a method (`put_around`)."""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         self.is_second(state)
@@ -27,11 +23,7 @@ class GuardCallback(RunCallback):
 def put_around(
     name: str, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
 ) -> None:
-    """Have the callback of a kind, where a Trainer has one, stand around a method of that Trainer.
-
-    The class is wrapped, once in a process, and not the instance: so the methods of a copied
-    Trainer are its own, a callback that is added late counts, and a Trainer without such a callback
-    is left alone.
+    """Surround a method of each Trainer that has a callback of this kind.
 
     Args:
         name: the method.
@@ -42,15 +34,23 @@ def put_around(
 
 
 def wrap_once(
-    name: str, kind: type, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    name: str,
+    kind: type,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    owner: type = Trainer,
 ) -> None:
-    """Wrap a method of `transformers.Trainer` for a class of callbacks, once in a process."""
-    method = getattr(Trainer, name)
+    """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks.
+
+    The class is wrapped, once in a process, and not the instance: so the methods of a copied
+    Trainer are its own, a callback that is added late counts, and a Trainer without such a callback
+    is left alone.
+    """
+    method = getattr(owner, name)
     known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
     if kind not in known:
         ours = functools.wraps(method)(wrap(method))
         vars(ours)["wrapped_for"] = known | {kind}
-        setattr(Trainer, name, ours)
+        setattr(owner, name, ours)
 
 
 def _surrounded(

@@ -1,4 +1,4 @@
-"""Moves a callback among those of its Trainer."""
+"""Changes the place of a callback in its Trainer's list, which events do not get."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,7 @@ from trainer_plugins.upkeep.frames import frames_above
 def move_before_trackers(callback: TrainerCallback) -> bool:
     """Move a callback before the trackers of `report_to`, so that they see what it adds to logs.
 
-    Trackers precede the user's callbacks in a list that events do not get. So the list is taken
-    from the call in progress, and this must be called from an event. False if there is no list.
+    Call it from an event: the list is taken from the call in progress. False if there is no list.
     """
     callbacks = _callbacks_being_called()
     if not any(one is callback for one in callbacks):
@@ -21,7 +20,7 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
     place = callbacks.index(callback)
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
     first = next((index for index, one in enumerate(callbacks) if isinstance(one, trackers)), place)
-    # The list is being iterated, and stands at this callback: a move to the front neither skips nor
+    # The list is being iterated, and is at this callback: moving it forward neither skips nor
     # repeats any.
     if first < place:
         callbacks.insert(first, callbacks.pop(place))
@@ -29,10 +28,10 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
 
 
 def keep_first_place(is_it: Callable[[TrainerCallback], bool]) -> bool:
-    """Keep only the first of the places that one callback has in its Trainer's list.
+    """Keep only the first of a callback's places in its Trainer's list.
 
-    It must be called from an event. A place is filled with a callback that does nothing: the list
-    is being iterated, and removing one would skip the next.
+    Call it from an event. The other places get a callback that does nothing: the list is being
+    iterated, and removing one would skip the next.
 
     Returns:
         Whether there was more than one place.

@@ -1,10 +1,9 @@
-"""Callbacks of one run share its device, its timeline, and the knowledge that it evaluates."""
+"""RunCallback: what callbacks share: the run's device and timeline, and errors that end no run."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 from weakref import ref
 
@@ -18,18 +17,17 @@ from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.record.webhook import webhook_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import frames_above
-from trainer_plugins.upkeep.generation import inside_training
 
 logger = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=TrainerCallback)
 
-_said: set[str] = set()
-"""What is said once in a process, whichever callback finds it."""
+_logged: set[str] = set()
+"""Messages that a process logs only once, by any callback."""
 
 
 class NoModelError(TypeError):
-    """Says that a Trainer passes something that is no model to its events, as setfit's does."""
+    """Says that a Trainer passes something other than a model to its events, as setfit's does."""
 
 
 class RunCallback(TrainerCallback):
@@ -50,23 +48,29 @@ class RunCallback(TrainerCallback):
         """
         self._device, self._timeline = self._given_device, self._given_timeline
         self._cannot_read = False
-        self._vote: StepEndVote | None = None
+        self.undo = ExitStack()
+        """What `end_run` undoes, as callbacks of this stack."""
 
     def begin_run(self) -> None:
-        """Forget the run before, which may have raised: a callback may serve several Trainers."""
+        """Forget the previous run, which may have raised: a callback may serve several Trainers."""
         self.end_run()
         self.at_rest()
 
     def end_run(self) -> None:
         """Undo what was done for the run. A second call does nothing."""
-        if self._vote is not None:
-            self._vote.leave()
+        self.undo.close()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self.end_run()
 
     def vote_every(self, num_steps: int, args: TrainingArguments) -> StepEndVote:
-        """Return a vote, every so many steps, of all ranks of this run that have this callback."""
-        who = f"{type(self).__name__} (every {num_steps} step{'s' * (num_steps > 1)})"
-        self._vote = StepEndVote(who, args.ddp_timeout)
-        return self._vote
+        """Return a vote, every `num_steps` steps, of all ranks that have this callback."""
+        question = f"{type(self).__name__} (every {num_steps} step{'s' * (num_steps > 1)})"
+        vote = StepEndVote(question, args.ddp_timeout)
+        self.undo.callback(vote.leave)
+        return vote
 
     def device_for(self, args: TrainingArguments) -> Device | None:
         """Return the device, opened at first use; None, logged once, if it cannot be read.
@@ -83,6 +87,10 @@ class RunCallback(TrainerCallback):
                 except ValueError as error:
                     logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
         return self._device
+
+    def device_if_first(self, args: TrainingArguments, state: TrainerState) -> Device | None:
+        """Return the device; None if it cannot be read, or another callback has precedence."""
+        return None if self.is_second(state) else self.device_for(args)
 
     def timeline_for(self, args: TrainingArguments) -> Timeline:
         if self._timeline is None:
@@ -101,8 +109,8 @@ class RunCallback(TrainerCallback):
         try:
             yield
         except NoModelError as error:
-            if str(error) not in _said:
-                _said.add(str(error))
+            if str(error) not in _logged:
+                _logged.add(str(error))
                 logger.warning("%s", error)
         except Exception:
             if not self._has_failed:
@@ -121,7 +129,7 @@ class RunCallback(TrainerCallback):
         ]
 
     def is_second(self, state: TrainerState) -> bool:
-        """Return whether another callback of this class counts in this run.
+        """Return whether another callback of this class has precedence in this run.
 
         Two would each see half of the peaks. If this very callback was given twice, its second
         place in the Trainer's list is emptied.
@@ -150,146 +158,6 @@ class RunCallback(TrainerCallback):
         return copy.__dict__
 
 
-class EvaluationCallback(RunCallback):
-    """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it.
-
-    `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may not fire it, as
-    open-unlearning's FinetuneTrainer does not. `control.should_evaluate` is set before each
-    evaluation inside training, so the end is taken from the next event that no evaluation fires.
-    Outside training, as in a final `trainer.evaluate()`, the method itself tells it. The beginning
-    is told by an event, and once more by the method: other callbacks act in between.
-    """
-
-    def at_rest(self) -> None:
-        super().at_rest()
-        self._evaluating = self.is_inside = False
-        """Whether an end is due, and whether an `evaluate` of the Trainer is running."""
-        self.num_evaluations = 0
-        """How many evaluations and predictions have told of their end."""
-
-    def before_evaluation(
-        self, args: TrainingArguments, state: TrainerState, **kwargs: object
-    ) -> None:
-        """Handle the beginning of an evaluation; inside training it may be told twice."""
-
-    def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
-    ) -> None:
-        """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
-
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        _have_evaluations_seen()
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._evaluating = False
-        _have_evaluations_seen()
-        if args.eval_on_start:
-            self._begin(args, state, **kwargs)
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        if control.should_evaluate:
-            self._begin(args, state, **kwargs)
-
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._settle(args, state, **kwargs)
-        if control.should_evaluate:
-            self._begin(args, state, **kwargs)
-
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._evaluating = False
-        self.num_evaluations += 1
-        self.after_evaluation(args, state, "eval", **kwargs)
-
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._evaluating = False
-        self.num_evaluations += 1
-        self.after_evaluation(args, state, "predict", **kwargs)
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._settle(args, state, **kwargs)
-
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._settle(args, state, **kwargs)
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self._settle(args, state, **kwargs)
-
-    @contextmanager
-    def evaluating(
-        self, args: TrainingArguments, state: TrainerState, **kwargs: object
-    ) -> Iterator[None]:
-        """Surround a call of the Trainer's `evaluate`, inside training or outside."""
-        self.is_inside = True
-        self._begin(args, state, **kwargs)
-        try:
-            yield
-        finally:
-            self.is_inside = False
-
-    def _begin(self, args: TrainingArguments, state: TrainerState, **kwargs: object) -> None:
-        self._evaluating = True
-        self.before_evaluation(args, state, **kwargs)
-
-    def _settle(self, args: TrainingArguments, state: TrainerState, **kwargs: object) -> None:
-        if self._evaluating:
-            self._evaluating = False
-            self.after_evaluation(args, state, "eval", **kwargs)
-
-
 def model_of(event: Mapping[str, object]) -> nn.Module:
     """Return the model that the Trainer passes to an event.
 
@@ -300,23 +168,20 @@ def model_of(event: Mapping[str, object]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise NoModelError(
             f"this Trainer passes a {type(model).__name__} to its callbacks, which is no nn.Module:"
-            " what looks at the model does nothing in its runs"
+            " callbacks that need the model do nothing in its runs"
         )
     return model
 
 
 def callback_of(trainer: Trainer, kind: type[Kind]) -> Kind | None:
     """Return the first callback of this kind that a Trainer has; None if it has none."""
-    handler = getattr(trainer, "callback_handler", None)
-    those = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, kind))
-    return next(those, None)
+    handler = getattr(trainer, "callback_handler", None)  # none yet inside its constructor
+    found = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, kind))
+    return next(found, None)
 
 
 def calling_trainer() -> Trainer | None:
-    """Return the Trainer whose event this is.
-
-    Callbacks get the unwrapped model, and not the Trainer.
-    """
+    """Return the Trainer whose event this is: callbacks get its unwrapped model, but not itself."""
     for frame in frames_above():
         # Only look into frames of methods, and into none above the Trainer's.
         if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
@@ -324,40 +189,3 @@ def calling_trainer() -> Trainer | None:
         ):
             return frame.f_locals["self"]
     return None
-
-
-def _have_evaluations_seen() -> None:
-    """Have `evaluate` tell the callbacks of its Trainer that it begins and has ended.
-
-    The class is wrapped, not the instance: so the method of a copied Trainer is its own.
-    """
-    trainer = calling_trainer()
-    kinds = () if trainer is None else type(trainer).__mro__
-    owner: Any = next((kind for kind in kinds if "evaluate" in vars(kind)), Trainer)
-    if not getattr(owner.evaluate, "tells_callbacks", False):
-        owner.evaluate = _telling(owner.evaluate)
-
-
-def _telling(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(evaluate)
-    def call(self: Trainer, *args: object, **kwargs: object) -> object:
-        those = [
-            each
-            for each in self.callback_handler.callbacks
-            if isinstance(each, EvaluationCallback) and not each.is_inside  # `super()` is one too
-        ]
-        before = [each.num_evaluations for each in those]
-        event = {"model": self.model, "optimizer": self.optimizer}
-        with ExitStack() as stack:
-            for each in those:
-                stack.enter_context(each.evaluating(self.args, self.state, **event))
-            metrics = evaluate(self, *args, **kwargs)
-        for each, num in zip(those, before, strict=True):
-            # Inside training the next event tells it; a place in the list may have been emptied.
-            is_there = any(each is one for one in self.callback_handler.callbacks)
-            if is_there and each.num_evaluations == num and not inside_training():
-                each.on_evaluate(self.args, self.state, self.control, **event)
-        return metrics
-
-    vars(call)["tells_callbacks"] = True
-    return call

@@ -1,4 +1,4 @@
-"""CudaCacheCallback: release cached memory every few steps, on all ranks, if there is enough."""
+"""CudaCacheCallback: releases cached memory every few steps, on all ranks, if there is enough."""
 
 import logging
 
@@ -17,14 +17,14 @@ class CudaCacheCallback(RunCallback):
     """Releases cached memory every `interval` optimizer steps, on all ranks, if enough is cached.
 
     Enough is `min_reclaimable_fraction` of its card on some rank, which a healthy run often has: it
-    is a schedule, and not a judgement that somebody needs the memory. A release helps others
-    on the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not save
-    an allocation of this process: before one fails, the allocator releases its cache by itself. It
-    is never done because a foreign process needs memory: the cache is this run's reservation.
+    is a schedule, not a judgement that other code needs the memory. A release helps other users of
+    the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not save an
+    allocation of this process: before one fails, the allocator releases its cache by itself. It is
+    never done because a foreign process needs memory: the cache reserves memory for this run.
 
     `TrainingArguments.torch_empty_cache_steps` empties the cache before the backward pass of every
-    micro-batch of such a step, needed or not. This asks once, after the optimizer step, when least
-    is allocated.
+    micro-batch of such a step, needed or not. This callback asks once, after the optimizer step,
+    when least is allocated.
 
     Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two). A release
     is timed, and recorded in the timeline with the bytes that it freed.
@@ -49,14 +49,10 @@ class CudaCacheCallback(RunCallback):
         self._release: AgreedRelease | None = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
-        device = None if self.is_second(state) else self.device_for(args)
+        device = self.device_if_first(args, state)
         if device is not None:
             vote = self.vote_every(self.interval, args)
             self._release = AgreedRelease(
@@ -66,11 +62,7 @@ class CudaCacheCallback(RunCallback):
                 self._release.notice(state.global_step)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         if self._release is None or state.global_step % self.interval:
             return
@@ -84,12 +76,3 @@ class CudaCacheCallback(RunCallback):
                 size(flush.released_bytes),
                 flush.seconds * 1000,
             )
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.end_run()

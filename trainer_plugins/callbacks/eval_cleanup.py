@@ -1,16 +1,15 @@
-"""EvalGenerateCleanup: drop what evaluations and generations inside training left behind."""
+"""EvalGenerateCleanup: drops what evaluations, and generations inside training, left behind."""
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import EvaluationCallback, model_of
-from trainer_plugins.devices import Device
-from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import has_peers
+from trainer_plugins.callbacks._evaluations import EvaluationCallback
+from trainer_plugins.callbacks._run import model_of
+from trainer_plugins.record.timeline import Remark
+from trainer_plugins.upkeep.agreement import StepEndVote, has_peers
 from trainer_plugins.upkeep.generation import drop_leftovers, guard_generate, inside_training
 from trainer_plugins.upkeep.holders import leftover
 from trainer_plugins.upkeep.release import AgreedRelease
@@ -21,7 +20,7 @@ ASK_EVERY_STEPS = 10
 """How often several ranks ask each other, at the end of a step, whether a release pays.
 
 They ask after an evaluation. A single process asks at once, and at this interval only notices
-memory outside torch, so that a neighbour who came long ago is not news.
+memory outside torch, so that a process that came long ago does not count as growth.
 """
 
 
@@ -41,27 +40,19 @@ class EvalGenerateCleanup(EvaluationCallback):
     by the next evaluation that needs it.
     """
 
-    def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
-        super().__init__(device, timeline)
-
     def at_rest(self) -> None:
         super().at_rest()
         self._release: AgreedRelease | None = None
         self._allocated_before: int | None = None
         self._has_generated = False
-        self._forget_generate: Callable[[], None] | None = None
         self._due: str | None = None
-        """The moment after which a release is to be asked for."""
+        """The moment after which to ask for a release."""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
-        device = None if self.is_second(state) else self.device_for(args)
+        device = self.device_if_first(args, state)
         if device is None:
             return
         vote = self.vote_every(ASK_EVERY_STEPS, args)
@@ -69,62 +60,44 @@ class EvalGenerateCleanup(EvaluationCallback):
         with self.harmless():
             self._release.notice(state.global_step)
         with self.harmless():
-            model = model_of(kwargs)
+            model = model_of(event)
             if hasattr(model, "generate"):
-                self._forget_generate = guard_generate(model, self._mark_generation)
-        super().on_train_begin(args, state, control, **kwargs)
-
-    def end_run(self) -> None:
-        super().end_run()
-        if self._forget_generate is not None:
-            self._forget_generate()
-            self._forget_generate = None
+                self.undo.callback(guard_generate(model, self._mark_generation))
+        super().on_train_begin(args, state, control, **event)
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        super().on_step_begin(args, state, control, **kwargs)
+        super().on_step_begin(args, state, control, **event)
         # A generation outside an evaluation may be this rank's alone, such as a preview on rank 0:
         # so no vote, and no comparison with a time before an optimizer step.
         if self._has_generated:
             with self.harmless():
-                self._drop(state, "generate", model_of(kwargs))
+                self._drop(state, "generate", model_of(event))
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        super().on_step_end(args, state, control, **kwargs)
+        super().on_step_end(args, state, control, **event)
         if self._release is None or state.global_step % ASK_EVERY_STEPS:
             return
         with self.harmless():
             if has_peers():
-                self._ask(state)
+                self._ask(self._release, state)
             else:
                 self._release.notice(state.global_step)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        super().on_train_end(args, state, control, **kwargs)
+        super().on_train_end(args, state, control, **event)
         with self.harmless():
-            self._drop(state, "generate", model_of(kwargs))
+            self._drop(state, "generate", model_of(event))
         self.end_run()
         self._release = None
 
     def before_evaluation(
-        self, args: TrainingArguments, state: TrainerState, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, **event: object
     ) -> None:
         self._allocated_before = None
         if self._release is not None:
@@ -132,19 +105,18 @@ class EvalGenerateCleanup(EvaluationCallback):
                 self._allocated_before = self._release.device.read().allocated_bytes
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
     ) -> None:
         if not inside_training():
-            self._clean_up_at_the_end(args, state, moment, **kwargs)
+            self._clean_up_at_the_end(args, state, moment, **event)
             return
         if self._release is None:
             return
         with self.harmless():
-            self._drop(state, moment, model_of(kwargs))
+            model = model_of(event)
+            self._drop(state, moment, model)
             before, self._allocated_before = self._allocated_before, None
-            finding = leftover(
-                self._release.device, before, model_of(kwargs), kwargs.get("optimizer")
-            )
+            finding = leftover(self._release.device, before, model, event.get("optimizer"))
             if finding is not None:
                 self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
@@ -152,30 +124,26 @@ class EvalGenerateCleanup(EvaluationCallback):
         # Other ranks may not have evaluated at all: ask them at the end of a step.
         if not has_peers():
             with self.harmless():
-                self._ask(state)
+                self._ask(self._release, state)
 
     def _clean_up_at_the_end(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
     ) -> None:
-        """Drop and release after an evaluation outside training; what its caller holds is theirs.
+        """Drop and release after an evaluation outside training; its results belong to its caller.
 
-        Several ranks do not release: it may be one rank's alone.
+        Several ranks do not release: the evaluation may be one rank's alone.
         """
-        device = None if self.is_second(state) else self.device_for(args)
+        device = self.device_if_first(args, state)
         with self.harmless():
-            self._drop(state, moment, model_of(kwargs))
+            self._drop(state, moment, model_of(event))
             if device is not None and not has_peers():
-                vote = self.vote_every(ASK_EVERY_STEPS, args)
+                vote = StepEndVote(type(self).__name__, args.ddp_timeout)
                 release = AgreedRelease(device, self.timeline_for(args), vote)
                 release.consider(state.global_step, f"after {moment}")
-                vote.leave()
 
-    def _ask(self, state: TrainerState) -> None:
+    def _ask(self, release: AgreedRelease, state: TrainerState) -> None:
         due, self._due = self._due, None
-        if self._release is not None:
-            self._release.consider(
-                state.global_step, f"after {due or 'eval'}", is_due=due is not None
-            )
+        release.consider(state.global_step, f"after {due or 'eval'}", is_due=due is not None)
 
     def _drop(self, state: TrainerState, moment: str, model: nn.Module) -> None:
         self._has_generated = False

@@ -1,4 +1,4 @@
-"""EvaluationGuard: what an evaluation keeps until its end fits, or is said at its first batch."""
+"""EvaluationGuard: what an evaluation keeps until its end fits, or its first batch reports it."""
 
 import logging
 from collections.abc import Iterator, Sized
@@ -12,7 +12,7 @@ from trainer_plugins.callbacks._around import GuardCallback, put_around
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import agreement_within, has_peers
+from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.kept_outputs import (
     judge_kept,
     kept_bytes,
@@ -25,26 +25,23 @@ logger = logging.getLogger(__name__)
 
 _PLACES = ("cpu", "argmax")
 
-_WAIT_SECONDS = 60.0
-"""How long another rank may be on its way to the first batch."""
-
 
 class EvaluationGuard(GuardCallback):
-    """Forecasts at the first batch what an evaluation keeps until its end, and keeps less if asked.
+    """Forecasts at the first batch what an evaluation keeps until its end, and can reduce it.
 
     With a `compute_metrics`, and in every `predict`, the Trainer keeps the outputs of all batches
     on the card, and holds them twice while it joins them. The first batch shows what that will
-    take; a finding says so if it is more than half of what is free. If you name `logits_to`, the
-    guard then acts, from the first batch on:
+    take; a finding reports it if it is more than half of what is free. With `logits_to` the guard
+    then acts, from the first batch on:
 
     * `"cpu"` moves what is kept to main memory after each batch, as `--eval_accumulation_steps 1`
       does. Metrics are the same.
-    * `"argmax"` keeps the place of the largest logit of each row. Your `compute_metrics` gets a
+    * `"argmax"` keeps the index of the largest logit of each row. Your `compute_metrics` gets a
       stand-in that answers `argmax` over the last axis, and nothing else. On the first batch it is
-      called with all logits and with the stand-in: unless both give the same, or in `predict`, the
-      logits go to main memory instead, and a warning says why.
+      called with all logits and with the stand-in: unless both give the same, and always in
+      `predict`, the logits go to main memory instead, and a warning says why.
 
-    What it changes on the Trainer is put back at the end of each evaluation, also if that raises.
+    What it changes on the Trainer is restored at the end of each evaluation, even if that raises.
 
     Cost: a reading at the first batch, and at each that keeps more than those before. `"cpu"`: main
     memory, and a copy of what is kept at each batch. `"argmax"`: your metrics of one batch, twice
@@ -66,8 +63,8 @@ class EvaluationGuard(GuardCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._said = 0
-        """The highest severity that was said in this run."""
+        self._reported = 0
+        """The highest severity that was reported in this run."""
 
     @contextmanager
     def around_loop(
@@ -79,7 +76,7 @@ class EvaluationGuard(GuardCallback):
         **kwargs: object,
     ) -> Iterator[None]:
         """Watch one evaluation or prediction of a Trainer."""
-        device = None if self.is_second(trainer.state) else self.device_for(trainer.args)
+        device = self.device_if_first(trainer.args, trainer.state)
         if device is None:
             yield
             return
@@ -94,10 +91,10 @@ class EvaluationGuard(GuardCallback):
             trainer.preprocess_logits_for_metrics, trainer.compute_metrics = before
             trainer.args.eval_accumulation_steps = num_steps
 
-    def say(self, finding: Finding, trainer: Trainer) -> None:
+    def report(self, finding: Finding, trainer: Trainer) -> None:
         """Report a finding, once a run unless it gets worse."""
-        if finding.severity > self._said:
-            self._said = finding.severity
+        if finding.severity > self._reported:
+            self._reported = finding.severity
             step = trainer.state.global_step
             self.timeline_for(trainer.args).add(Remark(step=step, finding=finding))
             logger.log(finding.severity, "step %d: %s", step, finding)
@@ -115,18 +112,18 @@ class _Watch:
         is_evaluation: bool,
     ) -> None:
         self._guard, self._trainer, self._device = guard, trainer, device
-        self._theirs = trainer.preprocess_logits_for_metrics
+        self._users_preprocess = trainer.preprocess_logits_for_metrics
         self._is_evaluation = is_evaluation
         self._num_batches = 0
-        with suppress(TypeError):  # a loader of a data set that does not know its length
+        with suppress(TypeError):  # a loader of a data set without a length
             self._num_batches = len(dataloader) if isinstance(dataloader, Sized) else 0
         self._num_seen = self._largest_bytes = 0
         self._takes_argmax = False
 
     def see(self, outputs: Any, labels: Any) -> Any:
         """Return what is to be kept of a batch."""
-        if self._theirs is not None:
-            outputs = self._theirs(outputs, labels)
+        if self._users_preprocess is not None:
+            outputs = self._users_preprocess(outputs, labels)
         with self._guard.harmless():
             self._num_seen += 1
             is_kept = not (self._is_evaluation and self._trainer.args.batch_eval_metrics)
@@ -135,7 +132,6 @@ class _Watch:
         return outputs.argmax(-1) if self._takes_argmax else outputs
 
     def _judge(self, outputs: object, labels: object) -> None:
-        args = self._trainer.args
         batch_bytes = kept_bytes(outputs)
         if batch_bytes <= self._largest_bytes and self._num_batches:
             return
@@ -149,11 +145,11 @@ class _Watch:
         if finding is None or self._takes_argmax:
             return
         if self._guard.logits_to is not None and self._are_on_card():
-            args.eval_accumulation_steps = 1
+            self._trainer.args.eval_accumulation_steps = 1
             logger.info("%s; they go to main memory after each batch", finding.summary)
             finding = self._forecast(outputs)
         if finding is not None:
-            self._guard.say(finding, self._trainer)
+            self._guard.report(finding, self._trainer)
 
     def _are_on_card(self) -> bool:
         """Return whether what is kept stays on the card until the end."""
@@ -163,7 +159,7 @@ class _Watch:
         args, is_on_card = self._trainer.args, self._are_on_card()
         batch_bytes = kept_bytes(outputs, as_arrays=not is_on_card) * args.world_size
         reading = (self._device if is_on_card else HostDevice()).read()
-        # What is free, and what is part of the forecast already.
+        # What is free, plus what is kept already and part of the forecast.
         free_bytes = reading.free_bytes + (self._num_seen - 1) * batch_bytes
         if is_on_card:
             free_bytes += reading.cached_bytes + kept_bytes(outputs)
@@ -177,25 +173,18 @@ class _Watch:
 
     def _may_take_argmax(self, outputs: object, labels: object, is_needed: bool) -> bool:
         """Return whether the argmax is kept, on all ranks or on none."""
-        args, metrics = self._trainer.args, self._trainer.compute_metrics
+        metrics, timeout = self._trainer.compute_metrics, self._trainer.args.ddp_timeout
         roll = RollCall("EvaluationGuard")
         roll.sign()
-        missing = roll.missing(_WAIT_SECONDS) if has_peers() else ""
-        is_needed = is_needed if missing else self._does_any_rank(is_needed)
+        missing = roll.missing()
+        is_needed = is_needed if missing else any_rank(is_needed, timeout, if_unknown=True)
         if not is_needed:
             return False
-        if not self._is_evaluation or metrics is None:
-            why = "predictions are returned as they are"
-        elif self._theirs is not None or args.include_for_metrics:
-            why = "the Trainer has a preprocess_logits_for_metrics, or include_for_metrics"
-        elif not args.eval_do_concat_batches:
-            why = "batches are not joined (eval_do_concat_batches)"
-        else:
-            why = why_not_argmax(metrics, outputs, labels)
-        if missing or self._does_any_rank(why != ""):
+        why = missing or self._why_not_argmax(outputs, labels)
+        if missing or any_rank(why != "", timeout, if_unknown=True):
             logger.warning(
                 "the logits are kept, and not their argmax: %s",
-                missing or why or "another rank found why; read its log",
+                why or "another rank found why; read its log",
             )
             return False
         assert metrics is not None
@@ -203,5 +192,12 @@ class _Watch:
         self._trainer.compute_metrics = metrics_of_argmax(metrics, outputs.shape[-1])
         return True
 
-    def _does_any_rank(self, answer: bool) -> bool:
-        return agreement_within(self._trainer.args.ddp_timeout).highest(int(answer)) != 0
+    def _why_not_argmax(self, outputs: object, labels: object) -> str:
+        args, metrics = self._trainer.args, self._trainer.compute_metrics
+        if not self._is_evaluation or metrics is None:
+            return "predictions are returned as they are"
+        if self._users_preprocess is not None or args.include_for_metrics:
+            return "the Trainer has a preprocess_logits_for_metrics, or include_for_metrics"
+        if not args.eval_do_concat_batches:
+            return "batches are not joined (eval_do_concat_batches)"
+        return why_not_argmax(metrics, outputs, labels)

@@ -13,24 +13,22 @@ logger = logging.getLogger(__name__)
 
 
 class Headroom(GuardCallback):
-    """Keeps torch's allocator from taking all of the card, as long as a Trainer trains.
+    """Keeps torch's allocator from taking all of the card while a Trainer trains.
 
-    NCCL, cuBLAS and CUDA's contexts take memory beside the allocator, and fail if its cache fills
-    the card. With the guard the allocator gives its cache back earlier, at the limit and not at the
-    end of the card. The limit that was there is put back when `train()` returns or raises.
+    NCCL, cuBLAS and CUDA's contexts take memory outside the allocator, and fail if its cache fills
+    the card. With the guard the allocator releases its cache earlier: at the limit, and not only
+    when the card is full. When `train()` returns or raises, the previous limit is restored.
 
     Cost: what is left free is lost for tensors; a run that needs it runs out of memory earlier. The
     first guard of a process wraps one method of `transformers.Trainer`. Not yet measured on a GPU.
+
+    Args:
+        leave_fraction: the fraction of the card for everything outside torch's allocator, including
+            what is there already. With a plan: `1 - plan.reserved_peak_bytes /
+            plan.capacity_bytes`.
     """
 
     def __init__(self, leave_fraction: float = 0.05) -> None:
-        """Choose what is left.
-
-        Args:
-            leave_fraction: the part of the card for all that is outside torch's allocator, also
-                what is there already. With a plan: `1 - plan.reserved_peak_bytes /
-                plan.capacity_bytes`.
-        """
         if not 0 < leave_fraction < 1:
             raise ValueError(f"leave_fraction is a part of the card, 0 to 1, got {leave_fraction}")
         super().__init__()

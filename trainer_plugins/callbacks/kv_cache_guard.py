@@ -1,6 +1,6 @@
 """KVCacheGuard: correct text from `generate` in training, no cache where it is checkpointed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -8,11 +8,11 @@ from transformers import GenerationMixin, TrainerControl, TrainerState, Training
 
 from trainer_plugins.callbacks._run import RunCallback, model_of
 from trainer_plugins.upkeep.generation import (
-    base_model,
     forbid_training_cache,
     guard_generate,
     inference_mode_of,
 )
+from trainer_plugins.wrapped import base_model
 
 
 class KVCacheGuard(RunCallback):
@@ -20,52 +20,30 @@ class KVCacheGuard(RunCallback):
 
     On a model in train mode with gradient checkpointing, `generate` silently returns wrong text.
     Inside training it therefore runs in eval mode, without checkpointing, with `use_cache=True`
-    unless its caller says otherwise. Each module is restored exactly as it was found, even if it
+    unless its caller says otherwise. Each module is restored exactly as it was, even if `generate`
     raises. `model.config` is not touched. What a training that raised leaves on the model is inert.
 
     While gradient checkpointing is on, training forwards get `use_cache=False`: a cache would keep
-    each layer's keys and values, which are to be computed again. transformers 5 builds none then,
-    so nothing changes there; older versions and models of one's own may. Without checkpointing a
-    backward pass needs them anyway, and models such as T5 round otherwise without a cache, so
-    training forwards keep theirs.
+    each layer's keys and values, which checkpointing recomputes. transformers 5 builds none then,
+    so nothing changes there; older versions and custom models may. Without checkpointing a backward
+    pass needs them anyway, and models such as T5 round differently without a cache, so training
+    forwards keep theirs.
     """
 
     def __init__(self) -> None:
         super().__init__()
 
-    def at_rest(self) -> None:
-        super().at_rest()
-        self._undo: list[Callable[[], None]] = []
-
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         if self.is_second(state):
             return
         with self.harmless():
-            model = model_of(kwargs)
-            self._undo.append(forbid_training_cache(model))
+            model = model_of(event)
+            self.undo.callback(forbid_training_cache(model))
             if hasattr(model, "generate"):
-                self._undo.append(guard_generate(model, _as_in_inference))
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.end_run()
-
-    def end_run(self) -> None:
-        super().end_run()
-        while self._undo:
-            self._undo.pop()()
+                self.undo.callback(guard_generate(model, _as_in_inference))
 
 
 @contextmanager

@@ -1,23 +1,24 @@
 """MemoryWatchdog: reads memory at every step, evaluation and save, and warns before it is full."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from trainer_plugins.callbacks._evaluations import EvaluationCallback
 from trainer_plugins.callbacks._order import move_before_trackers
-from trainer_plugins.callbacks._run import EvaluationCallback, model_of
+from trainer_plugins.callbacks._run import model_of
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
-from trainer_plugins.record.metrics import MemoryMetrics, as_logs
+from trainer_plugins.record.metrics import as_logs
 from trainer_plugins.record.prometheus import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.upkeep.frames import code_of, frames_above
+from trainer_plugins.upkeep.frames import is_running
 from trainer_plugins.upkeep.generation import guard_generate
 from trainer_plugins.watch.memory_watch import MemoryWatch
 from trainer_plugins.watch.pressure import Budget
@@ -28,14 +29,13 @@ logger = logging.getLogger(__name__)
 class MemoryWatchdog(EvaluationCallback):
     """Reads the device every `every_steps` steps and after each evaluation, prediction and save.
 
-    Each of these moments has its own peak, and so has what `generate` takes inside training.
-    Readings and findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line a
-    write, so that they survive a kill. A finding (pressure, foreign memory, fragmentation, leak,
-    host memory, see `docs/findings.md`) is logged once at its own severity, and again when it gets
-    worse.
+    Each of these moments has its own peak, and so has `generate` inside training. Readings and
+    findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line a write, so
+    that they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory,
+    see `docs/findings.md`) is logged once at its own severity, and again when it gets worse.
 
     Each line that training logs gets `memory/peak_gib` and others (`docs/watchdog.md` lists them),
-    which so reach TensorBoard or whatever `report_to` names, `state.log_history` and
+    which so reach TensorBoard or the trackers in `report_to`, `state.log_history` and
     `trainer_state.json`. They are rank 0's. With `prometheus_dir` each rank also writes them to
     `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for the textfile collector of
     node_exporter.
@@ -68,87 +68,76 @@ class MemoryWatchdog(EvaluationCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._forget_generate: Callable[[], None] | None = None
         self._watch: MemoryWatch | None = None
         self._prometheus: PrometheusFile | None = None
+        self._stop_vote: StepEndVote | None = None
+        self._is_generate_guarded = False
         self._worst: int = 0
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         if not self.is_second(state):
             with self.harmless():
-                self._go_in_front()
+                self._move_before_trackers()
             if self.stop:
-                self.vote_every(self.every_steps, args)
+                self._stop_vote = self.vote_every(self.every_steps, args)
         self._look(args, state, "begin")
         if self._watch is not None:
             with self.harmless():
-                model = model_of(kwargs)
+                model = model_of(event)
                 if hasattr(model, "generate"):
-                    self._forget_generate = guard_generate(model, self._apart)
-        super().on_train_begin(args, state, control, **kwargs)
+                    self.undo.callback(guard_generate(model, self._separate_peak))
+                    self._is_generate_guarded = True
+        super().on_train_begin(args, state, control, **event)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
+        is_due = state.global_step % self.every_steps == 0
         # An evaluation or save that follows has its own peak: read training's peak before it.
-        if (
-            state.global_step % self.every_steps == 0
-            or control.should_evaluate
-            or control.should_save
-        ):
+        if is_due or control.should_evaluate or control.should_save:
             self._look(args, state, "train")
-        super().on_step_end(args, state, control, **kwargs)
-        if self._vote is not None and state.global_step % self.every_steps == 0:
-            self._stop_if_any_rank_must(self._vote, state.global_step, control)
+        super().on_step_end(args, state, control, **event)
+        if self._stop_vote is not None and is_due:
+            self._stop_if_any_rank_must(self._stop_vote, state.global_step, control)
 
     def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        if (
-            control.should_evaluate or control.should_save
-        ) and state.global_step % self.every_steps:
+        is_read_already = state.global_step % self.every_steps == 0
+        if (control.should_evaluate or control.should_save) and not is_read_already:
             self._look(args, state, "train")
-        super().on_epoch_end(args, state, control, **kwargs)
+        super().on_epoch_end(args, state, control, **event)
 
     @contextmanager
     def evaluating(
-        self, args: TrainingArguments, state: TrainerState, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, **event: object
     ) -> Iterator[None]:
-        with super().evaluating(args, state, **kwargs), ExitStack() as stack:
-            is_over = self._watch is not None and self._forget_generate is None
-            if is_over and hasattr(kwargs.get("model"), "generate"):
-                model = model_of(kwargs)
-                stack.callback(guard_generate(model, self._apart, outside_training=True))
-            yield
+        with super().evaluating(args, state, **event):
+            if self._watch is None or self._is_generate_guarded:
+                yield
+                return
+            model = event.get("model")
+            if not hasattr(model, "generate"):
+                yield
+                return
+            remove = guard_generate(model_of(event), self._separate_peak, outside_training=True)
+            try:
+                yield
+            finally:
+                remove()
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
     ) -> None:
         self._look(args, state, moment)
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        super().on_save(args, state, control, **kwargs)
+        super().on_save(args, state, control, **event)
         self._look(args, state, "save")
 
     def on_log(
@@ -157,41 +146,33 @@ class MemoryWatchdog(EvaluationCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: object,
+        **event: object,
     ) -> None:
-        logs = logs or {}
         # Only training's own line has both. What is added to other lines would be returned by
         # train() or evaluate().
-        if self._watch is not None and {"loss", "learning_rate"} <= logs.keys():
+        if logs is not None and "loss" in logs and "learning_rate" in logs:
             with self.harmless():
-                metrics = self._watch.metrics()
-                if metrics is not None:
-                    self._publish(metrics, state, logs)
+                self._publish(state, logs)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        super().on_train_end(args, state, control, **kwargs)
+        super().on_train_end(args, state, control, **event)
         self._look(args, state, "end")
         self.end_run()
 
     def end_run(self) -> None:
         super().end_run()
-        if self._forget_generate is not None:
-            self._forget_generate()
-            self._forget_generate = None
+        self._is_generate_guarded = False
 
     @contextmanager
-    def _apart(
+    def _separate_peak(
         self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Iterator[None]:
-        """Tell the peak of one generation apart from that of the evaluation or step around it."""
+        """Separate the peak of one generation from that of the evaluation or step around it."""
         watch = self._watch
-        if watch is None or _is_beginning():
+        # While training only begins, other callbacks rehearse, and count their own peaks.
+        if watch is None or is_running(CallbackHandler.on_train_begin):
             yield
             return
         with self.harmless():
@@ -203,26 +184,26 @@ class MemoryWatchdog(EvaluationCallback):
                 watch.generations.end()
 
     def _look(self, args: TrainingArguments, state: TrainerState, moment: str) -> None:
-        device = None if self.is_second(state) else self.device_for(args)
+        device = self.device_if_first(args, state)
         if device is None:
             return
         with self.harmless():
             if self._watch is None:
-                timeline, of_run = (
-                    self.timeline_for(args),
-                    timeline_of_run(args.output_dir, args.process_index),
-                )
-                self._watch = MemoryWatch(device, timeline, self.budget, flushes=(timeline, of_run))
-                if self.prometheus_dir is not None:
-                    self._prometheus = PrometheusFile(
-                        self.prometheus_dir, args.process_index, device.name
-                    )
+                self._watch = self._begin_watch(device, args)
             num_tokens = int(state.num_input_tokens_seen)
             for finding in self._watch.look(state.global_step, moment, num_tokens):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 
-    def _go_in_front(self) -> None:
+    def _begin_watch(self, device: Device, args: TrainingArguments) -> MemoryWatch:
+        timeline = self.timeline_for(args)
+        if self.prometheus_dir is not None:
+            rank = args.process_index
+            self._prometheus = PrometheusFile(self.prometheus_dir, rank, device.name)
+        run_timeline = timeline_of_run(args.output_dir, args.process_index)
+        return MemoryWatch(device, timeline, self.budget, flushes=(timeline, run_timeline))
+
+    def _move_before_trackers(self) -> None:
         if not move_before_trackers(self):
             logger.info(
                 "MemoryWatchdog is not in the Trainer's own list of callbacks, and trackers run"
@@ -230,7 +211,10 @@ class MemoryWatchdog(EvaluationCallback):
                 " with callbacks=[...] or add_callback"
             )
 
-    def _publish(self, metrics: MemoryMetrics, state: TrainerState, logs: dict[str, float]) -> None:
+    def _publish(self, state: TrainerState, logs: dict[str, float]) -> None:
+        metrics = None if self._watch is None else self._watch.metrics()
+        if metrics is None:
+            return
         numbers = as_logs(metrics)
         logs.update(numbers)
         # The Trainer has put a copy of `logs` there before on_log.
@@ -245,9 +229,3 @@ class MemoryWatchdog(EvaluationCallback):
             worst = vote.highest(self._worst, step)
         if worst is not None and worst >= Severity.ERROR:
             control.should_save = control.should_training_stop = True
-
-
-def _is_beginning() -> bool:
-    """Return whether training only begins: what callbacks rehearse there counts its own peaks."""
-    code = code_of(CallbackHandler.on_train_begin)
-    return any(frame.f_code is code for frame in frames_above())

@@ -1,28 +1,27 @@
 """OOMReporter: a run that dies of an out-of-memory error leaves what an explanation needs."""
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any
 
-from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_plugins.callbacks._around import wrap_once
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
+from trainer_plugins.callbacks.strategy_in_force import strategy_of
 from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
-from trainer_plugins.launch.in_force import read_in_force
-from trainer_plugins.oom import classify
+from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.planner.before import plan_before
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import folder_of_run, write_new
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
-from trainer_plugins.strategy import Strategy
 from trainer_plugins.upkeep.frames import frames_above
 from trainer_plugins.upkeep.post_mortem import Scene, first_line, record_oom
 from trainer_plugins.upkeep.snapshot import forget_history, keep_snapshot, record_history
@@ -34,21 +33,21 @@ class OOMReporter(RunCallback):
     """Writes down why `train()`, `evaluate()` or `predict()` ran out of memory.
 
     The record is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, one for each rank that failed,
-    never over an older one: the error's words and numbers, the frames, step and moment, what was
-    alive and who holds it, the batch's shapes, the last readings, the other ranks, the host. One
-    line on stderr says where it is, and `trainer-plugins explain <output_dir>` reads it. The error
-    goes on unchanged, even if nothing can be written.
+    and never replaces an older one: the error's words and numbers, the frames, step and moment,
+    what was alive and what holds it, the batch's shapes, the last readings, the other ranks, the
+    host. One line on stderr says where it is, and `trainer-plugins explain <output_dir>` reads it.
+    The error goes on unchanged, even if nothing can be written.
 
     When training begins, rank 0 writes `run.json` there: arguments and the model's config without
     secrets, the strategy in force, versions, card, driver and limits.
 
     Cost: some milliseconds when training begins, and up to a second when it has failed. The first
     reporter of a process wraps the three methods of `transformers.Trainer`; a Trainer without this
-    callback is left alone by them.
+    callback is not affected.
 
-    With `snapshot=True`, on CUDA, torch remembers the last 100,000 allocations of training, which
-    it puts at 2 microseconds each, and writes its own snapshot inside the throw. Not yet measured
-    on a GPU.
+    With `snapshot=True`, on CUDA, torch keeps the last 100,000 allocations of training (2
+    microseconds each, by its own documentation), and writes its own snapshot when the error is
+    thrown. Not yet measured on a GPU.
     """
 
     def __init__(
@@ -59,7 +58,8 @@ class OOMReporter(RunCallback):
     ) -> None:
         super().__init__(device, timeline)
         self.snapshot = snapshot
-        _wrap_trainer()
+        for name in ("train", "evaluate", "predict"):
+            wrap_once(name, OOMReporter, partial(_reporting, name))
 
     def at_rest(self) -> None:
         super().at_rest()
@@ -67,11 +67,7 @@ class OOMReporter(RunCallback):
         self._facts: RunFacts | None = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         trainer = calling_trainer()
@@ -81,61 +77,47 @@ class OOMReporter(RunCallback):
             self._facts = self._gather(trainer)
             if args.process_index == 0:
                 _write(Path(args.output_dir), self._facts)
-        with self.harmless():
-            if self.snapshot and not record_history(
-                folder_of_run(Path(args.output_dir)), args.process_index
-            ):
-                logger.warning("OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot")
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.end_run()
-
-    def end_run(self) -> None:
-        super().end_run()
         if self.snapshot:
-            forget_history()
+            self.undo.callback(forget_history)
+            with self.harmless():
+                if not record_history(folder_of_run(Path(args.output_dir)), args.process_index):
+                    logger.warning(
+                        "OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot"
+                    )
 
     def report(self, trainer: Trainer, call: str, error: BaseException) -> None:
         """Note in the timeline that this Trainer raised, and record it if it was out of memory.
 
-        Call it while the error is handled. It raises nothing, and keeps nothing of the error.
+        Call it while the error is handled. It raises nothing, and keeps no reference to the error.
         """
         with self.harmless():
-            args, step = trainer.args, trainer.state.global_step
-            timeline = self.timeline_for(args)
             found = classify(error)
-            record = ""
-            if found is not None:
-                scene = Scene(
-                    folder=Path(args.output_dir),
-                    call=call,
-                    device=self._device_of(args),
-                    run=self._facts or self._gather(trainer),
-                    step=step,
-                    readings=_of_this_run(timeline),
-                    trainer_class=Trainer,
-                    snapshot=keep_snapshot() if self.snapshot else "",
-                    plan=tried(lambda: plan_before(trainer, Path(args.output_dir)), None),
-                )
-                record = record_oom(error, found, scene)
-            timeline.add(
-                Failure(
-                    step=step,
-                    words=first_line(error),
-                    record=record,
-                    num_oom_kills=HostDevice().facts().num_oom_kills,
-                )
+            failure = Failure(
+                step=trainer.state.global_step,
+                words=first_line(error),
+                record="" if found is None else self._record(trainer, call, error, found),
+                num_oom_kills=HostDevice().facts().num_oom_kills,
             )
+            self.timeline_for(trainer.args).add(failure)
             self.end_run()
 
+    def _record(self, trainer: Trainer, call: str, error: BaseException, found: OutOfMemory) -> str:
+        folder = Path(trainer.args.output_dir)
+        scene = Scene(
+            folder=folder,
+            call=call,
+            device=self._device_of(trainer.args),
+            run=self._facts or self._gather(trainer),
+            step=trainer.state.global_step,
+            readings=_of_this_run(self.timeline_for(trainer.args)),
+            trainer_class=Trainer,
+            snapshot=keep_snapshot() if self.snapshot else "",
+            plan=tried(lambda: plan_before(trainer, folder), None),
+        )
+        return record_oom(error, found, scene)
+
     def _device_of(self, args: TrainingArguments) -> Device | None:
-        # Without a device the rest is written all the same. So nothing is said of it.
+        # Without a device everything else is still written, so this logs nothing.
         return self._given_device or tried(lambda: open_device(args.device), None)
 
     def _gather(self, trainer: Trainer) -> RunFacts:
@@ -147,7 +129,8 @@ class OOMReporter(RunCallback):
             self._began_seconds,
             trainer.state.global_step,
         )
-        return facts_of_trainer(facts, trainer, tried(lambda: _strategy(trainer), None))
+        read_strategy = partial(strategy_of, trainer.model_wrapped, trainer.optimizer, args)
+        return facts_of_trainer(facts, trainer, tried(read_strategy, None))
 
 
 def _write(folder: Path, facts: RunFacts) -> None:
@@ -156,7 +139,7 @@ def _write(folder: Path, facts: RunFacts) -> None:
     except OSError as error:
         logger.warning(
             "run.json cannot be written to %s (%s): training goes on, and `explain` will know less"
-            " of it. Free some space, or set output_dir to a writable folder",
+            " about it. Free some space, or set output_dir to a writable folder",
             printable(folder),
             error.strerror or error,
         )
@@ -173,47 +156,25 @@ def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
     return tuple(readings)
 
 
-def _strategy(trainer: Trainer) -> Strategy | None:
-    return read_in_force(
-        trainer.model_wrapped,
-        trainer.optimizer,
-        distributed_type=AcceleratorState().distributed_type.value,
-        world_size=trainer.args.world_size,
-        device=trainer.args.device.type,
-    )
+def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a Trainer that has a reporter tell it what a method raises: there is no event for it."""
 
-
-def _wrap_trainer() -> None:
-    """Let a Trainer that has a reporter tell it what its three methods raise.
-
-    The class is wrapped, not the instance: so the methods of a copied Trainer are its own, and a
-    callback that is added late counts. The Trainer has no event for an error.
-    """
-    for name in ("train", "evaluate", "predict"):
-        method = getattr(Trainer, name)
-        if not getattr(method, "tells_reporter", False):
-            setattr(Trainer, name, _telling(method, name))
-
-
-def _telling(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
     def call(self: Trainer, *args: object, **kwargs: object) -> object:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
             reporter = callback_of(self, OOMReporter)
-            if reporter is not None and not _is_within_another(self):
+            if reporter is not None and not _is_inside_another(self):
                 reporter.report(self, name, error)
             raise
 
-    vars(call)["tells_reporter"] = True
     return call
 
 
-def _is_within_another(trainer: Trainer) -> bool:
+def _is_inside_another(trainer: Trainer) -> bool:
     """Return whether the error goes on to another of these methods of this Trainer.
 
-    An evaluation inside training is one. Only the outermost has all of the traceback.
+    An evaluation inside training does. Only the outermost method sees the complete traceback.
     """
     frames = frames_above()
     code = next(frames).f_code

@@ -11,16 +11,13 @@ from trainer_plugins.check.gather_trainer import gather_trainer
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import agreement_within, has_peers
+from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 60.0
-"""How long the slowest rank may take for its checks."""
-
 LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
-"""From which severity on a training is refused, by the words of `refuse_on`."""
+"""The severity from which a training is refused, by the values of `refuse_on`."""
 
 
 class PreflightError(RuntimeError):
@@ -28,13 +25,19 @@ class PreflightError(RuntimeError):
 
 
 class Preflight(RunCallback):
-    """Checks, when training begins, what usually ends a run hours later.
+    """Checks, when training begins, for what usually ends a run hours later.
 
-    It looks at the card and who else is on it, main memory, the model, the data, the arguments and
-    the environment; docs/check.md lists the checks. What it finds goes into the timeline of each
-    rank. The first rank logs all of it, the others only errors.
+    It looks at the card and its other users, main memory, the model, the data, the arguments and
+    the environment; docs/check.md lists the checks. Findings go into the timeline of each rank. The
+    first rank logs all of them, the others only errors.
 
-    Cost: up to a second, once. It computes nothing, and leaves everything as it was.
+    Cost: up to a second, once. It computes nothing, and changes nothing.
+
+    Args:
+        refuse_on: raise before step 1, on all ranks, if a rank has a finding this severe; None only
+            reports. A check that fails by itself never refuses.
+        device: where tensors live; None takes that of the run.
+        timeline: where findings go; None takes the run's.
     """
 
     def __init__(
@@ -43,27 +46,15 @@ class Preflight(RunCallback):
         device: Device | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Check only, or refuse.
-
-        Args:
-            refuse_on: raise before step 1, on all ranks, if a rank has a finding that is so severe;
-                None only reports. A check that fails by itself never refuses.
-            device: where tensors live; None takes that of the run.
-            timeline: where findings are kept; None takes the run's.
-        """
         if refuse_on is not None and refuse_on not in LIMITS:
             raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
         super().__init__(device, timeline)
         self.refuse_on = refuse_on
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        """Check, and refuse what was to be refused.
+        """Check the run, and refuse it if it has to be.
 
         Raises:
             PreflightError: this rank or another one has findings as severe as `refuse_on`.
@@ -76,45 +67,40 @@ class Preflight(RunCallback):
             roll.sign()
         found: tuple[Finding, ...] = ()
         with self.harmless():
-            checklist = self._look(args, kwargs)
+            checklist = self._check(args, event)
             found = () if checklist is None else checklist.findings
-            self._say(found, args, state)
+            self._report(found, args, state)
         if self.refuse_on is not None:
             mine = [each for each in found if each.severity >= LIMITS[self.refuse_on]]
             if _does_any_rank_refuse(roll, bool(mine), args.ddp_timeout):
                 raise PreflightError(refusal(mine))
 
-    def _look(self, args: TrainingArguments, event: dict[str, object]) -> Checklist | None:
+    def _check(self, args: TrainingArguments, event: dict[str, object]) -> Checklist | None:
         trainer, device = calling_trainer(), self.device_for(args)
         if trainer is None or device is None:
             return None
         return judge(gather_trainer(trainer, model_of(event), event.get("optimizer"), device))
 
-    def _say(
+    def _report(
         self, found: tuple[Finding, ...], args: TrainingArguments, state: TrainerState
     ) -> None:
-        timeline = self.timeline_for(args) if found else None
         for finding in found:
-            if timeline is not None and finding.severity > Severity.INFO:
-                timeline.add(Remark(step=state.global_step, finding=finding))
+            if finding.severity > Severity.INFO:
+                self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
             if args.process_index == 0 or finding.severity >= Severity.ERROR:
                 logger.log(finding.severity, "%s", finding)
 
 
 def _does_any_rank_refuse(roll: RollCall, refuses: bool, timeout_seconds: float) -> bool:
     """Ask all ranks; if one does not check, this rank decides for itself."""
-    if not has_peers():
-        return refuses
-    missing = roll.missing(_WAIT_SECONDS)
-    if missing:
+    if missing := roll.missing():
         logger.warning("Preflight refuses on single ranks only: %s", missing)
-    else:
-        refuses = bool(agreement_within(timeout_seconds).highest(int(refuses)) or refuses)
-    return refuses
+        return refuses
+    return any_rank(refuses, timeout_seconds, if_unknown=refuses)
 
 
 def refusal(mine: list[Finding]) -> str:
-    """Say why a training is refused: by findings of this rank, or by another rank."""
+    """Say why a training is refused: because of this rank's findings, or another rank's."""
     if not mine:
         return "the training is refused before step 1: another rank found why; read its log"
     return "the training is refused before step 1:\n" + "\n".join(f"  {each}" for each in mine)

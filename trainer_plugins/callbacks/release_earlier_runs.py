@@ -22,12 +22,12 @@ _known: "WeakSet[Trainer]" = WeakSet()
 
 
 class ReleaseEarlierRuns(RunCallback):
-    """Gives back what an earlier run of this process still holds, as `released` does.
+    """Frees what an earlier run of this process still holds, as `released` does.
 
-    It acts when a Trainer moves a model to its card, and before that: for a Trainer of this process
-    whose training has failed, and between the trials of `hyperparameter_search`, also after one
-    that ran out of memory. Garbage is collected, for those that are dead. What it gave back is
-    logged at INFO, and so is who holds the rest.
+    It acts when a Trainer is about to move a model to its card: for a Trainer of this process whose
+    training has failed, and between the trials of `hyperparameter_search`, even after one that ran
+    out of memory. It also collects garbage. What it freed is logged at INFO, with the holders of
+    the rest.
 
     A Trainer that has finished, and is still yours, is left alone: use `released(trainer)`.
 
@@ -41,11 +41,7 @@ class ReleaseEarlierRuns(RunCallback):
         wrap_once("_move_model_to_device", ReleaseEarlierRuns, _with_room)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         if not self.is_second(state) and (trainer := calling_trainer()) is not None:
@@ -54,14 +50,14 @@ class ReleaseEarlierRuns(RunCallback):
     def release(self, trainer: Trainer) -> None:
         """Release a Trainer that has this callback. It raises nothing."""
         with self.harmless():
-            logger.info("an earlier run of this process still lived: %s", released(trainer))
+            logger.info("an earlier run of this process still held memory: %s", released(trainer))
 
 
 def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
     def move(self: Trainer, *args: object, **kwargs: object) -> object:
         for trainer in list(_known):
             is_next_trial = trainer is self and self.model_init is not None
-            has_failed = trainer.is_in_train and not _is_running(trainer)
+            has_failed = trainer.is_in_train and not _is_training(trainer)
             callback = callback_of(trainer, ReleaseEarlierRuns)
             if callback is not None and (is_next_trial or has_failed):
                 callback.release(trainer)
@@ -71,7 +67,7 @@ def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def _is_running(trainer: Trainer) -> bool:
+def _is_training(trainer: Trainer) -> bool:
     """Return whether any thread of this process is in the `train()` of this Trainer."""
     code = code_of(Trainer.train)
     return any(

@@ -14,8 +14,8 @@ class ResumeGuard(GuardCallback):
 
     To load a checkpoint of FSDP2, torch first makes states of zeros, and then has two of each on
     the card until the last one is loaded: more than a step needs. With the guard it is as much as a
-    step. Alone and under DDP an optimizer has no states before it loads, and DeepSpeed loads its
-    own: nothing is done there. What is loaded is the same.
+    step needs. Alone and under DDP an optimizer has no states before it loads, and DeepSpeed loads
+    its own, so the guard does nothing there. The loaded states are the same.
 
     Cost: none. The first guard of a process wraps one method of `transformers.Trainer`.
     """
@@ -26,7 +26,7 @@ class ResumeGuard(GuardCallback):
 
     @contextmanager
     def around_load(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
-        """Drop states when new ones are loaded, for the length of one load."""
+        """Drop an optimizer's states when it loads new ones in this block."""
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         if checkpoint is None or not isinstance(optimizer, Optimizer):
             yield
@@ -39,6 +39,6 @@ class ResumeGuard(GuardCallback):
 
 
 def _drop_states(optimizer: Optimizer, loaded: dict[str, object]) -> None:
-    # What is loaded does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13), and
-    # keeps those that it shares.
+    # Loading does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13), and states
+    # that the loaded dictionary shares stay alive in it.
     optimizer.state.clear()

@@ -15,6 +15,7 @@ from trainer_plugins.launch.extensions import announce_builds, lock_findings, re
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.record.timeline import Beginning, Remark
+from trainer_plugins.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -39,64 +40,60 @@ class StrategyInForce(RunCallback):
     _found_before: tuple[Finding, ...] = ()
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         with self.harmless():
             if _asked(args).family == "DeepSpeed":  # the one that builds before step 1
                 self._found_before = tuple(lock_findings(read_locks(os.environ)))
-            if args.process_index == 0:
-                for finding in self._found_before:
-                    logger.log(finding.severity, "%s", finding)
+            for finding in self._found_before:
+                _log_on_first_rank(finding, args)
             if args.local_process_index == 0:
                 announce_builds()
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         if self.is_second(state):
             return
         with self.harmless():
             trainer = calling_trainer()
-            self._look(
-                args,
-                state,
-                trainer.model_wrapped if trainer else model_of(kwargs),
-                kwargs.get("optimizer"),
-            )
+            wrapper = model_of(event) if trainer is None else trainer.model_wrapped
+            self._compare(args, state.global_step, wrapper, event.get("optimizer"))
 
-    def _look(
-        self, args: TrainingArguments, state: TrainerState, wrapper: nn.Module, optimizer: object
+    def _compare(
+        self, args: TrainingArguments, step: int, wrapper: nn.Module, optimizer: object
     ) -> None:
+        strategy = strategy_of(wrapper, optimizer, args)
         timeline = self.timeline_for(args)
-        runs = read_in_force(
-            wrapper,
-            optimizer,
-            distributed_type=AcceleratorState().distributed_type.value,
-            world_size=args.world_size,
-            device=args.device.type,
-        )
-        timeline.add(Beginning(step=state.global_step, strategy=runs))
-        asked = _asked(args)
-        findings: list[Finding | None] = [*verify(asked, runs), allocator.check()]
-        is_first = args.process_index == 0
-        if is_first:
-            logger.info("training runs as %s", runs)
-        for finding in self._found_before:
-            timeline.add(Remark(step=state.global_step, finding=finding))
-        for finding in filter(None, findings):
-            timeline.add(Remark(step=state.global_step, finding=finding))
-            if is_first:
-                logger.log(finding.severity, "%s", finding)
+        timeline.add(Beginning(step=step, strategy=strategy))
+        found = [*verify(_asked(args), strategy)]
+        if (wrong := allocator.check()) is not None:
+            found.append(wrong)
+        if args.process_index == 0:
+            logger.info("training runs as %s", strategy)
+        for finding in self._found_before:  # logged already
+            timeline.add(Remark(step=step, finding=finding))
+        for finding in found:
+            timeline.add(Remark(step=step, finding=finding))
+            _log_on_first_rank(finding, args)
+
+
+def strategy_of(wrapper: nn.Module, optimizer: object, args: TrainingArguments) -> Strategy:
+    """Return the strategy of a training that has been prepared."""
+    return read_in_force(
+        wrapper,
+        optimizer,
+        distributed_type=AcceleratorState().distributed_type.value,
+        world_size=args.world_size,
+        device=args.device.type,
+    )
 
 
 def _asked(args: TrainingArguments) -> Asked:
-    return read_asked(os.environ, getattr(args, "deepspeed", None), getattr(args, "fsdp", None))
+    return read_asked(os.environ, args.deepspeed, args.fsdp)
+
+
+def _log_on_first_rank(finding: Finding, args: TrainingArguments) -> None:
+    if args.process_index == 0:
+        logger.log(finding.severity, "%s", finding)

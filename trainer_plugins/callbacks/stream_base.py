@@ -1,4 +1,4 @@
-"""StreamBase: a run whose frozen base need not be on the card, from before the model goes there."""
+"""StreamBase: streams a run's frozen base, from before the model moves to the card."""
 
 import logging
 import traceback
@@ -14,7 +14,7 @@ from trainer_plugins.oom import classify
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
-from trainer_plugins.upkeep.agreement import agreement_within
+from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.frames import frames_above
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,9 @@ class StreamBase(RunCallback):
     """Streams the frozen base of a LoRA or QLoRA run, as `stream_base` does.
 
     Given to a Trainer in `callbacks=[...]` it acts before the Trainer moves its model to the card,
-    so that a base that does not fit there can be trained on. Load the model to main memory
-    (`device_map="cpu"` for a quantised one). After training the base is still streamed, for
-    evaluating, saving and merging; `model.cpu()` ends that.
+    so the base need not fit there. Load the model to main memory (`device_map="cpu"` for a
+    quantised one). After training the base is still streamed, for evaluating, saving and merging;
+    `model.cpu()` ends that.
 
     Cost: as of `stream_base`. The first of these callbacks in a process wraps one method of
     `transformers.Trainer`.
@@ -37,7 +37,7 @@ class StreamBase(RunCallback):
         allow_generation: as for `stream_base`.
         when: "always"; or "needed", only if the model does not fit on the card of some rank when
             the Trainer moves it there. `SurviveOOM` has a rung for later: `ladder=(..., "stream")`.
-        on_refusal: "warn" says why a run cannot be streamed and leaves it as it is; "error" raises.
+        on_refusal: "warn" logs why a run cannot be streamed and leaves it as it is; "error" raises.
 
     Raises:
         ValueError: a bad argument.
@@ -60,41 +60,33 @@ class StreamBase(RunCallback):
             raise ValueError(f"on_refusal is 'warn' or 'error', got {on_refusal!r}")
         self._resident_layers, self._with_embeddings = resident_layers, with_embeddings
         self._allow_generation = allow_generation
-        self._said = ""
+        self._warned = ""
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
         # No event of the Trainer comes before it moves its model.
         wrap_once("_move_model_to_device", StreamBase, _asking)
 
     @property
     def asked_to_stream(self) -> tuple[int, bool] | None:
-        """Return for plans how many layers stay on the card, and whether embeddings are streamed.
+        """Return how many layers stay on the card, and whether embeddings are streamed, for plans.
 
-        None: it streams only where that is needed.
+        None if it streams only where needed.
         """
         return (self._resident_layers, self._with_embeddings) if self._is_asked else None
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self._stream_now()
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self.begin_run()
         if not self.is_second(state):
             self._stream_now()
 
     def move(self, trainer: Trainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
-        """Move a model to the card of a Trainer: streamed, if that is asked for or needed."""
+        """Move a model to a Trainer's card: streamed, if that is asked for or needed."""
         if stream_of(model) is not None or (self._is_asked and self._stream(trainer, model)):
             return
         why = _why_not_moved(as_trainer, trainer.args, is_asked=self._is_asked)
@@ -102,7 +94,7 @@ class StreamBase(RunCallback):
             as_trainer()
 
     def _stream_now(self) -> None:
-        """Stream a model that is on its card already: it was quantised, or moved by somebody."""
+        """Stream a model that is on its card already: quantised, or moved by the user's code."""
         trainer = calling_trainer()
         if self._is_asked and trainer is not None and stream_of(trainer.model) is None:
             self._stream(trainer, trainer.model)
@@ -111,12 +103,12 @@ class StreamBase(RunCallback):
         reasons = refusals(trainer, model, self._resident_layers, self._allow_generation)
         reasons = reasons or main_memory_lacks(model, trainer.args.device)
         if reasons:
-            said = f"the base of this run cannot be streamed: {'; '.join(reasons)}"
+            message = f"the base of this run cannot be streamed: {'; '.join(reasons)}"
             if self._is_strict:
-                raise ValueError(said)
-            if said != self._said:  # once, though each beginning of a training asks again
-                logger.warning(said)
-            self._said = said
+                raise ValueError(message)
+            if message != self._warned:  # each training asks again
+                logger.warning(message)
+            self._warned = message
             return None
         stream = Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
         with self.harmless():
@@ -127,9 +119,9 @@ class StreamBase(RunCallback):
 
 
 def _why_not_moved(move: Callable[[], object], args: TrainingArguments, is_asked: bool) -> str:
-    """Move a model; return the words of an out-of-memory error of this or another rank.
+    """Move a model; return the first line of an out-of-memory error, of this or another rank.
 
-    Nothing but words is kept of the error: its frames hold tensors.
+    No reference to the error is kept: its frames hold tensors.
     """
     why = ""
     try:
@@ -139,7 +131,7 @@ def _why_not_moved(move: Callable[[], object], args: TrainingArguments, is_asked
             raise
         why = str(error).strip().partition("\n")[0]
         traceback.clear_frames(error.__traceback__)
-    if not is_asked and agreement_within(args.ddp_timeout).highest(int(bool(why))):
+    if not is_asked and any_rank(why != "", args.ddp_timeout, if_unknown=False):
         return why or "another rank ran out of memory"
     return why
 
@@ -156,7 +148,7 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stream_base_of(trainer: Trainer) -> StreamBase | None:
-    """Return the `StreamBase` that a Trainer has, or will have when its constructor is done."""
+    """Return the `StreamBase` that a Trainer has, or will have after its constructor."""
     handler = getattr(trainer, "callback_handler", None)
     lists = [handler.callbacks] if handler is not None else _given_to_constructors()
     # `SurviveOOM` has one of its own.
@@ -165,7 +157,7 @@ def _stream_base_of(trainer: Trainer) -> StreamBase | None:
 
 
 def _given_to_constructors() -> list[list[object]]:
-    """Return the callbacks that the constructors which run now were given."""
+    """Return the lists of callbacks that the running constructors were given."""
     frames = (frame for frame in frames_above() if frame.f_code.co_name == "__init__")
     given = (
         frame.f_locals.get("callbacks")

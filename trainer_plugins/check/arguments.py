@@ -2,15 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import LITTLE, MUCH, Facts, Line, RunSettings, folder_of
 from trainer_plugins.check.model import cache_bytes
-from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.switches import (
-    BEST_WORDS,
-    OUTPUTS_TO_MAIN_MEMORY,
-    SAVE_WITHOUT_GATHER,
-    SHARDED_SAVE,
-)
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent, size
 
@@ -207,6 +202,7 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if free is None or need < MUCH * free:
         return
     place = "main memory" if moved else "the device"
+    argmax = advice.ARGMAX_LOGITS.flag(Door.CODE)
     yield Finding(
         code="evaluation-gathers-logits",
         severity=Severity.ERROR if need > free else Severity.WARNING,
@@ -215,7 +211,9 @@ def _gathered(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         evidence=f"{rows:,} rows x {longest:,} tokens x {facts.model.shape.vocab_size:,} words x 4"
         f" bytes{', of which joining batches holds two' * is_joined}, because there is a"
         " compute_metrics (transformers#7232)",
-        remedy=BEST_WORDS if moved else f"{BEST_WORDS}; or {OUTPUTS_TO_MAIN_MEMORY}",
+        remedy=argmax
+        if moved
+        else f"{argmax}; or {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}",
         amount=float(need),
     )
 
@@ -249,19 +247,22 @@ def _saving(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             summary=f"each save gathers all weights on the first rank: {size(weights)}, and"
             f" {size(free)} of main memory is free",
             evidence=f"{run.gathers_on_save} (transformers#12587)",
-            remedy=f"{remedy.do}: {remedy.price}",
+            remedy=remedy,
             amount=float(weights),
         )
 
 
-def _gathered_weights(facts: Facts, run: RunSettings) -> tuple[int, Remedy]:
+def _gathered_weights(facts: Facts, run: RunSettings) -> tuple[int, str]:
     """Return what a save gathers on the first rank, and what avoids that."""
+    sharded, ungathered = advice.SHARDED_SAVE, advice.SAVE_WITHOUT_GATHER
+    of_deepspeed = f"{ungathered.flag(Door.DEEPSPEED)}: {ungathered.price}"
     if run.strategy is None:
-        return 0, SAVE_WITHOUT_GATHER
+        return 0, of_deepspeed
     if run.gathers_on_save.startswith("FSDP"):
         part = 0 if facts.model is None else sum(facts.model.homes.values())
-        return part * run.strategy.world_size, SHARDED_SAVE
-    return 2 * run.strategy.num_params, SAVE_WITHOUT_GATHER  # 16 bits, whatever is trained
+        of_fsdp = f"{sharded.flag(Door.ACCELERATE)}: {sharded.price}"
+        return part * run.strategy.world_size, of_fsdp
+    return 2 * run.strategy.num_params, of_deepspeed  # 16 bits, whatever is trained
 
 
 def _checkpoint(facts: Facts, run: RunSettings) -> tuple[int, str]:

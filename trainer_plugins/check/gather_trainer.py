@@ -36,9 +36,9 @@ from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.longest import Lengths, has_rows, lengths_of
 from trainer_plugins.planner.rehearse.gather import undisturbed
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.upkeep.generation import base_model
 from trainer_plugins.upkeep.holders import root_modules
 from trainer_plugins.watch.memory_watch import own_pids
+from trainer_plugins.wrapped import base_model, local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -249,8 +249,7 @@ def _storages(module: nn.Module, device_type: str) -> Iterator[tuple[int, int]]:
 def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a tensor: of a DTensor, of a parameter of ZeRO-3."""
     shard = getattr(tensor, "ds_tensor", None)
-    local: torch.Tensor = shard if shard is not None else getattr(tensor, "_local_tensor", tensor)
-    return local
+    return shard if shard is not None else local_tensor(tensor)
 
 
 def _state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import Facts, Line
-from trainer_plugins.explain.switches import NO_PINNED_BATCHES, NO_WORKERS
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint.names import offload_devices
 from trainer_plugins.units import GIB, MIB, size
@@ -39,13 +40,14 @@ def shared(facts: Facts) -> Line | None:
     if need <= there.shm_free_bytes / 2:
         found = shared_memory(there)
         return Line("/dev/shm", seen, (found,) if found and need else ())
+    larger = advice.LARGER_SHM.flag(Door.SHELL, size=f"{2 * need // GIB + 1}g")
     finding = Finding(
         code="shared-memory-small",
         severity=Severity.ERROR if need > there.shm_free_bytes else Severity.WARNING,
         summary=f"dataloader workers will hold {size(need)} in /dev/shm, which has"
         f" {size(there.shm_free_bytes)} free; when it is full, they die of a bus error",
         evidence=how,
-        remedy=f"Start the container with --shm-size {2 * need // GIB + 1}g, or {NO_WORKERS.do}",
+        remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
     )
     return Line("/dev/shm", seen, (finding,))
@@ -98,7 +100,7 @@ def wsl(facts: Facts) -> Line | None:
         " under WSL little can be pinned",
         evidence=f"{'WSL' if machine.is_wsl else 'Windows'} (microsoft/WSL#11050, unsloth#338)",
         remedy="Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's"
-        f" control panel; {NO_PINNED_BATCHES.do}",
+        f" control panel; {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",
     )
     return Line("Windows", "", (finding,))
 

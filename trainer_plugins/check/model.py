@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import (
     LITTLE,
     MUCH,
@@ -11,7 +13,6 @@ from trainer_plugins.check.facts import (
     OtherModel,
     Shape,
 )
-from trainer_plugins.explain.switches import checkpointing, liger
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.kernels import Kernel, attention_kernel
 from trainer_plugins.units import percent, size
@@ -89,7 +90,7 @@ def attention(facts: Facts) -> Line | None:
         return Line("attention", seen)
     part = scores / _device(facts)
     dtype = _dtype(facts, model)
-    change = checkpointing().do
+    change = advice.CHECKPOINTING.flag(Door.TRAINER)
     if falls_back and dtype == "bfloat16":
         change = f"--fp16 True in place of --bf16, or {change}"
     if model.attention == "eager" and model.takes_sdpa:
@@ -150,7 +151,7 @@ def logits(facts: Facts) -> Line | None:
         " device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         f" ({widths}) bytes: {why}",
-        remedy=f"{liger(None).do}, or fewer rows with more accumulation",
+        remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or fewer rows with more accumulation",
         amount=float(need),
     )
     return Line("logits", seen, (finding,))

@@ -3,12 +3,15 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
-from trainer_plugins.devices.base import GpuProcess
+from trainer_plugins.devices.base import Device, GpuProcess
+from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, NvmlErrorKind
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.reading import MemoryReading
@@ -20,20 +23,58 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT_SECONDS = 60.0
 
 # A healthy driver answers in microseconds, and opens in milliseconds once the process has a CUDA
-# context. A process loads the library once, so all its callers share this one queue.
+# context. A process loads the library once, so all its callers share this queue.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
-_said: set[tuple[str, str]] = set()
-"""Failures of the driver that were logged, by card: one that is opened anew fails anew."""
+_logged: set[tuple[str, str]] = set()
+"""Driver failures already logged, by card: a card that is opened again fails the same way."""
+
+# All callbacks of a process share a card's AcceleratorDevice: so a failing driver is asked and
+# reported once.
+_open_cards: WeakValueDictionary[str, "AcceleratorDevice"] = WeakValueDictionary()
+
+
+def open_device(device: torch.device | str) -> Device:
+    """Open the device on which a run trains: a card by torch's name, or main memory for `cpu`.
+
+    A card that is already open is returned as the same object.
+
+    Raises:
+        ValueError: torch has no such device here, or does not count its memory.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return HostDevice()
+    here = torch.accelerator.current_accelerator()
+    if here is None or here.type != device.type:
+        raise ValueError(
+            f"cannot read the memory of {device}: the accelerator here is {here}."
+            f" Pass device='cpu'{f' or device={here.type!r}' if here else ''}"
+        )
+    num_cards = torch.accelerator.device_count()
+    if device.index is not None and device.index >= num_cards:
+        raise ValueError(
+            f"cannot read the memory of {device}: there are only {num_cards} {device.type} devices"
+        )
+    try:
+        card = AcceleratorDevice(device)
+        card = _open_cards.setdefault(card.name, card)
+        card.read()
+    # MPS, and backends whose memory counters are missing or make no sense.
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"cannot read the memory of {device}: torch does not count it ({error})"
+        ) from error
+    return card
 
 
 class AcceleratorDevice:
     """Reads one card of this process, of any kind that `torch.accelerator` drives.
 
-    torch's allocator tells what this process holds. NVML tells what all processes hold together, in
-    about 10 microseconds and without a device sync. If NVML cannot tell (missing, a MIG slice, no
-    permission, see `NvmlError`), `get_memory_info` does, which is right for this process too. A
-    failing driver is logged once, asked again later if that may help, and never raises.
+    torch's allocator knows what this process holds. NVML knows what all processes hold together; it
+    takes about 10 microseconds and no device sync. Where NVML cannot answer (missing, a MIG slice,
+    no permission, see `NvmlError`), `get_memory_info` does, which counts the same bytes. A failing
+    driver is logged once, asked again later if that may help, and never raises.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +87,7 @@ class AcceleratorDevice:
         self._uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
         self._nvml: NvmlDevice | None = None
         self._nvml_wait_seconds = 0.0
-        self._ask_nvml_at = 0.0 if self._uuid else float("inf")
+        self._ask_nvml_at = 0.0 if self._uuid else inf
         self._ask_nvml_processes = True
 
     @property
@@ -97,8 +138,7 @@ class AcceleratorDevice:
             return None
 
     def _torch_memory(self) -> tuple[int, int]:
-        # torch.accelerator.get_memory_info came with torch 2.10; before, only the device's own
-        # module has it.
+        # torch 2.9 has this only in the device's own module.
         memory_info = getattr(torch.accelerator, "get_memory_info", None)
         if memory_info is None:
             module: Any = torch.get_device_module(self._type)
@@ -107,7 +147,7 @@ class AcceleratorDevice:
         return total_bytes, free_bytes
 
     def _driver_memory(self) -> tuple[int, int] | None:
-        """Return total and free bytes of the whole card by NVML; None if NVML cannot tell."""
+        """Return NVML's total and free bytes of the card; None if it cannot answer."""
         if monotonic() < self._ask_nvml_at:
             return None
         try:
@@ -125,32 +165,27 @@ class AcceleratorDevice:
         return memory
 
     def _call_nvml(self, call: Callable[[], T]) -> T:
-        """Ask the driver, and stop waiting after a few seconds.
-
-        Raises:
-            NvmlError: it does not answer in time.
-        """
+        """Ask the driver; a timeout becomes an `NvmlError`."""
         try:
             return _nvml_calls.call(call)
         except TimeoutError as error:
             raise NvmlError(
                 NvmlErrorKind.HANGS,
-                f"the driver hangs: {error}; read `dmesg`, and see whether `nvidia-smi` responds",
+                f"the driver hangs: {error}; read `dmesg`, and check whether `nvidia-smi` responds",
             ) from None
 
     def _postpone_nvml(self, error: NvmlError) -> None:
-        first_time = self._nvml_wait_seconds == 0.0
+        is_first = self._nvml_wait_seconds == 0.0
         self._nvml_wait_seconds = min(LONGEST_WAIT_SECONDS, max(1.0, 2 * self._nvml_wait_seconds))
-        self._ask_nvml_at = (
-            float("inf") if error.permanent else monotonic() + self._nvml_wait_seconds
-        )
+        self._ask_nvml_at = inf if error.permanent else monotonic() + self._nvml_wait_seconds
         failure = (self._name, str(error))
-        if (first_time or error.permanent) and failure not in _said:
-            _said.add(failure)
-            logger.log(
-                logging.INFO if self._nvml is None else logging.WARNING,
-                "%s: NVML does not answer (%s); free memory now comes from torch, which counts the"
-                " same bytes",
-                self._name,
-                error,
-            )
+        if failure in _logged or not (is_first or error.permanent):
+            return
+        _logged.add(failure)
+        logger.log(
+            logging.INFO if self._nvml is None else logging.WARNING,
+            "%s: NVML does not answer (%s); free memory now comes from torch, which counts the same"
+            " bytes",
+            self._name,
+            error,
+        )

@@ -11,40 +11,37 @@ class GpuProcess:
     """Describes a process that holds memory on a card, as the driver lists it."""
 
     pid: int
-    """The process id; inside a container this may be the host's number for it."""
+    """The process id; in a container it may be the host's."""
 
     used_bytes: int | None
-    """Bytes that it holds; None if the driver does not tell (MIG, WSL)."""
+    """Bytes that it holds; None if the driver does not say (MIG, WSL)."""
 
     name: str | None
-    """The program's name; None if unknown, as for a pid of another namespace."""
+    """The program's name; None if unknown, as in another pid namespace."""
 
 
 class Device(Protocol):
-    """Reads where tensors live; every implementation passes `tests/devices/test_contract.py`."""
+    """Reads the memory where tensors live; `tests/devices/test_contract.py` is its contract."""
 
     @property
     def name(self) -> str:
-        """Return the name that torch gives it: `cuda:0`, `cpu`."""
+        """Return torch's name for it: `cuda:0`, `cpu`."""
 
     @property
     def uuid(self) -> str | None:
-        """Return the name that is the same in every process, `GPU-…`; None if it has none."""
+        """Return the driver's name for it, the same in every process: `GPU-…`; None without one."""
 
     def read(self) -> MemoryReading:
-        """Look once. Takes microseconds, allocates nothing on the device, never waits for it."""
+        """Take a reading in microseconds; allocate nothing on the device, never wait for it."""
 
     def reset_peak(self) -> None:
         """Start a new interval for `peak_allocated_bytes`."""
 
     def release_cached(self) -> int:
-        """Give cached memory back to the device and return how many bytes that was.
-
-        Live tensors are untouched.
-        """
+        """Return cached memory to the device, and say how many bytes that was."""
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """List who holds memory here; None if that cannot be known.
+        """List the processes that hold memory here; None if that is unknown.
 
-        Takes up to milliseconds, so ask only on suspicion.
+        It takes up to milliseconds, so ask only on suspicion.
         """

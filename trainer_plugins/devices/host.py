@@ -1,10 +1,11 @@
-"""HostDevice: main memory as a device, and the numbers that the kernel's OOM killer goes by."""
+"""HostDevice: main memory as a device, and the numbers that the kernel's OOM killer uses."""
 
 import gc
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -20,7 +21,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Holds what can end a run on the host besides full memory; sizes in bytes."""
+    """Holds other reasons for a run to end on the host; sizes in bytes."""
 
     num_oom_kills: int
     """Processes of this container that the kernel killed for memory; 0 if no cgroup counts them."""
@@ -34,8 +35,8 @@ class HostFacts:
 class HostDevice:
     """Reads main memory as the kernel's OOM killer counts it for this process.
 
-    `total` is the machine's memory or the tightest limit of a control group (v1 or v2) around this
-    process, whichever is smaller. `allocated` is the resident set, and nothing counts as cached. A
+    `total` is the machine's memory, or the tightest limit of a control group (v1 or v2) around this
+    process if that is smaller. `allocated` is the resident set, and nothing counts as cached. A
     reading takes about 0.2 ms, most of it for the files of the control groups.
 
     Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat,
@@ -61,7 +62,7 @@ class HostDevice:
             if limit_bytes is not None:
                 total_bytes = min(total_bytes, limit_bytes)
                 free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
-        # The kernel keeps the true peak; if it may not be reset, use the highest reading.
+        # The kernel keeps the true peak; if we may not reset it, use the highest reading.
         if self._kernel_peak:
             self._peak_bytes = _high_water_bytes()
         self._peak_bytes = max(self._peak_bytes, resident_bytes)
@@ -97,7 +98,7 @@ class HostDevice:
         return int(self._process.memory_info().rss)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the process: a copy reads the process that it lives in."""
+        """Return the state without the process: a copy reads the process it is in."""
         return {**self.__dict__, "_process": None}
 
     def facts(self) -> HostFacts:
@@ -108,11 +109,26 @@ class HostDevice:
         except OSError:
             shm_total = shm_free = 0
         return HostFacts(
-            # Of the innermost group: outer groups count the kills of all groups inside them.
+            # The innermost group: outer groups also count the kills of all groups inside them.
             num_oom_kills=self._limits[0].num_oom_kills() if self._limits else 0,
             shm_total_bytes=shm_total,
             shm_free_bytes=shm_free,
         )
+
+
+class _Names(NamedTuple):
+    """Names the files of a version of control groups, and one key of memory.stat."""
+
+    limit: str
+    current: str
+    events: str
+    inactive: str
+
+
+_V1 = _Names(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file"
+)
+_V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,55 +136,49 @@ class _Limit:
     """Reads the files of one control group around this process."""
 
     folder: Path
-    version: int
+    names: _Names
 
     def limit_bytes(self) -> int | None:
-        text = _text(self.folder / ("memory.max" if self.version == 2 else "memory.limit_in_bytes"))
+        text = _text(self.folder / self.names.limit)
         if not text or text == "max" or int(text) >= _NO_LIMIT:
             return None
         return int(text)
 
     def working_set_bytes(self) -> int:
         """Return what counts against the limit and cannot be dropped, computed as kubelet does."""
-        current, inactive = (
-            ("memory.current", "inactive_file")
-            if self.version == 2
-            else ("memory.usage_in_bytes", "total_inactive_file")
-        )
-        text = _text(self.folder / current)
-        return (
-            max(0, int(text) - _table(self.folder / "memory.stat").get(inactive, 0)) if text else 0
-        )
+        text = _text(self.folder / self.names.current)
+        if not text:
+            return 0
+        return max(0, int(text) - _table(self.folder / "memory.stat").get(self.names.inactive, 0))
 
     def num_oom_kills(self) -> int:
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        return _table(self.folder / name).get("oom_kill", 0)
+        return _table(self.folder / self.names.events).get("oom_kill", 0)
 
 
 def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
     """Return the control groups of this process that count memory, innermost first."""
     lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines()]
-    v1 = next((path for _, names, path in lines if "memory" in names.split(",")), None)
-    v2 = next((path for number, names, path in lines if number == "0" and not names), None)
+    v1 = next((path for _, kinds, path in lines if "memory" in kinds.split(",")), None)
+    v2 = next((path for number, kinds, path in lines if number == "0" and not kinds), None)
     if v1 is not None and (cgroups / "memory").is_dir():
-        root, path, version = cgroups / "memory", v1, 1
+        root, path, names = cgroups / "memory", v1, _V1
     elif v2 is not None:
-        root, path, version = cgroups, v2, 2
+        root, path, names = cgroups, v2, _V2
     else:
         return ()
     folder = root / path.lstrip("/")
     if not folder.is_dir():
-        # In a container the path may be the host's, although our own group is what is mounted.
+        # In a container the path may be the host's, although our own group is mounted.
         folder = root
     inward_out = [folder, *folder.parents]
     around = inward_out[: inward_out.index(root) + 1]
-    return tuple(_Limit(folder, version) for folder in around if (folder / "memory.stat").is_file())
+    return tuple(_Limit(folder, names) for folder in around if (folder / "memory.stat").is_file())
 
 
 def _high_water_bytes() -> int:
     """Return the peak resident set since the last reset.
 
-    getrusage is no use here: its maximum includes the parent's from before exec.
+    getrusage does not help: its maximum includes the parent's from before exec.
     """
     with open("/proc/self/status") as lines:
         return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM")), 0)

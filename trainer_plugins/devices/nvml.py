@@ -1,7 +1,4 @@
-"""NvmlDevice: a card's memory as the driver reports it through NVML.
-
-It covers every process, needs no CUDA, and never waits for the card.
-"""
+"""NvmlDevice: a card's memory as the driver reports it through NVML, for all processes."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +9,7 @@ import psutil
 import pynvml  # importing it reads and starts nothing
 
 from trainer_plugins.devices.base import GpuProcess
-from trainer_plugins.devices.nvml_errors import CodedError, NvmlError, NvmlErrorKind, explained
+from trainer_plugins.devices.nvml_errors import NvmlError, NvmlErrorKind, explained
 from trainer_plugins.reading import MemoryReading
 
 __all__ = ["MAX_PID", "NvmlDevice", "NvmlError", "NvmlErrorKind"]
@@ -20,29 +17,29 @@ __all__ = ["MAX_PID", "NvmlDevice", "NvmlError", "NvmlErrorKind"]
 T = TypeVar("T")
 
 MAX_PID = 1 << 22
-"""64-bit Linux has no process number this high: PID_MAX_LIMIT in linux/threads.h."""
+"""No pid on 64-bit Linux is this high: PID_MAX_LIMIT in linux/threads.h."""
 
 
 class _MemoryInfo(Protocol):
-    """Names what is read of pynvml's answer about memory, in bytes."""
+    """Names what we use of pynvml's answer about memory, in bytes."""
 
     total: int
     free: int
 
 
 class _ProcessRow(Protocol):
-    """Names what is read of one row of pynvml's list of processes."""
+    """Names what we use of one row of pynvml's list of processes."""
 
     pid: int
     usedGpuMemory: int | None  # noqa: N815 - pynvml's name; in bytes, None if not available
 
 
 class NvmlDevice:
-    """Reads one card, or one MIG slice, by its driver's numbers; needs neither torch nor CUDA.
+    """Reads one card, or one MIG slice, from its driver; needs neither torch nor CUDA.
 
     It finds the card by UUID, never by index: NVML numbers cards by PCI address, CUDA by speed
-    unless told otherwise (pytorch #86539). Every failure is an `NvmlError`. A forked child finds
-    the card again by itself.
+    unless told otherwise (pytorch #86539). It never waits for the card. Every failure is an
+    `NvmlError`. A forked child finds the card again by itself.
     """
 
     def __init__(self, uuid: str, name: str | None = None) -> None:
@@ -62,12 +59,12 @@ class NvmlDevice:
         Args:
             uuid: as `nvidia-smi -L` prints it, `GPU-…` or `MIG-…`, or bare as torch has it: in a
                 MIG slice `torch.cuda.get_device_properties(i).uuid` is the slice's
-                (cuDeviceGetUuid_v2), elsewhere the card's. It must be complete: a prefix, which
-                CUDA_VISIBLE_DEVICES may hold, does not work in NVML (vLLM #51677).
+                (cuDeviceGetUuid_v2), elsewhere the card's. It must be complete: NVML does not take
+                a prefix, which CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
             name: the device name in readings, such as `cuda:0`; None takes the UUID.
 
         Raises:
-            NvmlError: there is no such card, or the driver cannot be asked; see its `kind`.
+            NvmlError: there is no such card, or the driver does not answer; see its `kind`.
         """
         if uuid.startswith(("GPU-", "MIG-")):
             return cls(uuid, name)
@@ -79,12 +76,12 @@ class NvmlDevice:
             card = None
         if card is None:
             return cls(f"MIG-{uuid}", name)
-        if card._is_cut_into_slices():
+        if card._has_slices():
             card.close()
             raise NvmlError(
                 NvmlErrorKind.NOT_FOUND,
-                f"GPU-{uuid} is divided into MIG slices, and it is unclear which of them is meant;"
-                " open the slice by its own UUID, MIG-…, from `nvidia-smi -L`",
+                f"GPU-{uuid} is divided into MIG slices, and it is unclear which one is meant; open"
+                " the slice by its own UUID, MIG-…, from `nvidia-smi -L`",
             )
         return card
 
@@ -98,18 +95,18 @@ class NvmlDevice:
 
     @property
     def is_mig(self) -> bool:
-        """Return whether this is a MIG slice; totals and processes are then the slice's."""
+        """Return whether this is a MIG slice; its totals and processes are the slice's."""
         return self._uuid.startswith("MIG-")
 
     def memory(self) -> tuple[int, int]:
-        """Return total and free bytes; about 12 us with a real driver, cheap enough for every step.
+        """Return total and free bytes; it takes about 12 us with a real driver (MangoHud #2104).
 
         The total is what processes can use, without the 300 to 600 MiB that the driver keeps for
         itself. Drivers before 510 only have version 1 of the call: its total includes that part,
-        which counts as used. Source of the 12 us: MangoHud #2104.
+        which counts as used.
 
         Raises:
-            NvmlError: the driver does not say.
+            NvmlError: the driver does not answer, or its numbers are impossible.
         """
         info = self._ask("memory", self._ask_memory)
         total_bytes, free_bytes = info.total - getattr(info, "reserved", 0), info.free
@@ -122,19 +119,17 @@ class NvmlDevice:
         return total_bytes, free_bytes
 
     def read(self) -> MemoryReading:
-        """Look once; `reserved_bytes` is what the driver lists for this process, context included.
+        """Take a reading; `reserved_bytes` is what the driver lists for us, including the context.
 
         It is 0 if the driver lists nothing. This asks for the list of processes: `memory` is
-        cheaper if only the card's own numbers are wanted.
+        cheaper if only the card's own numbers matter.
 
         Raises:
-            NvmlError: the driver does not say.
+            NvmlError: the driver does not answer.
         """
         total_bytes, free_bytes = self.memory()
         processes = self._processes(total_bytes, named=False) or ()
-        own_bytes = sum(
-            process.used_bytes or 0 for process in processes if process.pid == os.getpid()
-        )
+        own_bytes = sum(each.used_bytes or 0 for each in processes if each.pid == os.getpid())
         self._peak_bytes = max(self._peak_bytes, own_bytes)
         return MemoryReading(
             device=self._name,
@@ -149,35 +144,32 @@ class NvmlDevice:
         self._peak_bytes = 0
 
     def release_cached(self) -> int:
-        """Return 0: a driver cannot take memory from a process, only its allocator can give it."""
+        """Return 0: only a process's own allocator can release its memory."""
         return 0
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """List the compute processes on the card; None if that cannot be known.
+        """List the compute processes on the card; None if they are unknown.
 
         None means no permission, not supported, or a list with impossible numbers. An empty list
-        does not mean that nobody is there: drivers leave out processes outside the container.
-        Graphics processes are not asked for: that call holds the driver's lock for milliseconds,
-        in which no kernel of anybody can be launched (MangoHud #2104).
+        does not mean an idle card: drivers leave out processes outside the container. We do not ask
+        for graphics processes: that call holds the driver's lock for milliseconds, during which no
+        process can launch a kernel (MangoHud #2104).
 
         Raises:
-            NvmlError: the driver cannot be asked at present, or the card is lost.
+            NvmlError: the driver does not answer now, or the card is lost.
         """
         total_bytes, _free_bytes = self.memory()
         return self._processes(total_bytes, named=True)
 
     def close(self) -> None:
-        """Shut NVML down for this user of it; NVML counts its users.
-
-        A closed device opens itself again when it is next asked something.
-        """
+        """End this device's use of NVML, which counts its users; the next question reopens it."""
         if self._opened_in_pid == os.getpid():
             self._opened_in_pid = None
-            with suppress(pynvml.NVMLError):  # somebody else has shut it down already
+            with suppress(pynvml.NVMLError):  # other code has shut it down already
                 pynvml.nvmlShutdown()
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the handle: a copy opens the card for itself when asked."""
+        """Return the state without the handle: a copy opens the card for itself."""
         return {**self.__dict__, "_handle": None, "_opened_in_pid": None}
 
     def _processes(self, total_bytes: int, *, named: bool) -> tuple[GpuProcess, ...] | None:
@@ -190,13 +182,13 @@ class NvmlDevice:
         used_bytes: dict[int, int | None] = {}
         for row in rows:
             if row.pid >= MAX_PID or (row.usedGpuMemory or 0) > total_bytes:
-                # The rows were decoded with a wrong layout, so those that look right are not safe.
+                # The rows were decoded with a wrong layout; even those that look right may not be.
                 return None
             if row.pid == 0:
                 continue  # a process without a number in this container
             # A process may be listed several times, each time with all its memory, because the
-            # driver compares numbers of different pid namespaces (open-gpu-kernel-modules,
-            # gpu_rmapi.c). So take the largest, not the sum.
+            # driver compares pids of different namespaces (open-gpu-kernel-modules, gpu_rmapi.c).
+            # So take the largest, not the sum.
             seen = used_bytes.get(row.pid)
             used_bytes[row.pid] = (
                 row.usedGpuMemory if seen is None else max(seen, row.usedGpuMemory or 0)
@@ -215,31 +207,30 @@ class NvmlDevice:
         return None
 
     def _ask_memory(self, handle: object) -> _MemoryInfo:
-        # Version 2 reports the driver's own reserve separately. If it is missing, stay with
-        # version 1 (None).
-        if self._memory_version is not None:
-            try:
-                info: _MemoryInfo = pynvml.nvmlDeviceGetMemoryInfo(
-                    handle, version=self._memory_version
-                )
-                return info
-            except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
-                self._memory_version = None
-        old: _MemoryInfo = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return old
+        # Version 2 reports the driver's own reserve separately. Without it, use version 1 (None).
+        info: _MemoryInfo
+        try:
+            info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
+        except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
+            if self._memory_version is None:
+                raise
+            self._memory_version = None
+            info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return info
 
     def _ask_processes(self, handle: object) -> Sequence[_ProcessRow]:
         # Version 2 has the same layout in all drivers; version 3 had another one from 535.43 to
         # 535.86 (gpustat #161). pynvml's unversioned name is version 3; if that is missing, it
         # raises something other than NVMLError. The detail list of pynvml 13.615 raises TypeError
         # if bytes are N/A.
-        with suppress(pynvml.NVMLError_FunctionNotFound):
-            rows: Sequence[_ProcessRow] = pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
-            return rows
-        newer: Sequence[_ProcessRow] = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
-        return newer
+        rows: Sequence[_ProcessRow]
+        try:
+            rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
+        except pynvml.NVMLError_FunctionNotFound:
+            rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+        return rows
 
-    def _is_cut_into_slices(self) -> bool:
+    def _has_slices(self) -> bool:
         try:
             current, _pending = self._ask("MIG mode", pynvml.nvmlDeviceGetMigMode)
         except NvmlError as error:
@@ -253,7 +244,7 @@ class NvmlDevice:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise self._explained("presence", error) from error
+            raise explained("presence", self._uuid, error) from error
         try:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
         except pynvml.NVMLError as error:
@@ -261,21 +252,18 @@ class NvmlDevice:
             # NVML's answer to a text that is not a UUID at all.
             if error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT:
                 error = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-            raise self._explained("presence", error) from error
+            raise explained("presence", self._uuid, error) from error
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
-        """Run a query on the card; if it fails, the message names `what` was asked."""
+        """Run a query on the card; `what` it asks for stands in the message of an error."""
         if self._opened_in_pid != os.getpid():
             # A forked child cannot rely on its parent's handle and initialisation.
             self._connect()
         try:
             with suppress(pynvml.NVMLError_Uninitialized):
                 return query(self._handle)
-            self._connect()  # somebody in this process has shut NVML down once too often
+            self._connect()  # other code in this process has shut NVML down once too often
             return query(self._handle)
         except pynvml.NVMLError as error:
-            raise self._explained(what, error) from error
-
-    def _explained(self, what: str, error: CodedError) -> NvmlError:
-        return explained(what, self._uuid, error)
+            raise explained(what, self._uuid, error) from error

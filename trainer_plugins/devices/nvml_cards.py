@@ -1,16 +1,19 @@
-"""Lists the NVIDIA cards of a machine, as the driver numbers them. Needs neither torch nor CUDA."""
+"""Lists the NVIDIA cards of a machine and the driver's version, without torch or CUDA."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pynvml  # importing it reads and starts nothing
 
-from trainer_plugins.devices.nvml_errors import explained
+from trainer_plugins.devices.nvml import NvmlDevice
+from trainer_plugins.devices.nvml_errors import NvmlError, explained
+from trainer_plugins.units import size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledCard:
-    """Names one card."""
+    """Describes one card."""
 
     uuid: str
     name: str = ""
@@ -18,26 +21,61 @@ class InstalledCard:
     """The UUIDs of its MIG slices."""
 
     capability: tuple[int, int] | None = None
-    """The compute capability; None if the driver does not tell."""
+    """The compute capability; None if the driver does not report it."""
 
     trouble: str = ""
     """Why the driver does not answer for it; empty if it does."""
 
 
-def installed_cards() -> tuple[InstalledCard, ...]:
-    """List the cards in the order of the driver, which is that of the PCI bus.
+def driver_version() -> str:
+    """Return the version of the driver.
 
     Raises:
-        NvmlError: there is no driver, or it cannot be asked.
+        NvmlError: there is no driver, or it does not report its version.
     """
+    with _nvml("version", "the driver"):
+        return str(pynvml.nvmlSystemGetDriverVersion())
+
+
+def installed_cards() -> tuple[InstalledCard, ...]:
+    """List the cards in the driver's order, which is that of the PCI bus.
+
+    Raises:
+        NvmlError: there is no driver, or it does not answer.
+    """
+    with _nvml("number", "the cards"):
+        return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+
+
+def cards_in_words() -> list[str]:
+    """Return the name, size and slices of each card, without anything that identifies it.
+
+    Raises:
+        NvmlError: there is no driver, or it does not answer.
+    """
+    lines = []
+    for card in installed_cards():
+        if card.trouble:
+            lines.append("a card for which the driver does not answer")
+            continue
+        line = card.name or "a card without a name"
+        with suppress(NvmlError):
+            line += f", {size(NvmlDevice(card.uuid).memory()[0])}"
+        lines.append(line + (f", {len(card.slices)} MIG slices" if card.slices else ""))
+    return lines
+
+
+@contextmanager
+def _nvml(what: str, uuid: str) -> Iterator[None]:
+    """Initialise NVML for a block, and explain its errors."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise explained("presence", "the cards", error) from error
+        raise explained("presence", uuid, error) from error
     try:
-        return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        yield
     except pynvml.NVMLError as error:
-        raise explained("number", "the cards", error) from error
+        raise explained(what, uuid, error) from error
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -48,8 +86,8 @@ def _card(index: int) -> InstalledCard:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
     except pynvml.NVMLError as error:
-        said = str(explained("name", f"card {index}", error))
-        return InstalledCard(uuid=f"card {index}", trouble=said)
+        trouble = str(explained("name", f"card {index}", error))
+        return InstalledCard(uuid=f"card {index}", trouble=trouble)
     name, capability, slices = "", None, []
     with suppress(pynvml.NVMLError, UnicodeDecodeError):
         name = pynvml.nvmlDeviceGetName(handle)

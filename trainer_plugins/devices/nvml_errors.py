@@ -1,7 +1,7 @@
-"""Explains the errors of the NVIDIA driver: what is so, and what to do about it."""
+"""Explains the NVIDIA driver's errors: what is wrong, and what to do about it."""
 
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pynvml  # importing it reads and starts nothing
 
@@ -13,7 +13,7 @@ class CodedError(Protocol):
 
 
 class NvmlErrorKind(Enum):
-    """Names how the driver failed to answer, by what one can do about it."""
+    """Classifies failures of the driver by what the user can do about them."""
 
     MISSING = "missing"
     """There is no driver library."""
@@ -22,22 +22,22 @@ class NvmlErrorKind(Enum):
     """The library is there but cannot reach the kernel driver: not loaded, or another version."""
 
     NOT_SUPPORTED = "not supported"
-    """This driver or card does not offer that number."""
+    """This driver or card does not have that number."""
 
     NO_PERMISSION = "no permission"
-    """This user or this container is not allowed to know that."""
+    """This user or container may not know that."""
 
     LOST = "lost"
-    """The card fell off the bus, needs a reset, or is not the device that was opened any more."""
+    """The card fell off the bus, needs a reset, or is no longer the device that was opened."""
 
     TIMEOUT = "timeout"
-    """No answer this time: the driver is busy, or fails without naming a reason."""
+    """The driver did not answer this time: it is busy, or fails without a reason."""
 
     NOT_FOUND = "not found"
-    """No card has that UUID, or this process is not allowed to see it."""
+    """No card has that UUID, or this process may not see it."""
 
     NONSENSE = "nonsense"
-    """The answer cannot be true, such as more free memory than there is."""
+    """The answer is impossible, such as more free memory than there is."""
 
     HANGS = "hangs"
     """The driver has not answered for seconds, and may never do so."""
@@ -60,99 +60,105 @@ class NvmlError(RuntimeError):
 
 
 def explained(what: str, uuid: str, error: CodedError) -> NvmlError:
-    """Turn an error of pynvml into one that says what to do.
+    """Turn pynvml's error into one that says what to do.
 
     Args:
         what: what was asked about the card, for the message.
         uuid: the card's.
-        error: pynvml's.
+        error: pynvml's error.
     """
     kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
-    for code, known_kind, known_text in _EXPLANATIONS:
-        if error.value == getattr(pynvml, f"NVML_ERROR_{code}", None):
-            kind, text = known_kind, known_text
+    for known in _EXPLANATIONS:
+        # Earlier versions of pynvml lack some of these codes.
+        if error.value == getattr(pynvml, f"NVML_ERROR_{known.code}", None):
+            kind, text = known.kind, known.text
     bare_uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")
     return NvmlError(kind, text.format(what=what, uuid=uuid, bare_uuid=bare_uuid, error=error))
 
 
-# Return codes that are missing below may pass: timeout, in use, out of memory, unknown.
+class _Explanation(NamedTuple):
+    code: str
+    kind: NvmlErrorKind
+    text: str
+
+
+# Codes that are missing below are temporary: timeout, in use, out of memory, unknown.
 _NO_ANSWER = (
-    "the driver did not tell the {what} of {uuid} ({error}); ask again later, and read `dmesg` if"
-    " it goes on"
+    "the driver did not report the {what} of {uuid} ({error}); ask again later, and read `dmesg` if"
+    " it keeps failing"
 )
 
-_NOT_TOLD = "the driver does not tell the {what} of {uuid}: "
+_NOT_TOLD = "the driver does not report the {what} of {uuid}: "
 
 _EXPLANATIONS = (
-    (
+    _Explanation(
         "LIBRARY_NOT_FOUND",
         NvmlErrorKind.MISSING,
         "there is no NVIDIA driver library here, libnvidia-ml.so.1; install the driver, or give the"
         " container the cards (docker --gpus) and NVIDIA_DRIVER_CAPABILITIES=compute,utility",
     ),
-    (
+    _Explanation(
         "DRIVER_NOT_LOADED",
         NvmlErrorKind.DRIVER,
         "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia), and read `dmesg` if"
         " that fails",
     ),
-    (
+    _Explanation(
         "LIB_RM_VERSION_MISMATCH",
         NvmlErrorKind.DRIVER,
         "the NVIDIA library and the loaded kernel driver have different versions, as after an"
         " update; reboot the machine, or restart the container if only that is older",
     ),
-    (
+    _Explanation(
         "NOT_SUPPORTED",
         NvmlErrorKind.NOT_SUPPORTED,
-        _NOT_TOLD + "this card does not offer it; do without",
+        _NOT_TOLD + "this card does not support it; do without",
     ),
-    (
+    _Explanation(
         "FUNCTION_NOT_FOUND",
         NvmlErrorKind.NOT_SUPPORTED,
-        _NOT_TOLD + "it is too old for that; update it or do without",
+        _NOT_TOLD + "it is too old; update it or do without",
     ),
-    (
+    _Explanation(
         "ARGUMENT_VERSION_MISMATCH",
         NvmlErrorKind.NOT_SUPPORTED,
         _NOT_TOLD + "its version and that of nvidia-ml-py do not match; update the older one",
     ),
-    (
+    _Explanation(
         "NO_PERMISSION",
         NvmlErrorKind.NO_PERMISSION,
-        _NOT_TOLD + "this user is not allowed to know it; run as one who may open /dev/nvidia*",
+        _NOT_TOLD + "this user may not know it; run as a user who can open /dev/nvidia*",
     ),
-    (
+    _Explanation(
         "OPERATING_SYSTEM",
         NvmlErrorKind.NO_PERMISSION,
-        _NOT_TOLD
-        + "the operating system or the container forbids it; allow access to /dev/nvidia*",
+        _NOT_TOLD + "the system or the container forbids it; allow access to /dev/nvidia*",
     ),
-    (
+    _Explanation(
         "GPU_IS_LOST",
         NvmlErrorKind.LOST,
         "{uuid} has fallen off the bus, and its memory is lost; look for Xid in `dmesg`, then"
         " reboot",
     ),
-    (
+    _Explanation(
         "RESET_REQUIRED",
         NvmlErrorKind.LOST,
         "{uuid} needs a reset; stop what runs on it, then `nvidia-smi --gpu-reset -i {uuid}` or"
         " reboot the machine",
     ),
-    (
+    _Explanation(
         "INVALID_ARGUMENT",
         NvmlErrorKind.LOST,
-        "{uuid} is not the device that was opened any more, as after MIG slices were created anew;"
-        " start the run on a device that exists",
+        "{uuid} is no longer the device that was opened, as after MIG slices were recreated; start"
+        " the run on a device that exists",
     ),
-    (
+    _Explanation(
         "NOT_FOUND",
         NvmlErrorKind.NOT_FOUND,
-        "no card or MIG slice here has the UUID {bare_uuid}; compare all of it with"
+        "no card or MIG slice here has the UUID {bare_uuid}; compare the full UUID with"
         " `nvidia-smi -L`, and check whether this container was given that card",
     ),
-    (
+    _Explanation(
         "GPU_NOT_FOUND",
         NvmlErrorKind.NOT_FOUND,
         "there is no NVIDIA card here; check whether this container was given one",

@@ -1,4 +1,4 @@
-"""Patience: calls a library that may hang, and stops waiting after a set time."""
+"""Patience: calls a library that may hang, with a time limit."""
 
 import os
 import threading
@@ -15,17 +15,15 @@ Job = tuple[Callable[[], object], SimpleQueue[Answer]]
 class Patience:
     """Runs calls on a thread of its own, so that a call that hangs blocks only that thread.
 
-    The thread is a daemon, created at the first call in this process; a forked child creates its
-    own. Passing a call to it costs some tens of microseconds.
+    The thread is a daemon (an executor's would keep Python from ending), created at the first call
+    in this process; a forked child creates its own. A call costs some tens of microseconds more.
+
+    Args:
+        name: the thread's name.
+        seconds: how long a call may take.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
-        """Set how long to wait.
-
-        Args:
-            name: the thread's name.
-            seconds: how long a call may take.
-        """
         self.name, self.seconds = name, seconds
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._pid: int | None = None
@@ -35,7 +33,7 @@ class Patience:
         """Return what `work` returns, or raise what it raises.
 
         Raises:
-            TimeoutError: it took longer, or an earlier call has still not returned.
+            TimeoutError: it took too long, or an earlier call has still not returned.
         """
         if self._pid != os.getpid():
             self._jobs, self._pending, self._pid = SimpleQueue(), None, os.getpid()
@@ -63,4 +61,4 @@ def _serve(jobs: SimpleQueue[Job]) -> None:
             answer.put((work(), None))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             answer.put((None, error))
-        del work, answer  # free what they refer to together with the caller
+        del work, answer  # so that what they refer to is freed when the caller frees it

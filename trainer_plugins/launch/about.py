@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
-from trainer_plugins.devices.nvml_driver import cards_in_words, driver_version
+from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
 from trainer_plugins.devices.nvml_errors import NvmlError
 from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.masked import masked_text

@@ -1,4 +1,4 @@
-"""Decides what counts as an out-of-memory error, in one place and from text alone."""
+"""Decides what counts as an out-of-memory error, from text alone."""
 
 from trainer_plugins.oom.classify import OutOfMemory, classify
 from trainer_plugins.oom.rules import Source

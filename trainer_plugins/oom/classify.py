@@ -11,9 +11,9 @@ from trainer_plugins.units import GIB, KIB, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """Describes an out-of-memory error in words and bytes.
+    """Describes an out-of-memory error; all sizes are in bytes.
 
-    It does not keep the exception, whose frames would hold the tensors. All sizes are in bytes.
+    It does not keep the exception, whose frames would keep the tensors alive.
     """
 
     source: Source
@@ -21,17 +21,17 @@ class OutOfMemory:
     is_certain: bool
     """False if a full device is the usual cause of these words but not the only one.
 
-    Then look at what is free first.
+    Then check first how much is free.
     """
 
     fatal: str
-    """Why this process cannot go on; empty if it can, once memory is freed and less is asked for.
+    """Why this process cannot go on; empty if it can, with less memory in use.
 
-    It is also set if the numbers of the message cannot all be true, so that nobody counts on them.
+    It is also set if the numbers of the message contradict each other, so that they are not used.
     """
 
     text: str
-    """The lines that say so, at most six."""
+    """The lines of the message, at most six."""
 
     device: int | None = None
     """The index in the message, in the process's own numbering.
@@ -43,29 +43,29 @@ class OutOfMemory:
     total_bytes: int | None = None
     free_bytes: int | None = None
     limit_bytes: int | None = None
-    """How much the process may use, if that is less than the device has."""
+    """How much the process may use, if it is limited to a part of the device."""
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     unused_bytes: int | None = None
-    """Bytes reserved by the allocator but under no tensor; a large value means fragmentation."""
+    """Bytes reserved by the allocator but in no tensor; a large value means fragmentation."""
 
     process_bytes: tuple[tuple[int | None, int], ...] = ()
-    """Pairs (pid, bytes) of processes that hold memory, if told; pid None is the failed process.
+    """Pairs (pid, bytes) of the processes in the message; pid None is the failed process.
 
-    In a container torch names itself by a pid that is not its own, so it is matched by its bytes.
+    In a container torch prints a wrong pid for itself, so the failed process is found by its bytes.
     """
 
     @property
     def is_survivable(self) -> bool:
-        """Return whether the process may go on: context, allocator and communicators still work."""
+        """Return whether the process can go on: context, allocator and communicators still work."""
         return not self.fatal
 
 
 _COMPILED = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in RULES)
 
-# After these errors every call on the device fails until the process is restarted. They are not
-# OOM, but may follow one.
+# After these errors every call on the device fails until the process restarts. They are not OOM,
+# but may follow one.
 _STICKY = re.compile(
     r"illegal memory access|device-side assert triggered|unspecified launch failure"
     r"|misaligned address|illegal instruction|uncorrectable (?:ECC|NVLink)|the launch timed out"
@@ -78,8 +78,8 @@ _NEVER = (
     "|LookupError|ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TypeError"
     "|UnicodeDecodeError|UnicodeEncodeError|ValueError|Warning"
 )
-# What may precede the words in their line: a log prefix or the name of an error. A sentence may
-# not, nor a quotation, nor the source line of the raise statement that a traceback shows.
+# What may precede the words in their line: a log prefix or the name of an error, but no sentence,
+# quotation, or source line of a raise statement, which a traceback shows.
 _LED = re.compile(r"^\s*$|[:\])>|│-]\s+$|Error:$|^(?!.*\braise ).*Error\(['\"]$")
 _LED_BY_OTHER = re.compile(rf"(?:{_NEVER}): $")
 
@@ -125,9 +125,9 @@ _HOLDER = re.compile(
     rf"|Killed process (\d{{1,20}}) .{{0,200}}anon-rss:{_SIZE}"
 )
 _NUM_LINES = 6
-_HEAD_CHARACTERS = 600  # longer than what a log or a traceback puts before the words in their line
-_SAID_CHARACTERS = 6000
-_CONTEXT_BYTES = 2 * GIB  # the most that CUDA and NCCL take beside what torch has reserved
+_HEAD_CHARACTERS = 600  # longer than any prefix of a log or a traceback
+_MESSAGE_CHARACTERS = 6000
+_CONTEXT_BYTES = 2 * GIB  # the most that CUDA and NCCL take outside torch's allocator
 _ROUNDING_BYTES = 10 << 20  # a message has two digits after the point
 _LARGEST_BYTES = 1 << 60  # no device has more; NVML's "not available" reads as 1 << 64
 
@@ -135,10 +135,10 @@ _LARGEST_BYTES = 1 << 60  # no device has more; NVML's "not available" reads as 
 def classify(error: BaseException | str) -> OutOfMemory | None:
     """Say whether an error or a log text is an out-of-memory error; None if it is not.
 
-    It judges text alone. Of an exception it reads the class names and the message, then the
-    exceptions of a group, the cause and the context, nearest OOM first. Exceptions that end the
-    program (KeyboardInterrupt, SystemExit) never count, whatever they interrupted. Nothing of the
-    exception is kept.
+    It judges text alone: an exception's class names and message, then those of the exceptions in a
+    group, the cause and the context; the nearest OOM wins. Exceptions that end the program
+    (KeyboardInterrupt, SystemExit) never count, whatever they interrupted. It keeps no reference to
+    the exception.
 
     >>> found = classify("RuntimeError: CUDA error: out of memory")
     >>> found.source, found.is_survivable
@@ -150,16 +150,11 @@ def classify(error: BaseException | str) -> OutOfMemory | None:
         return _read(error, [error])
     chain = list(_chain(error))
     all_texts = [text for one in chain for text in _texts(one)]
-    return next(
-        (found for one in chain for text in _texts(one) if (found := _read(text, all_texts))), None
-    )
+    return next((found for text in all_texts if (found := _read(text, all_texts))), None)
 
 
 def _chain(error: BaseException) -> Iterator[Exception]:
-    """Yield the error and those it came from, once each (a chain may be circular).
-
-    Exceptions that end the program are left out.
-    """
+    """Yield the error and its causes, once each (a chain may be circular)."""
     waiting: list[object] = [error]
     seen: set[int] = set()
     while waiting:
@@ -168,17 +163,14 @@ def _chain(error: BaseException) -> Iterator[Exception]:
             continue
         seen.add(id(one))
         yield one
-        # `exceptions` by attribute: Python 3.10 gets its exception groups from a library.
+        # `exceptions` by attribute: in Python 3.10 exception groups come from a library.
         grouped = getattr(one, "exceptions", ())
         waiting += grouped if isinstance(grouped, (list, tuple)) else ()
         waiting.append(one.__cause__ if one.__suppress_context__ else one.__context__)
 
 
 def _texts(error: Exception) -> list[str]:
-    """Return the last line of the error's traceback, once for each of its classes.
-
-    So a subclass of torch's OutOfMemoryError is recognised like torch's own.
-    """
+    """Return the last line of the traceback once per class: a subclass counts as its base does."""
     names = [
         kind.__qualname__
         if kind.__module__ == "builtins"
@@ -191,7 +183,7 @@ def _texts(error: Exception) -> list[str]:
 
 
 def _pinning(error: Exception) -> str:
-    """Return the line that raised if it asked for page-locked memory: the error does not say so."""
+    """Return the line that raised, if it asked for page-locked memory: the error does not say."""
     raised = [
         f"in {frame.name}: {frame.line}\n"
         for frame in traceback.extract_tb(error.__traceback__, limit=-1)
@@ -200,7 +192,7 @@ def _pinning(error: Exception) -> str:
 
 
 def _read(text: str, all_texts: list[str]) -> OutOfMemory | None:
-    """Find the first OOM in a text: certain ones first; at one place the first rule wins."""
+    """Find the first OOM in a text, certain ones first; at one place the first rule wins."""
     # A progress bar ends its lines with \r alone.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     matches = [
@@ -212,11 +204,10 @@ def _read(text: str, all_texts: list[str]) -> OutOfMemory | None:
         return None
     rule, match = min(matches, key=lambda one: (not one[0].is_certain, one[1].start()))
     end = match.end()
-    said = text[end - len(_head(text, end)) : end + _SAID_CHARACTERS]
+    message = text[end - len(_head(text, end)) : end + _MESSAGE_CHARACTERS]
+    lines = "\n".join(message.splitlines()[:_NUM_LINES])
     is_lost = any(_STICKY.search(one) for one in all_texts)
-    return _found(
-        rule, "\n".join(said.splitlines()[:_NUM_LINES]), LOST_CONTEXT if is_lost else rule.fatal
-    )
+    return _found(rule, lines, LOST_CONTEXT if is_lost else rule.fatal)
 
 
 def _first(rule: Rule, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -228,52 +219,49 @@ def _first(rule: Rule, pattern: re.Pattern[str], text: str) -> re.Match[str] | N
 
 
 def _head(text: str, end: int) -> str:
-    """Return what precedes a position in its line, as far back as it matters."""
+    """Return what precedes a position in its line."""
     start = max(0, end - _HEAD_CHARACTERS)
     return text[max(start, text.rfind("\n", start, end) + 1) : end]
 
 
-def _found(rule: Rule, said: str, fatal: str) -> OutOfMemory:
-    numbers = {
-        name: next(
-            (_bytes(*match.groups()) for one in patterns if (match := re.search(one, said))), None
-        )
-        for name, patterns in _NUMBERS.items()
-    }
-    holders = [
-        (
-            int(pid) if (pid := one[1] or one[4]) else None,
-            _bytes(one[2] or one[5], one[3] or one[6]),
-        )
-        for one in _HOLDER.finditer(said)
-    ]
-    device = _DEVICE.search(said)
+def _found(rule: Rule, message: str, fatal: str) -> OutOfMemory:
+    holders = []
+    for match in _HOLDER.finditer(message):
+        pid = match[1] or match[4]
+        num_bytes = _bytes(match[2] or match[5], match[3] or match[6])
+        holders.append((int(pid) if pid else None, num_bytes))
+    device = _DEVICE.search(message)
     found = OutOfMemory(
         source=rule.source,
         is_certain=rule.is_certain,
         fatal=fatal,
-        text=said,
+        text=message,
         device=int(device[1]) if device else None,
         process_bytes=tuple(holders),
-        **numbers,
+        **{name: _number(patterns, message) for name, patterns in _NUMBERS.items()},
     )
     return replace(
         found, fatal=fatal or _contradiction(found), process_bytes=tuple(_own_marked(found))
     )
 
 
+def _number(patterns: tuple[str, ...], message: str) -> int | None:
+    """Return the bytes that the first fitting pattern finds."""
+    matches = (re.search(pattern, message) for pattern in patterns)
+    return next((_bytes(*match.groups()) for match in matches if match), None)
+
+
 def _contradiction(found: OutOfMemory) -> str:
     """Say why the numbers of a message cannot all be true; empty if they can."""
-    in_use = [num_bytes for _, num_bytes in found.process_bytes]
-    told = (
+    numbers = (
         found.total_bytes,
         found.free_bytes,
         found.allocated_bytes,
         found.reserved_bytes,
         found.unused_bytes,
-        *in_use,
+        *(num_bytes for _, num_bytes in found.process_bytes),
     )
-    largest = max((number for number in told if number is not None), default=0)
+    largest = max((number for number in numbers if number is not None), default=0)
     if largest >= _LARGEST_BYTES:
         return f"its numbers cannot be true: {size(largest)} of a device"
     if found.total_bytes is None or found.free_bytes is None:
@@ -283,26 +271,24 @@ def _contradiction(found: OutOfMemory) -> str:
             f"its numbers cannot be true: {size(found.free_bytes)} free of"
             f" {size(found.total_bytes)}"
         )
-    # A neighbour's block may become free between the refusal and the message, half a card will not.
-    refused, is_limited = found.requested_bytes, found.limit_bytes is not None
-    if (
-        refused is not None
-        and not is_limited
-        and found.free_bytes >= max(2 * refused, found.total_bytes // 2)
-    ):
-        return (
-            f"its numbers contradict each other: {size(refused)} were refused with"
-            f" {size(found.free_bytes)} of {size(found.total_bytes)} free, so asking for less need"
-            " not help"
-        )
-    return ""
+    refused = found.requested_bytes
+    if refused is None or found.limit_bytes is not None:
+        return ""
+    # Another process's block may be freed between the refusal and the message, but not half a card.
+    if found.free_bytes < max(2 * refused, found.total_bytes // 2):
+        return ""
+    return (
+        f"its numbers contradict each other: {size(refused)} were refused with"
+        f" {size(found.free_bytes)} of {size(found.total_bytes)} free, so asking for less may not"
+        " help"
+    )
 
 
 def _own_marked(found: OutOfMemory) -> list[tuple[int | None, int]]:
     """Return the processes of a message, with pid None for the one that failed.
 
     In a container torch does not know its own pid outside. The failed process holds what torch has
-    reserved plus a context; of those that fit, the nearest is taken.
+    reserved plus a context; of those that fit, the smallest is taken.
     """
     holders = list(found.process_bytes)
     own_bytes = (found.allocated_bytes or 0) + (found.unused_bytes or 0)

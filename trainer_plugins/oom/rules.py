@@ -1,4 +1,4 @@
-"""The table of words that mean out of memory: where each was seen, and what survives it."""
+"""Lists the words that mean out of memory, where each was seen, and whether a run survives it."""
 
 from typing import Literal, NamedTuple
 
@@ -14,35 +14,35 @@ Source = Literal[
     "host",
     "engine",
 ]
-"""Names who could not get memory.
+"""What could not get memory.
 
 - `allocator`: torch's caching allocator, on a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
-- `masked`: the same, hidden by a failure to report it
+- `masked`: the same, hidden behind an error in reporting it
 - `driver`: a call of the CUDA, HIP or Level Zero driver outside the allocator
 - `library`: cuBLAS, cuDNN, cuSOLVER, cuFFT
 - `nccl`: a collective
 - `deepspeed`: the workspace of its inference kernels
 - `pinned`: page-locked main memory
 - `shared`: `/dev/shm`
-- `host`: main memory, and whatever kills a process for it
+- `host`: main memory, and everything that kills a process for it
 - `engine`: vLLM or SGLang, which refuse to start before anything is allocated
 """
 
 
 class Rule(NamedTuple):
-    """Says which words mean out of memory, and what follows from them."""
+    """Says which words mean out of memory, and what that means for the process."""
 
     source: Source
     pattern: str
     seen: str
-    """Where such words come from: an issue, or the file that writes them."""
+    """Where the words were seen: an issue, or the file that writes them."""
 
     fatal: str = ""
     """Why the process cannot go on afterwards; empty if it can."""
 
     is_certain: bool = True
     follows_anything: bool = False
-    """Whether the words are enough, whatever precedes them in their line."""
+    """Whether the words count regardless of what precedes them in their line."""
 
 
 LOST_CONTEXT = "a device error came with it, after which the CUDA context is lost"
@@ -51,14 +51,14 @@ _LOST_ALLOCATOR = (
 )
 _LOST_COLLECTIVE = "the communicator is lost, and the other ranks wait in the collective"
 _LOST_XPU = "the Level Zero context may be lost (intel/torch-xpu-ops#1324, #5432)"
-_LOST_PINNED = "page-locked main memory ran out, and freeing device memory does not give any back"
+_LOST_PINNED = "page-locked main memory ran out, and freeing device memory does not help"
 _LOST_WORKER = (
-    "it is usually a dataloader worker that did not get it, and a smaller batch on the device does"
-    " not help"
+    "it is usually a dataloader worker that failed to get it, and a smaller batch on the device"
+    " does not help"
 )
 _ENDED = "the process was ended"
 _NOT_STARTED = "the engine did not start"
-_KILLED = "the process was killed from outside, and the words do not say by whom"
+_KILLED = "the process was killed from outside, and the log does not say by what"
 
 # Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
 # Unsloth's checkpointing keeps its activations in buffers that are pinned too.
@@ -76,9 +76,9 @@ KILLED = (
 )
 
 # More specific rules come first. A pattern starts where the words start and ends in the same line.
-# Each repetition is bounded and none is nested, so the time to read a log is linear in its length.
+# Each repetition is bounded and none is nested, so reading a log takes time linear in its length.
 RULES = (
-    # A collective, before the driver's words inside it.
+    # A collective, whose message contains the driver's words.
     Rule(
         "nccl",
         r"\bWARN Cuda failure (?:\d{1,9} )?'out of memory'",
@@ -100,8 +100,8 @@ RULES = (
         is_certain=False,
         follows_anything=True,
     ),
-    # Page-locked main memory: torch reports it in the driver's words, so the call that asked for it
-    # must be near.
+    # Page-locked main memory: torch reports it in the driver's words, so we look for the call that
+    # asked for it.
     Rule(
         "pinned",
         rf"(?:{PINS})(?:.{{0,500}}\n){{1,4}}?.{{0,100}}Error: CUDA error: out of memory",
@@ -143,7 +143,7 @@ RULES = (
         r"FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size",
         "HabanaAI/Model-References#10",
     ),
-    # This is asserted only while an OOM message is written: a failed malloc calls
+    # torch asserts this only while it writes an OOM message: a failed malloc calls
     # reportProcessMemoryInfo.
     Rule(
         "masked",
@@ -162,8 +162,7 @@ RULES = (
         "deepmd-kit#5418",
         is_certain=False,
     ),
-    # The driver, outside the allocator. cudaErrorMemoryAllocation is not sticky: the context stays
-    # usable.
+    # The driver, outside the allocator. cudaErrorMemoryAllocation leaves the context usable.
     Rule(
         "driver",
         r"CUDA driver error: out of memory",
@@ -346,7 +345,7 @@ RULES = (
         _ENDED,
         follows_anything=True,
     ),
-    # An inference engine that refuses to start. vLLM says it as a ValueError.
+    # An inference engine that refuses to start. vLLM raises a ValueError.
     Rule(
         "engine",
         r"(?:ValueError: )?Free memory on device.{0,60} on startup",
@@ -366,7 +365,7 @@ RULES = (
         "sgl-project/sglang#4330",
         _NOT_STARTED,
     ),
-    # Killed by a signal: usually for main memory, but anybody may send it.
+    # Killed by a signal: usually for main memory, but any program may send it.
     Rule(
         "host",
         r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
@@ -394,6 +393,6 @@ RULES = (
         is_certain=False,
         follows_anything=True,
     ),
-    # torch's own class, whatever it says: ComfyUI#4880 cuts the message to "Allocation on device".
+    # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".
     Rule("allocator", r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),
 )

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.folder import read_json
 from trainer_plugins.record.oom_record import Planned
-from trainer_plugins.record.typed import made
+from trainer_plugins.record.typed import from_json
 
 FILE = "plan.json"
 """Where a plan of a run is looked for, in its output_dir."""
@@ -33,4 +33,4 @@ def plan_before(trainer: object, folder: Path) -> Planned | None:
 
 def _planned(plan: MemoryPlan, source: str) -> Planned:
     # Anybody may have written the file: a value of another type would spoil the record.
-    return made(Planned, {**asdict(plan), "source": source})
+    return from_json(Planned, {**asdict(plan), "source": source})

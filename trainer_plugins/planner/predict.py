@@ -1,4 +1,4 @@
-"""Ask for predictions; a new subprocess makes them."""
+"""Ask for predictions; a subprocess makes them, forked from one with the imports."""
 
 import contextlib
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from trainer_plugins import forks
 from trainer_plugins.planner.before import remember
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
@@ -29,13 +30,15 @@ DEFAULT_TIMEOUT_SECONDS = 600
 _LONGEST_SECONDS = 7 * 24 * 3600
 
 _MOST_BYTES = 16 * GIB
-"""A plan of 405 billion parameters in 126 layers needs 1 GiB. More than this, or than half of the
-machine, is taken for a model without an end: the kernel would kill somebody else's program."""
+"""A plan of 405 billion parameters in 126 layers needs 1 GiB. A prediction that takes more than
+this, or than half of the machine, is stopped before the kernel kills another program."""
+
+_IMPORTS = ("transformers.trainer", "trainer_plugins.planner.judge", "deepspeed")
+"""What each prediction imports: judge imports most of the planner, and accelerate DeepSpeed."""
 
 _LOOK_EVERY_SECONDS = 0.2
 _GRACE_SECONDS = 10
-"""The subprocess stops itself when its time is over. If it has not ended this much later, it is
-killed."""
+"""The subprocess stops itself at the time limit. It is killed if it still runs this much later."""
 
 
 def plan_run(
@@ -58,35 +61,40 @@ def plan_run(
     calibration: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> MemoryPlan:
-    """Predict what a run will need of its card, without a card. Takes ten seconds or more.
+    """Predict how much GPU memory a run will need, without a GPU.
 
-    The unmodified Trainer runs three steps in a subprocess, on tensors without bytes.
+    The unmodified Trainer runs three steps in a subprocess, on tensors that hold no data. The first
+    plan of a process takes ten seconds or more, as it imports torch and transformers.
 
     Args:
-        trainer_or_config: a Trainer before training, which stays as it is; or a model's config: an
-            object or a dict of it, the path of its file or folder, or a name in the hub's cache.
+        trainer_or_config: a Trainer before training, which is not changed; or a model's config: the
+            config object, a dict, the path of its file or folder, or a name in the hub's cache.
         training_args: with a config: TrainingArguments, or a dict of their fields.
-        seq_length: with a config: tokens of each row; None is 2048.
-        target_length: with an encoder-decoder's config: tokens of each label; None: `seq_length`.
-        dtype: with a config: "bfloat16" or the like; None is what `from_pretrained` chooses.
+        seq_length: with a config: tokens in each row (default: 2048).
+        target_length: with an encoder-decoder's config: tokens in each label (default:
+            `seq_length`).
+        dtype: with a config: for example "bfloat16" (default: what `from_pretrained` chooses).
         peft_config: with a config: a PeftConfig, or a dict of its fields.
         quantization_config: with a config: a BitsAndBytesConfig, or a dict of its fields.
-        prepare_kbit: whether `prepare_model_for_kbit_training` gets a quantised model; None is yes.
-        gpu: a card by name or size, as in "h100-80gb" or "24GiB". None: the Trainer's card; without
-            one, the plan says what the run needs, and not whether it fits.
-        allocator: the text of PYTORCH_ALLOC_CONF; None takes the settings of this process.
-        num_gpus: cards that train together. None: the Trainer's ranks, or as the file says, or 1.
-        accelerate_config: with a config: the file that `accelerate launch` will get.
-        has_padding: whether batches have padding. None: a Trainer's batch says; else from two rows.
-        host_memory: main memory of a machine, as in "252GB", in which its ranks have to fit. None:
-            that of this machine if the plan is for the Trainer's own card.
-        pinned_memory: how much of it can be pinned, as in "2GiB"; None: all of it.
-        calibration: whether the context that `calibrate` measured here counts.
-        timeout_seconds: after which the prediction is given up.
+        prepare_kbit: whether `prepare_model_for_kbit_training` is called on a quantised model
+            (default: yes).
+        gpu: a card by name or size, for example "h100-80gb" or "24GiB" (default: the Trainer's
+            card). Without a card, the plan says what the run needs, and not whether it fits.
+        allocator: the text of PYTORCH_ALLOC_CONF (default: the settings of this process).
+        num_gpus: cards that train together (default: the Trainer's ranks, else from
+            `accelerate_config`, else 1).
+        accelerate_config: with a config: the file for `accelerate launch`.
+        has_padding: whether batches have padding (default: as in the Trainer's batch; for a config,
+            if a batch has two rows or more).
+        host_memory: the machine's main memory, for example "252GB", into which all its ranks must
+            fit (default: that of this machine if the plan is for the Trainer's own card).
+        pinned_memory: how much of it can be pinned, for example "2GiB" (default: all of it).
+        calibration: whether to use the context that `calibrate` measured on this machine.
+        timeout_seconds: the time limit of the prediction.
 
     Raises:
         PlanError: the input is wrong, or the subprocess ended early. It is a ValueError.
-        NotPredicted: the input is sound, but the planner cannot predict it. It is a PlanError.
+        NotPredicted: the input is valid, but the planner cannot predict it. It is a PlanError.
     """
     details = ConfigInputs(
         *(training_args, seq_length, target_length, dtype, peft_config, accelerate_config),
@@ -109,8 +117,8 @@ def predict_one(
 
     Args:
         request: the run.
-        timeout_seconds: after which the prediction is given up.
-        say: gets what is known long before the plan is, in one line.
+        timeout_seconds: the time limit of the prediction.
+        say: is called with a line about what is known long before the plan is done.
 
     Raises:
         PlanError: there is no plan for it, or the subprocess ended early.
@@ -127,7 +135,7 @@ def predict_all(
 ) -> list[MemoryPlan | PlanError]:
     """Predict several runs on one type of device in one subprocess.
 
-    Returns for each run a plan, or the error that says why there is none.
+    Returns a plan for each run, or the error that says why there is none.
 
     Raises:
         PlanError: the subprocess ended early; the message says how.
@@ -144,8 +152,8 @@ def search_run(
 
     Args:
         request: what to search.
-        timeout_seconds: the limit for each way to run; the whole search has the sum of these.
-        show: gets each line as soon as it is found.
+        timeout_seconds: the time limit for each way to run; the search may take the sum of these.
+        show: is called with each line as soon as it is found.
 
     Raises:
         PlanError: the input is wrong, or the subprocess ended early.
@@ -170,30 +178,17 @@ def _results(
             f"got {timeout_seconds}"
         )
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
-        asked, answered, log, at = (
-            Path(folder) / name for name in ("requests", "results", "log", "step")
-        )
-        asked.write_bytes(pickle.dumps(list(requests)))
-        command = [
-            *_python(requests[0]),
-            "-m",
-            "trainer_plugins.planner.worker",
-            str(asked),
-            str(answered),
-        ]
-        command += [str(at), str(timeout_seconds)]
-        # TMPDIR is this folder: what a killed subprocess leaves behind is deleted with it.
-        environment = {**_environment(), "PYTHONPATH": _path(requests[0]), "TMPDIR": folder}
-        progress = Progress(at, found)
+        work = _Work(Path(folder), requests)
+        progress = Progress(work.step, found)
         try:
-            code = _run(command, log, timeout_seconds + _GRACE_SECONDS, environment, progress)
+            code = _run(work, timeout_seconds, progress)
         except (KeyboardInterrupt, _TooLargeError):
-            if not _all_answered(answered, len(requests)):
+            if not _all_answered(work.results, len(requests)):
                 raise
-            code = 0  # what was still sought would only have added to it
-        said = log.read_text(errors="replace")
+            code = 0  # only proposals are missing
+        said = work.log.read_text(errors="replace")
         is_late = code is None or _TIME_IS_OVER.search(said)
-        if is_late and not _all_answered(answered, len(requests)):
+        if is_late and not _all_answered(work.results, len(requests)):
             raise PlanError(
                 f"the prediction was given up after {timeout_seconds:.0f} s, when it was "
                 f"{progress.step}{_it_was_at(said)}; give it more time, fewer layers or shorter "
@@ -201,22 +196,40 @@ def _results(
             )
         if code and not is_late:
             raise PlanError(_how_it_ended(code, said))
-        results: list[dict[str, Any]] = json.loads(answered.read_text())
+        results: list[dict[str, Any]] = json.loads(work.results.read_text())
         return results
 
 
 def _all_answered(answered: Path, num_requests: int) -> bool:
-    """Return whether there is an answer to each request, even if the subprocess sought more."""
+    """Return whether every request is answered, even if the subprocess still looked for more."""
     return answered.exists() and len(json.loads(answered.read_text())) == num_requests
 
 
-def _run(
-    command: Sequence[str],
-    log: Path,
-    timeout_seconds: float,
-    environment: Mapping[str, str],
-    progress: Progress,
-) -> int | None:
+class _Work:
+    """Holds the files of one subprocess, in a folder that is deleted after it.
+
+    TMPDIR is this folder too: what a killed subprocess leaves behind is deleted with it.
+    """
+
+    def __init__(self, folder: Path, requests: Sequence[PlanRequest | SearchRequest]) -> None:
+        self.folder, self.first = folder, requests[0]
+        self.results, self.log, self.step = folder / "results", folder / "log", folder / "step"
+        self.asked = folder / "requests"
+        self.asked.write_bytes(pickle.dumps(list(requests)))
+
+    def call(self, seconds: float) -> forks.Call:
+        """Return what the subprocess runs, which stops itself after this time."""
+        files = [str(self.asked), str(self.results), str(self.step)]
+        worker = ["trainer_plugins.planner.worker", *files, str(max(seconds, 0.001)), os.getcwd()]
+        return forks.Call(
+            words=(*_simulated_card(self.first), *worker),
+            folder=str(self.folder),  # Python looks for modules here first, and finds none
+            environ={**_environment(self.first), "TMPDIR": str(self.folder)},
+            scratch=str(self.folder),
+        )
+
+
+def _run(work: _Work, timeout_seconds: float, progress: Progress) -> int | None:
     """Run the subprocess, and kill all that it started.
 
     Returns its exit code, the negative number of the signal that ended it, or None after the
@@ -225,31 +238,20 @@ def _run(
     Raises:
         PlanError: it took more of main memory than a prediction needs.
     """
-    # Nothing is written to this pipe. The end held here closes when this process ends, however it
-    # ends, and the subprocess notices that.
-    ends_with_us, ours = os.pipe()
-    try:
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*command, os.getcwd(), str(ends_with_us)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                # `python -m` looks here first: no file here is named like a module
-                cwd=log.parent,
-                pass_fds=[ends_with_us],
-                start_new_session=True,  # its own group, so that its compiler is killed too
-            )
-    finally:
-        os.close(ends_with_us)
+    server = forks.server_for(_IMPORTS, _environment(work.first))
+    process: forks.Running | None = None
     begun, most = time.monotonic(), min(_MOST_BYTES, psutil.virtual_memory().total // 2)
     try:
-        while (seconds := time.monotonic() - begun) < timeout_seconds:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_LOOK_EVERY_SECONDS)
+        while (seconds := time.monotonic() - begun) < timeout_seconds + _GRACE_SECONDS:
+            if process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(_LOOK_EVERY_SECONDS)
+            elif server.is_ready(_LOOK_EVERY_SECONDS):
+                with work.log.open("w") as log, open(os.devnull) as nothing:
+                    call = work.call(timeout_seconds - seconds)
+                    process = server.start(call, nothing.fileno(), log.fileno())
             progress.show(seconds)
-            if (held := _held_bytes(process.pid)) > most:
+            if process is not None and (held := _held_bytes(process.pid)) > most:
                 raise _TooLargeError(
                     f"the prediction was stopped at {size(held)} of main memory, of which it needs "
                     f"1 to 2 GiB, when it was {progress.step}: what it makes has no end, or too "
@@ -258,10 +260,10 @@ def _run(
         return None
     finally:
         progress.clear()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        os.close(ours)
+        if process is None:
+            forks.forget(server)  # its imports may never end
+        else:
+            process.end()
 
 
 class _TooLargeError(PlanError):
@@ -277,17 +279,17 @@ def _held_bytes(pid: int) -> int:
     return held
 
 
-def _python(request: PlanRequest | SearchRequest) -> list[str]:
-    python = [sys.executable, "-X", "faulthandler"]
-    if request.device == "simgpu":
-        capacity = request.card.capacity_bytes if request.card is not None else 1 << 40
-        own = ["--capacity", str(capacity), "--indices", str(MOST_CARDS)]
-        return [*python, "-m", "trainer_plugins.testing.simgpu", *own]
-    return python
+def _simulated_card(request: PlanRequest | SearchRequest) -> list[str]:
+    """Return the words that run a module on the simulated card, if it is the one to plan for."""
+    if request.device != "simgpu":
+        return []
+    capacity = request.card.capacity_bytes if request.card is not None else 1 << 40
+    words = ["trainer_plugins.testing.simgpu", "--capacity", str(capacity)]
+    return [*words, "--indices", str(MOST_CARDS), "-m"]
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of this process without what a launcher exported to its ranks."""
+def _environment(request: PlanRequest | SearchRequest) -> dict[str, str]:
+    """Return the environment of this process without the variables of launched ranks."""
     launched = (
         "RANK",
         "LOCAL_RANK",
@@ -304,15 +306,22 @@ def _environment() -> dict[str, str]:
         if name == "ACCELERATE_MIXED_PRECISION"
         or (name not in launched and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")))
     }
-    return {**kept, "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **kept,
+        "PYTHONPATH": _path(request),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",  # do not touch a real card
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cuda",
+    }
 
 
 def _path(request: PlanRequest | SearchRequest) -> str:
     """Return the folders in which the subprocess finds modules.
 
-    They are those of this process, which has the modules of the user's Trainer. A command line
-    needs none of the user's: there the current folder is left out, because a `timeit.py` in it
-    would hide Python's.
+    They are those of this process, so that the modules of the user's Trainer are found. A command
+    line needs no module of the user; without the current folder, a `timeit.py` in it cannot shadow
+    Python's.
     """
     run = request.run if isinstance(request, SearchRequest) else request
     folders = [os.path.abspath(folder) for folder in sys.path]

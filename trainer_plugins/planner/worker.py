@@ -1,10 +1,9 @@
-"""Run as the subprocess of a prediction: REQUESTS RESULTS STEP SECONDS FOLDER LIFELINE.
+"""Run as the subprocess of a prediction: REQUESTS RESULTS STEP SECONDS FOLDER.
 
 REQUESTS is a file with a pickled list of `PlanRequest` or `SearchRequest`. RESULTS becomes a JSON
 list, with a plan, the result of a search, or a refusal in one line for each request. STEP becomes
 the name of the current step. After SECONDS the process ends, and writes on standard error where it
-was. FOLDER is the working directory of the caller. LIFELINE is the number of a pipe whose other end
-only the caller holds: when it closes, this process ends, and its temporary folder is deleted.
+was. FOLDER is the working directory of the caller.
 """
 
 import faulthandler
@@ -12,9 +11,7 @@ import gc
 import json
 import os
 import pickle
-import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -23,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from trainer_plugins.forks.server import cpu_seconds
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.compare.search import search
@@ -71,7 +69,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
         return {"not_predicted": str(refusal).removeprefix("not predicted: ")}
     except PlanError as error:
         return {"error": str(error)}
-    # an error of one run that nobody foresaw must not take the answers of the others
+    # an unexpected error of one run must not lose the answers of the others
     except Exception as error:  # noqa: BLE001
         from trainer_plugins.planner.rehearse.failures import first_line
 
@@ -80,7 +78,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
 
 
 def predict(request: PlanRequest) -> MemoryPlan:
-    """Predict one run in this process. It changes torch for good: only for the subprocess.
+    """Predict one run in this process, which changes torch permanently.
 
     Raises:
         PlanError: the input is wrong.
@@ -99,7 +97,7 @@ def _with_proposals(request: PlanRequest, found: object) -> object:
         return found
     from trainer_plugins.planner.compare.propose import Proposer
 
-    seconds = time.process_time()  # with the imports, which a plan alone needs too
+    seconds = cpu_seconds()  # with the imports, which the first plan needs too
     run, args, foresight = _foreseen(request)
     proposals, missing = Proposer(run, args, plan, foresight.probe, seconds).look()
     return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
@@ -146,26 +144,9 @@ def _write_line(line: SearchLine) -> None:
     progress.tell(asdict(line))
 
 
-def _end_with_the_caller(lifeline: int, scratch: Path) -> None:
-    """Let a shell wait for the end of the caller, and kill this process then.
-
-    A thread cannot: native code may hold Python's lock.
-    """
-    # "kill 0" ends the whole group, with any compiler in it
-    waits = 'read _; kill -KILL $PPID; rm -rf "$0" || rm -rf "$0"; kill -KILL 0'
-    subprocess.Popen(
-        ["/bin/sh", "-c", waits, str(scratch)], stdin=lifeline, stdout=subprocess.DEVNULL
-    )
-    os.close(lifeline)
-
-
 if __name__ == "__main__":
-    _requests, _results, _step, _seconds, _folder, _lifeline = sys.argv[1:]
-    _end_with_the_caller(int(_lifeline), Path(_requests).parent)
+    _requests, _results, _step, _seconds, _folder = sys.argv[1:]
     os.chdir(_folder)  # relative paths of the user begin there
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # do not touch a real card
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["DS_ACCELERATOR"] = "cuda"
     warnings.filterwarnings("ignore")
     faulthandler.dump_traceback_later(float(_seconds), exit=True)
     progress.write_to(Path(_step))

@@ -1,23 +1,33 @@
-"""Our folder in a run's output_dir, and its JSON: `run.json`, then `run-2.json`; none is lost."""
+"""Our folder in a run's output_dir: its JSON files, and how files there are opened and replaced.
 
+`run.json` is followed by `run-2.json`; no file is overwritten by a later run.
+"""
+
+import errno
 import json
 import os
 import re
-from contextlib import suppress
-from io import BufferedReader
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader, FileIO
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from secrets import token_hex
+from typing import Any, BinaryIO, TypeVar
 
-from trainer_plugins.record.regular_file import open_regular, replacing
-from trainer_plugins.record.typed import made
+from trainer_plugins.record.typed import from_json
 
 T = TypeVar("T")
 
-NAME = "_" + __name__.partition(".")[0]
-"""Our folder's name, `_trainer_plugins`: `Trainer.push_to_hub` leaves out what begins with `_`."""
+NAME = "_trainer_plugins"
+"""Our folder's name: `Trainer.push_to_hub` leaves out what begins with `_`."""
 
 _LONGEST_BYTES = 16 << 20
+
+# A FIFO would block until another process opens its other end, and a terminal would become our
+# controlling one. Windows has neither.
+_DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
 def folder_of_run(output_dir: Path) -> Path:
@@ -26,21 +36,19 @@ def folder_of_run(output_dir: Path) -> Path:
 
 
 def output_dir_of(folder: Path) -> Path:
-    """Return the output_dir whose folder this is; it is one itself if an earlier version wrote."""
+    """Return the output_dir of our folder; earlier versions wrote into the output_dir itself."""
     return folder.parent if folder.name == NAME else folder
 
 
 def places_of_run(output_dir: Path) -> tuple[Path, Path]:
-    """Return where to read: in output_dir itself, as earlier versions wrote, and in our folder."""
+    """Return where to read: the output_dir, where earlier versions wrote, and our folder."""
     return output_dir, folder_of_run(output_dir)
 
 
 def write_new(output_dir: Path, stem: str, value: object) -> Path:
-    """Write a value to `<stem>.json`, or to the first of `<stem>-2.json` and so on that is free.
+    """Write a value to `<stem>.json`, or to the first free one of `<stem>-2.json` and so on.
 
-    Both are in our folder of this output_dir.
-
-    The file is there as a whole or not at all.
+    The file is in our folder of this output_dir, complete or not at all.
 
     Raises:
         OSError: the folder cannot be made or written, or is full.
@@ -62,11 +70,11 @@ def write_new(output_dir: Path, stem: str, value: object) -> Path:
                 path.unlink()
             raise
         return path
-    raise AssertionError("counting has no end")
+    raise AssertionError("count() does not end")
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Replace a file of ours as a whole.
+    """Replace the entire content of a file.
 
     Raises:
         OSError: the folder cannot be written, or is full.
@@ -80,7 +88,7 @@ def rewrite(path: Path, text: str) -> None:
 def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
     """Read the values that `write_new` wrote under a stem, which is a regular expression.
 
-    Files that are damaged, or of a later form, are left out.
+    Files that are damaged, or in a later version's format, are left out.
     """
     paths = [path for place in places_of_run(output_dir) for path in sorted(place.glob("*.json"))]
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
@@ -88,19 +96,19 @@ def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
 
 
 def read_one(path: Path, kind: type[T]) -> T | None:
-    """Read a value that `write_new` wrote; None if the file is damaged, or of something else."""
+    """Read a value that `write_new` wrote; None if the file is damaged or something else."""
     try:
-        return made(kind, read_json(path))
+        return from_json(kind, read_json(path))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of JSON, of 16 MiB at most.
+    """Read a JSON file of at most 16 MiB.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
-        ValueError: it is no JSON, or too long.
+        ValueError: it is not JSON, or too long.
     """
     with BufferedReader(open_regular(path, "r")) as file:
         text = file.read(_LONGEST_BYTES + 1)
@@ -110,3 +118,42 @@ def read_json(path: Path) -> Any:
         return json.loads(text.decode())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def open_regular(path: Path, mode: str) -> FileIO:
+    """Open a regular file, as `io.FileIO` does, without ever blocking.
+
+    Raises:
+        OSError: it cannot be opened, or it is a FIFO, a device, a socket or a folder.
+    """
+    file = FileIO(path, mode, opener=lambda name, flags: os.open(name, flags | _DO_NOT_WAIT, 0o666))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if _DO_NOT_WAIT:
+        os.set_blocking(file.fileno(), True)
+    return file
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a draft next to `path`, which replaces it when the block ends.
+
+    The file gets the mode of any new file. If the block raises, the draft is removed and `path`
+    stays as it was. A process that has the old file open keeps it.
+
+    Raises:
+        OSError: the folder cannot be written, is full, or `path` is a folder.
+    """
+    draft = path.with_name(f".{path.name}.{token_hex(8)}")
+    # "x" is O_CREAT | O_EXCL: anything already there, even a symlink, is an error, so that no
+    # other file is overwritten.
+    with open(draft, "xb") as file:
+        try:
+            yield file
+            file.close()
+            os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft)
+            raise

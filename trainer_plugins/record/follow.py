@@ -1,13 +1,13 @@
-"""Follower: reads what ranks add to their timelines, and knows where the last run stands."""
+"""Follower: reads what ranks add to their timelines, and knows how far the last run is."""
 
 from collections import deque
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 
-from trainer_plugins.record.history import Course, brought_together, rank_files
+from trainer_plugins.record.folder import open_regular
+from trainer_plugins.record.history import RunSplitter, joined_by_time, rank_files
 from trainer_plugins.record.oom_record import read_oom_record
-from trainer_plugins.record.regular_file import open_regular
 from trainer_plugins.record.timeline import (
     LONGEST_LINE_BYTES,
     Beginning,
@@ -19,14 +19,14 @@ from trainer_plugins.record.timeline import (
 )
 
 NUM_RECENT = 32
-"""The number of readings of training steps that are kept: as many as a leak is judged by."""
+"""The number of readings of training steps that are kept, as many as it takes to judge a leak."""
 
 NUM_PEAKS = 12
-"""A run's pressure is kept as at most twice as many maxima."""
+"""A run's pressure is kept as at most twice this many maxima."""
 
 
 class RankRun:
-    """Holds where one rank of one run stands; its size does not grow with the run."""
+    """Holds how far one rank of one run is; its size does not grow with the run."""
 
     def __init__(self, first: Entry) -> None:
         self.began_seconds = first.time_seconds
@@ -37,18 +37,15 @@ class RankRun:
         self.world_size: int | None = None
         self.num_trained = 0
         """Readings of training steps so far."""
-
         self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)
         """The last of these readings, oldest first."""
-
         self.peaks: list[float] = []
-        """The highest pressure of equal stretches of the run, oldest first."""
-
+        """The highest pressure in each of several equal stretches of the run, oldest first."""
         self._stretch = 1
         self._num_in_stretch = 0
 
     def add(self, entry: Entry) -> None:
-        """Take the next entry."""
+        """Add the next entry."""
         self.last = entry
         if isinstance(entry, Sample):
             self.sample = entry
@@ -78,45 +75,44 @@ class RankRun:
 class _RankFile:
     """Reads what is new in the timeline of one rank.
 
-    A file is read anew if what stood before the place reached is not there any more: it was
-    thinned, emptied, or removed and created again. Inode numbers would not tell, because a file
-    system gives the number of a removed file to the next one.
+    If the last line that was read is no longer in its place, the file was thinned, emptied, or
+    created again, and is read from the start. Inode numbers would not show that: file systems
+    reuse them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.runs: list[RankRun] = []
-        self._processes: dict[str, tuple[Course, RankRun]] = {}
+        self._processes: dict[str, tuple[RunSplitter, RankRun]] = {}
         self._offset = 0
-        self._before = b""
-        """The last line that was read."""
+        self._last_line = b""
 
     def read_on(self) -> None:
-        """Read the whole lines that are new; the half of a line waits for its other half.
+        """Read the new lines; an incomplete one waits for its other half.
 
         Raises:
             OSError: the file cannot be read, or is not a regular file.
         """
         with BufferedReader(open_regular(self.path, "r")) as file:
-            file.seek(self._offset - len(self._before))
-            if file.read(len(self._before)) != self._before:
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
                 file.seek(0)
-                self._offset, self._before = 0, b""
+                self._offset, self._last_line = 0, b""
                 self.runs, self._processes = [], {}
             while line := file.readline(LONGEST_LINE_BYTES):
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
                     break
                 self._offset += len(line)
-                self._before = line
+                self._last_line = line
                 if read := from_line(line):
-                    self._take(*read)
+                    self._add(*read)
 
-    def _take(self, process: str, entry: Entry) -> None:
-        course, run = self._processes.get(process) or (Course(), None)
-        if course.begins_anew(entry) or run is None:
+    def _add(self, process: str, entry: Entry) -> None:
+        splitter, run = self._processes.get(process) or (RunSplitter(), None)
+        if splitter.begins_run(entry) or run is None:
             run = RankRun(entry)
             self.runs.append(run)
-            self._processes[process] = course, run
+            self._processes[process] = splitter, run
         if isinstance(entry, Failure) and entry.record:
             record = read_oom_record(self.path.parent.parent / Path(entry.record).name)
             if record is not None and record.last_sample is not None:
@@ -125,14 +121,14 @@ class _RankFile:
 
 
 class Follower:
-    """Follows the timelines of a folder, which may be there later, or be replaced."""
+    """Follows the timelines of a folder, which may appear later or be replaced."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._files: dict[int, _RankFile] = {}
 
     def look(self) -> dict[int, RankRun]:
-        """Read what is new, and return where each rank of the last run stands; empty before it.
+        """Read what is new, and return how far each rank of the last run is; empty before it.
 
         Raises:
             OSError: a timeline cannot be read, or is not a regular file.
@@ -142,9 +138,9 @@ class Follower:
             for rank, path in rank_files(self.run_dir).items()
         }
         for file in self._files.values():
-            with suppress(FileNotFoundError):  # removed since it was listed
+            with suppress(FileNotFoundError):  # removed after it was listed
                 file.read_on()
-        runs = brought_together(
+        runs = joined_by_time(
             (rank, run.began_seconds, run.last.time_seconds, run)
             for rank, file in self._files.items()
             for run in file.runs

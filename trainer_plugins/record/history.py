@@ -1,4 +1,4 @@
-"""History: the runs that wrote into one folder, told apart by their timelines."""
+"""History: the runs that wrote into one folder, one by one, from their timelines."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,18 +18,17 @@ T = TypeVar("T")
 class Run:
     """Holds one run: a training with the evaluations around it, or evaluations alone.
 
-    A resumed run counts as another run.
+    A resumed run is a run of its own.
     """
 
     timelines: Mapping[int, Sequence[Entry]]
-    """The entries of each rank, by rank; at least one rank, and at least one entry each."""
+    """The entries by rank; at least one rank, with at least one entry each."""
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return the optimizer steps that were complete at the run's beginning and at its end."""
-        return min(each[0].step for each in self.timelines.values()), max(
-            e.step for e in self._entries()
-        )
+        """Return the optimizer steps completed before the run and at its end."""
+        first = min(entries[0].step for entries in self.timelines.values())
+        return first, max(entry.step for entry in self._entries())
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -52,18 +51,17 @@ class History:
     """The timeline files, by rank."""
 
     num_passed_over: Mapping[int, int]
-    """Lines that are not entries, by rank: cut off by a kill or a full disk, damaged, or of a later
-    version."""
+    """Lines that are not entries, by rank: incomplete, damaged, or of a later version."""
 
     def of_rank(self, rank: int) -> "History":
-        """Return what one rank wrote.
+        """Return the history of one rank.
 
         Raises:
-            ValueError: it wrote nothing.
+            ValueError: there is none.
         """
         if rank not in self.files:
             known = ", ".join(map(str, self.files))
-            raise ValueError(f"rank {rank} wrote nothing here; there are files of: {known}")
+            raise ValueError(f"rank {rank} wrote nothing here; ranks with a file: {known}")
         return History(
             [Run({rank: run.timelines[rank]}) for run in self.runs if rank in run.timelines],
             {rank: self.files[rank]},
@@ -91,16 +89,16 @@ def read_history(run_dir: Path) -> History:
         num_passed_over[rank] = num_passed_over.get(rank, 0) + lines.count(None)
         runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
     spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
-    return History([Run(each) for each in brought_together(spans)], files, num_passed_over)
+    return History([Run(each) for each in joined_by_time(spans)], files, num_passed_over)
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
-    """Return the timeline files of a folder by rank, in order: of two the one written now."""
+    """Return the timeline files of a folder by rank, in order; our folder's where there are two."""
     return dict(_files(run_dir))
 
 
 def _files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return all of them, with those that earlier versions wrote beside ours first."""
+    """Return all timeline files by rank, with an earlier version's before the one in our folder."""
     found = (
         (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
         for place in places_of_run(run_dir)
@@ -109,11 +107,10 @@ def _files(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found if match), key=lambda one: one[0])
 
 
-class Course:
-    """Tells where the entries of one process on one rank begin a new run.
+class RunSplitter:
+    """Finds where the entries of one process on one rank begin a new run.
 
-    Steps only count upwards in a run. Its callbacks note its beginning one after the other, and a
-    run does not begin twice.
+    Within a run steps never decrease. Several callbacks note its beginning, each of them once.
     """
 
     def __init__(self) -> None:
@@ -121,16 +118,15 @@ class Course:
         self._is_under_way = False
         self._begun: set[type[Entry]] = set()
 
-    def begins_anew(self, entry: Entry) -> bool:
+    def begins_run(self, entry: Entry) -> bool:
         """Take the next entry, and return whether a run begins with it."""
-        is_beginning = isinstance(entry, Beginning) or (
-            isinstance(entry, Sample) and entry.moment == "begin"
-        )
-        anew = entry.step < self._step or (
-            is_beginning and (self._is_under_way or type(entry) in self._begun)
-        )
+        is_beginning = isinstance(entry, Beginning)
+        if isinstance(entry, Sample):
+            is_beginning = entry.moment == "begin"
+        is_repeated = self._is_under_way or type(entry) in self._begun
+        is_next_run = entry.step < self._step or (is_beginning and is_repeated)
         is_first = self._step < 0
-        if anew:
+        if is_next_run:
             self._is_under_way = False
             self._begun.clear()
         self._step = entry.step
@@ -138,32 +134,32 @@ class Course:
             self._begun.add(type(entry))
         elif isinstance(entry, (Flush, Sample)):
             self._is_under_way = True
-        return anew or is_first
+        return is_next_run or is_first
 
 
 def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
-    """Split the file of one rank into processes, and each process where a new run begins."""
-    by_process: dict[str, tuple[Course, list[list[Entry]]]] = {}
+    """Split the file of one rank by process, and each process where a new run begins."""
+    by_process: dict[str, tuple[RunSplitter, list[list[Entry]]]] = {}
     for process, entry in lines:
-        course, runs = by_process.setdefault(process, (Course(), []))
-        if course.begins_anew(entry):
+        splitter, runs = by_process.setdefault(process, (RunSplitter(), []))
+        if splitter.begins_run(entry):
             runs.append([])
         runs[-1].append(entry)
     return [run for _, runs in by_process.values() for run in runs]
 
 
-def brought_together(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
-    """Join what ranks noted at the same time into one run by rank; no rank is in a run twice.
+def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
+    """Join the parts that ranks wrote at the same time into runs; no rank is in a run twice.
 
     Args:
-        runs: the rank of each, the times of its first and last entry, and what it holds.
+        runs: for each part its rank, the times of its first and last entry, and its content.
     """
-    together: list[dict[int, T]] = []
+    joined: list[dict[int, T]] = []
     last_seconds = 0.0
     for rank, began, ended, run in sorted(runs, key=itemgetter(1)):
-        if not together or rank in together[-1] or began > last_seconds:
-            together.append({})
+        if not joined or rank in joined[-1] or began > last_seconds:
+            joined.append({})
             last_seconds = 0.0
-        together[-1][rank] = run
+        joined[-1][rank] = run
         last_seconds = max(last_seconds, ended)
-    return [dict(sorted(each.items())) for each in together]
+    return [dict(sorted(each.items())) for each in joined]

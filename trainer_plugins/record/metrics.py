@@ -1,27 +1,27 @@
-"""MemoryMetrics: memory between two lines of a run's log, in the few numbers of a chart."""
+"""MemoryMetrics: the memory use between two lines of a run's log, as a few numbers for charts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
-from trainer_plugins.units import gib
+from trainer_plugins.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMetrics:
-    """Holds the memory of one device of one rank since the line before; sizes in bytes."""
+    """Holds the memory of one rank's device since the previous log line; sizes in bytes."""
 
     peak_bytes: int
-    """The most that tensors took at once, in training, evaluation or save."""
+    """The peak of tensors, in training, evaluation or save."""
 
     reserved_bytes: int
-    """Bytes that this process's caching allocator held at the last look."""
+    """What this process's caching allocator held at the last reading."""
 
     foreign_bytes: int
-    """Bytes that others held at the last look.
+    """What others held at the last reading.
 
-    That is memory outside torch, less what this run took there while it warmed up.
+    That is memory outside torch, minus what this run took there while it warmed up.
     """
 
     pressure_fraction: float
@@ -40,10 +40,10 @@ def metrics_of(
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
 ) -> MemoryMetrics:
-    """Sum up the readings and releases since the line before.
+    """Sum up the readings and releases since the previous log line.
 
     Args:
-        before: the last reading of the line before.
+        before: the last reading of the previous line.
         readings: the readings since then, at least one, oldest first.
         flushes: the releases since then.
         own_non_torch_bytes: what this run may hold outside torch.
@@ -60,11 +60,11 @@ def metrics_of(
 
 
 def as_logs(metrics: MemoryMetrics) -> dict[str, float]:
-    """Return the metrics as floats, under the names and units for TensorBoard and its like."""
+    """Return the metrics under the names and in the units that trackers show."""
     return {
-        "memory/peak_gib": gib(metrics.peak_bytes),
-        "memory/reserved_gib": gib(metrics.reserved_bytes),
-        "memory/foreign_gib": gib(metrics.foreign_bytes),
+        "memory/peak_gib": metrics.peak_bytes / GIB,
+        "memory/reserved_gib": metrics.reserved_bytes / GIB,
+        "memory/foreign_gib": metrics.foreign_bytes / GIB,
         "memory/pressure_fraction": metrics.pressure_fraction,
         "memory/alloc_retries": float(metrics.num_alloc_retries),
         "memory/flush_seconds": float(metrics.flush_seconds),

@@ -1,4 +1,4 @@
-"""OomRecord: what was known when a rank ran out of memory: `oom-rank0.json`, `oom-rank0-2.json`."""
+"""OomRecord: what was known when a rank ran out of memory; `oom-rank0.json`, `oom-rank0-2.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ Moment = Literal["train", "eval", "predict", "generate", "save", "resume", "begi
 """What the run was doing; `begin` is before the first step, `other` is code without a Trainer."""
 
 Part = Literal["forward", "backward", "optimizer", ""]
-"""Which part of a step it was in; empty if none."""
+"""The part of a step; empty outside of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Names one line of Python through which the error came."""
+    """Describes one line of a traceback."""
 
     file: str
-    """From the package's folder on: `transformers/trainer.py`."""
+    """The path from the package's folder: `transformers/trainer.py`."""
 
     line: int
     function: str
@@ -47,12 +47,12 @@ class Held:
     num_bytes: int
     shape: tuple[int, ...]
     holder: str
-    """The path as one would write it: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
+    """The path as in code: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """Counts what the parameters of one model take of the device."""
+    """Counts the device memory of one model's parameters."""
 
     name: str
     num_bytes: int
@@ -60,24 +60,24 @@ class LiveModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """Counts what tensors held of the device when the error arrived; sizes in bytes."""
+    """Counts what tensors held on the device when the error arrived; sizes in bytes."""
 
     category_bytes: Mapping[str, int]
     """By `parameter`, `buffer`, `gradient`, `optimizer`, `activation` and `other`."""
 
     hidden_bytes: int
-    """Allocated and in no tensor that Python knows: what autograd saved for the backward pass."""
+    """Allocated but in no tensor that Python sees: what autograd saved for the backward pass."""
 
     module_bytes: Mapping[str, int]
     """Parameters, gradients and optimizer states by module, the largest first."""
 
     models: tuple[LiveModel, ...]
-    """The models that are no part of another one, the largest first."""
+    """The models that are not part of another one, the largest first."""
 
     largest: tuple[Held, ...]
 
     graphs: tuple[Held, ...] = ()
-    """The ends of autograd graphs that something other than a running function holds."""
+    """The ends of autograd graphs held by something other than a running function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,12 @@ class Process:
     name: str | None
     is_own: bool
     is_of_user: bool = False
-    """Whether it belongs to the user of the run, who may then end it."""
+    """Whether it belongs to the user of the run, who can then end it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Says what another rank had last noted in its timeline."""
+    """Holds the last entry of another rank's timeline."""
 
     rank: int
     step: int
@@ -104,7 +104,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Holds main memory at the end; sizes in bytes."""
+    """Holds the state of main memory; sizes in bytes."""
 
     resident_bytes: int
     total_bytes: int
@@ -116,10 +116,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Says what a plan had predicted before; sizes in bytes, of one card."""
+    """Holds what a plan had predicted, for one card; sizes in bytes."""
 
     source: str
-    """Who had made it: `plan_run`, or a file in the output_dir."""
+    """Where it came from: `plan_run`, or a file in the output_dir."""
 
     nvidia_smi_peak_bytes: int
     moment: str
@@ -127,18 +127,18 @@ class Planned:
 
     capacity_bytes: int | None = None
     fits: bool | None = None
-    """Whether the plan said that it fits; None if no card was named."""
+    """The plan's verdict; None if no card was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomRecord:
-    """Holds all that an explanation rests on; what could not be read is missing, not guessed."""
+    """Holds the facts for an explanation; what could not be read is missing, not guessed."""
 
     version: int = VERSION
     time_seconds: float
     rank: int
     call: str
-    """What raised: `train`, `evaluate`, `predict`, `report_oom`."""
+    """The call that raised: `train`, `evaluate`, `predict`, `report_oom`."""
 
     step: int
     moment: Moment
@@ -150,32 +150,30 @@ class OomRecord:
 
     batch: Mapping[str, Shape] = field(default_factory=dict)
     reading: MemoryReading | None = None
-    """The device after the error had arrived: temporaries of the failed operation are gone."""
+    """The device after the error: the failed operation's temporaries are gone."""
 
     readings: tuple[MemoryReading, ...] = ()
-    """The last ones before it, oldest first."""
+    """The last readings before it, oldest first."""
 
     alive: Alive | None = None
     processes: tuple[Process, ...] | None = None
     peers: tuple[Peer, ...] = ()
     host: Host | None = None
     snapshot: str = ""
-    """The file of torch's own snapshot, if one was asked for."""
+    """The file of torch's own snapshot, if one was taken."""
 
     plan: Planned | None = None
-    """What a plan had said; None if there was none."""
-
     run: RunFacts
 
     @property
     def where(self) -> str:
-        """Say in words when it was."""
+        """Say when it was, in words."""
         part = f", {self.part}" if self.part else ""
         return f"step {self.step} ({self.moment}{part})"
 
     @property
     def last_sample(self) -> Sample | None:
-        """Return the reading as a timeline has one, which does not know it; None without one."""
+        """Return the reading as the timeline entry that is missing there; None without one."""
         if self.reading is None:
             return None
         return Sample(
@@ -187,20 +185,16 @@ class OomRecord:
 
     @property
     def words(self) -> str:
-        """Say which rank it was, and when, as a log has it."""
+        """Say which rank ran out of memory, and when."""
         return f"rank {self.rank} ran out of memory in {self.where}"
 
 
 def read_oom_records(folder: Path) -> list[OomRecord]:
-    """Read the records of all ranks of a folder, oldest first.
-
-    Files that are damaged, or of a later form, are left out.
-    """
-    return sorted(
-        read_all(folder, "oom-rank[0-9]+", OomRecord), key=lambda record: record.time_seconds
-    )
+    """Read the records of all ranks in a folder, oldest first, without damaged files."""
+    records = read_all(folder, "oom-rank[0-9]+", OomRecord)
+    return sorted(records, key=lambda record: record.time_seconds)
 
 
 def read_oom_record(path: Path) -> OomRecord | None:
-    """Read one record; None if the file is not there, damaged, of a later form, or none."""
+    """Read one record; None if the file is missing, damaged, or something else."""
     return read_one(path, OomRecord)

@@ -4,19 +4,28 @@ import logging
 from pathlib import Path
 
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import replacing
 from trainer_plugins.record.metrics import MemoryMetrics
-from trainer_plugins.record.regular_file import replacing
 
 logger = logging.getLogger(__name__)
+
+_HELP = {
+    "peak_bytes": "The most that tensors took at once since the log line before.",
+    "reserved_bytes": "Held by torch's caching allocator.",
+    "foreign_bytes": "Held on the device by other processes.",
+    "pressure_ratio": "Peak live memory as a fraction of the device.",
+    "alloc_retries_total": "Allocations that succeeded only after a flush of the cache.",
+    "flush_seconds_total": "Time that training waited for releases of cached memory.",
+}
 
 
 class PrometheusFile:
     """Writes the newest metrics of one rank to `<folder>/trainer_plugins-rank-<rank>.prom`.
 
-    Each write replaces the whole file. Metrics have base units and names as Prometheus wants them;
-    what a log line sums up since the line before is a counter here. The file stays when the run is
-    over, and its age tells so (`node_textfile_mtime_seconds`). If it cannot be written, that is
-    logged once and never raised.
+    Each write replaces the entire file. Metrics have base units and Prometheus-style names; sums
+    since the previous log line become counters. The file stays after the run, and its age shows
+    that it is over (`node_textfile_mtime_seconds`). If it cannot be written, that is logged once
+    and never raised.
 
     Source: https://github.com/prometheus/node_exporter#textfile-collector
     """
@@ -31,12 +40,12 @@ class PrometheusFile:
         self._warned = False
 
     def write(self, metrics: MemoryMetrics) -> None:
-        """Replace the metrics in the file by these."""
+        """Replace the metrics in the file with these."""
         self._num_alloc_retries += metrics.num_alloc_retries
         self._flush_seconds += metrics.flush_seconds
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # The collector reads every *.prom file, at any time: so replace whole files only.
+            # The collector may read any *.prom file at any time, so replace it atomically.
             with replacing(self.path) as file:
                 file.write(self._text(metrics).encode(errors="replace"))
         except OSError as error:
@@ -50,47 +59,18 @@ class PrometheusFile:
                 )
 
     def _text(self, metrics: MemoryMetrics) -> str:
-        rows = (
-            (
-                "peak_bytes",
-                "gauge",
-                "The most that tensors took at once since the log line before.",
-                metrics.peak_bytes,
-            ),
-            (
-                "reserved_bytes",
-                "gauge",
-                "Held by torch's caching allocator.",
-                metrics.reserved_bytes,
-            ),
-            (
-                "foreign_bytes",
-                "gauge",
-                "Held on the device by other processes.",
-                metrics.foreign_bytes,
-            ),
-            (
-                "pressure_ratio",
-                "gauge",
-                "Peak live memory as a fraction of the device.",
-                metrics.pressure_fraction,
-            ),
-            (
-                "alloc_retries_total",
-                "counter",
-                "Allocations that succeeded only after a flush of the cache.",
-                self._num_alloc_retries,
-            ),
-            (
-                "flush_seconds_total",
-                "counter",
-                "Time that training waited for releases of cached memory.",
-                self._flush_seconds,
-            ),
-        )
+        values = {
+            "peak_bytes": metrics.peak_bytes,
+            "reserved_bytes": metrics.reserved_bytes,
+            "foreign_bytes": metrics.foreign_bytes,
+            "pressure_ratio": metrics.pressure_fraction,
+            "alloc_retries_total": self._num_alloc_retries,
+            "flush_seconds_total": self._flush_seconds,
+        }
         return "".join(
-            f"# HELP trainer_plugins_memory_{name} {text}\n"
-            f"# TYPE trainer_plugins_memory_{name} {kind}\n"
+            f"# HELP trainer_plugins_memory_{name} {_HELP[name]}\n"
+            f"# TYPE trainer_plugins_memory_{name}"
+            f" {'counter' if name.endswith('_total') else 'gauge'}\n"
             f"trainer_plugins_memory_{name}{self._labels} {value}\n"
-            for name, kind, text, value in rows
+            for name, value in values.items()
         )

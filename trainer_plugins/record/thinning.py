@@ -1,4 +1,4 @@
-"""Thins a long timeline file: keeps its newest quarter, and half of the readings before it."""
+"""Thins a long timeline file: keeps its newest quarter and half of the readings before it."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer_plugins.record.regular_file import open_regular, replacing
+from trainer_plugins.record.folder import open_regular, replacing
 
 _TOGETHER = 8
 _AT_ONCE_BYTES = 1 << 20
 
-# A reading as `timeline.to_line` and earlier versions write it. Lines of any other form stay.
+# A reading as `timeline.to_line` and earlier versions write it. All other lines stay.
 _READING = re.compile(
     rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, '
     rb'"step": (?P<step>\d{1,18}), '
@@ -33,16 +33,16 @@ _RELEASE = b'{"kind": "flush"'
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of eight consecutive readings of one moment four stay, among them those with the highest peak,
-    reserved memory, use of the device and pressure. They stay as they were read, and count how many
-    readings they stand for. Releases are added up in pairs. Findings, beginnings, ends and lines
-    that are not entries stay. The newest quarter is copied as it is.
+    Of eight consecutive readings of one moment four stay, including those with the highest peak,
+    reserved memory, use of the device and pressure. They stay unchanged, except for the number of
+    readings they represent. Releases are added up in pairs. Findings, beginnings, ends and lines
+    that are not entries stay. The newest quarter is copied unchanged.
 
-    A process that has the file open keeps the whole old file; a kill at any moment leaves either
-    the old or the new one.
+    A process that has the file open keeps the old file; a kill at any moment leaves either the old
+    file or the new one.
 
     Raises:
-        OSError: it cannot be read, or nothing can be written beside it; the file is unchanged then.
+        OSError: it cannot be read, or its folder cannot be written; the file is unchanged then.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
@@ -57,7 +57,7 @@ def thin(path: Path) -> int:
 
 
 def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
-    """Read lines until they have `num_bytes` or just more; a line over 1 MiB comes in pieces."""
+    """Read lines up to about `num_bytes`; a line over 1 MiB comes in pieces."""
     lines: list[bytes] = []
     while num_bytes > 0 and (line := file.readline(_AT_ONCE_BYTES)):
         lines.append(line)
@@ -66,7 +66,7 @@ def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
 
 
 def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """Return the lines that stay, in order."""
+    """Yield the lines that stay, in order."""
     stay: list[bytes | None] = [*lines]
     groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
     pending: int | None = None
@@ -85,13 +85,13 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
             else:
                 pending = number
         elif _BEGINNING.match(line):
-            groups.clear()  # never compare readings of two runs
+            groups.clear()  # readings of two runs are never compared
             pending = None
     return (line for line in stay if line is not None)
 
 
 def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
-    """Keep half of a group: each maximum, and every second of the others."""
+    """Keep half of a group: each maximum, then every second reading."""
     columns = zip(*(_compared(match) for _, match in group), strict=True)
     chosen = {max(range(_TOGETHER), key=column.__getitem__) for column in columns}
     for at in (7, 5, 3, 1, 6, 4, 2, 0):
@@ -110,26 +110,22 @@ def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]
 
 
 def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
-    """Return what is compared: peak, reserved, used, and `MemoryReading.pressure` in bytes.
-
-    Within a group the total is the same.
-    """
+    """Return peak, reserved, used, and `MemoryReading.pressure` in bytes: a group has one total."""
     total, free, reserved, peak = map(int, match.group("total", "free", "reserved", "peak"))
     return peak, reserved, total - free, peak + max(0, total - free - reserved)
 
 
 def _added(first: bytes, second: bytes) -> bytes | None:
-    """Add up two releases, dated as the second; None if they differ in run or kind, or are none."""
+    """Add up two releases, dated as the second; None if they differ in run or reason."""
     try:
         one, other = json.loads(first), json.loads(second)
-        alike = (
-            all(one.get(name) == other.get(name) for name in ("run", "reason"))
-            and one["step"] <= other["step"]
-        )
+        is_same_kind = all(one.get(name) == other.get(name) for name in ("run", "reason"))
+        if not is_same_kind or one["step"] > other["step"]:
+            return None
         for name in ("released_bytes", "seconds"):
             other[name] += one[name]
         other["num_releases"] = one.get("num_releases", 1) + other.get("num_releases", 1)
         other["stuck_bytes"] = max(one["stuck_bytes"], other["stuck_bytes"])
-        return json.dumps(other).encode() + b"\n" if alike else None
+        return json.dumps(other).encode() + b"\n"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

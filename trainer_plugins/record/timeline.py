@@ -1,10 +1,10 @@
-"""Timeline: what was seen and done in a run, in order, as one line of JSON per entry."""
+"""Timeline: what a run showed and did, in order, as one line of JSON per entry."""
 
 import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from io import BufferedReader, FileIO
 from itertools import islice
@@ -15,13 +15,12 @@ from secrets import token_hex
 from time import time
 from weakref import WeakValueDictionary
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import folder_of_run
-from trainer_plugins.record.regular_file import open_regular
+from trainer_plugins.record.folder import folder_of_run, open_regular
 from trainer_plugins.record.thinning import thin
-from trainer_plugins.record.typed import made
+from trainer_plugins.record.typed import from_json
 from trainer_plugins.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -33,58 +32,58 @@ LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
 PROCESS = token_hex(4)
-"""The name of this process in what it writes: two launches may write into one folder at a time."""
+"""Identifies this process in what it writes: two launches may write into one folder at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Holds a reading, and when in the run it was taken."""
+    """Holds a reading and when in the run it was taken."""
 
     step: int
     """Optimizer steps completed, as `TrainerState.global_step` counts them."""
 
     moment: str
-    """What the run did since the reading before.
+    """What the run did since the previous reading.
 
-    One of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`. A `generate` is part of
-    the moment that comes after it; timelines of earlier versions have none.
+    One of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`. A `generate` belongs to
+    the moment that follows it; timelines of earlier versions have none.
     """
 
     reading: MemoryReading
     time_seconds: float = field(default_factory=time)
-    """Time of the reading in seconds since the Unix epoch."""
-
-    num_readings: int = 1
-    """How many readings it stands for: itself, and neighbours that were thinned out.
-
-    A `generate` stands for all generations of its moment.
-    """
+    """Seconds since the Unix epoch."""
 
     num_tokens_seen: int = 0
-    """Tokens of training until then, of all ranks, as `TrainerState` counts them; else 0."""
+    """Tokens of training so far, on all ranks, as `TrainerState` counts them; 0 if it does not."""
+
+    num_readings: int = 1
+    """How many readings it represents: itself, and neighbours that were thinned out.
+
+    A `generate` represents all generations of its moment.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Records one release of cached memory, what it freed and what it cost."""
+    """Records one release of cached memory: what it freed and what it cost."""
 
     step: int
     reason: str
     released_bytes: int
     stuck_bytes: int
-    """Bytes still cached afterwards in segments with live tensors, which no release frees."""
+    """Bytes still cached afterwards, in segments with live tensors, which no release frees."""
 
     seconds: float
     """How long training waited for it."""
 
     time_seconds: float = field(default_factory=time)
     num_releases: int = 1
-    """How many releases are added up in it."""
+    """How many releases it sums up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """Records a finding, and the step at which it was made."""
+    """Records a finding and its step."""
 
     step: int
     finding: Finding
@@ -93,7 +92,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Records that training began here, or resumed from a checkpoint, and its strategy."""
+    """Records that training began or resumed here, and its strategy."""
 
     step: int
     strategy: Strategy
@@ -102,17 +101,17 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Records that `train()`, `evaluate()` or `predict()` raised: the run did not just vanish."""
+    """Records that `train()`, `evaluate()` or `predict()` raised an error."""
 
     step: int
     words: str
     """The class of the error and the first line of its message."""
 
     record: str = ""
-    """The file beside the timeline's folder that tells more; only if it was out of memory."""
+    """The out-of-memory record next to the timeline's folder; empty for other errors."""
 
     num_oom_kills: int = 0
-    """How many processes of its container the kernel had killed for memory by then."""
+    """How many processes of the container the kernel had killed for memory by then."""
 
     time_seconds: float = field(default_factory=time)
 
@@ -126,92 +125,69 @@ def to_line(entry: Entry) -> str:
     Sizes stay in bytes; `run` names the process.
     """
     if isinstance(entry, Sample) and entry.num_readings == 1:
-        # Formatted by hand, not by `dataclasses.asdict` and json: this runs at every training step.
-        reading = entry.reading
-        names = (
-            PROCESS,
-            entry.time_seconds,
-            entry.step,
-            _quoted(entry.moment),
-            _quoted(reading.device),
-        )
-        line = _SAMPLE_LINE % (*names, *_sizes_of(reading))
-        num = entry.num_tokens_seen
-        return f'{line[:-1]}, "num_tokens_seen": {num}}}' if num else line
+        return _to_sample_line(entry)
     record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
         "run": PROCESS,
         "time_seconds": round(entry.time_seconds, 3),
         "step": entry.step,
     }
-    if isinstance(entry, Sample):
-        record |= {
-            "moment": entry.moment,
-            **asdict(entry.reading),
-            **({"num_tokens_seen": entry.num_tokens_seen} if entry.num_tokens_seen else {}),
-            "num_readings": entry.num_readings,
-        }
-    elif isinstance(entry, Flush):
-        record |= {
-            "reason": entry.reason,
-            "released_bytes": entry.released_bytes,
-            "stuck_bytes": entry.stuck_bytes,
-            "seconds": round(entry.seconds, 6),
-            "num_releases": entry.num_releases,
-        }
-    elif isinstance(entry, Failure):
-        record |= {
-            "words": entry.words,
-            "record": entry.record,
-            "num_oom_kills": entry.num_oom_kills,
-        }
-    else:
-        record |= asdict(entry.finding if isinstance(entry, Remark) else entry.strategy)
+    for name, value in asdict(entry).items():
+        if name in _PARTS:
+            record |= value
+        elif name == "seconds":
+            record[name] = round(value, 6)
+        elif name not in record and (value or name != "num_tokens_seen"):
+            record[name] = value
     return json.dumps(record)
 
 
-def from_line(line: bytes) -> tuple[str, Entry] | None:
-    """Read one line back: the process that wrote it ("" in old files), and the entry.
-
-    None for a line that is not an entry: a kind of a later version, half a line of a killed run,
-    values that no run has.
-    """
-    try:
-        record = json.loads(line.decode())
-        entry: Entry
-        match record["kind"]:
-            case "sample":
-                entry = made(Sample, record | {"reading": record})
-                if entry.reading.total_bytes <= 0 or min(_sizes_of(entry.reading)) < 0:
-                    return None
-            case "flush":
-                entry = made(Flush, record)
-            case "remark":
-                finding = record | {"severity": Severity(record["severity"])}
-                entry = made(Remark, record | {"finding": finding})
-            case "beginning":
-                entry = made(Beginning, record | {"strategy": record})
-            case "failure":
-                entry = made(Failure, record)
-            case _:
-                return None
-        is_sound = entry.step >= 0 and 0 <= entry.time_seconds < _YEAR_10000_SECONDS
-        return (str(record.get("run", "")), entry) if is_sound else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
+_KINDS: Mapping[str, Callable[..., Entry]] = {
+    "sample": Sample,
+    "flush": Flush,
+    "remark": Remark,
+    "beginning": Beginning,
+    "failure": Failure,
+}
+_PARTS = ("reading", "finding", "strategy")
+"""Fields whose own fields stand in the line itself."""
 
 _SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
 _sizes_of = attrgetter(*_SIZES)
 _SAMPLE_LINE = (
     '{"kind": "sample", "run": "%s", "time_seconds": %.3f, "step": %d, "moment": %s, "device": %s, '
     + ", ".join(f'"{name}": %d' for name in _SIZES)
-    + "}"
 )
 
 
+def _to_sample_line(sample: Sample) -> str:
+    """Format by hand, without `dataclasses.asdict` and json: this runs at every training step."""
+    moment, device = _quoted(sample.moment), _quoted(sample.reading.device)
+    when = (PROCESS, sample.time_seconds, sample.step)
+    line = _SAMPLE_LINE % (*when, moment, device, *_sizes_of(sample.reading))
+    if sample.num_tokens_seen:
+        line += f', "num_tokens_seen": {sample.num_tokens_seen}'
+    return line + "}"
+
+
+def from_line(line: bytes) -> tuple[str, Entry] | None:
+    """Read one line back: the process that wrote it ("" in old files), and the entry.
+
+    None for a line that is not an entry: a later version's kind, half a line of a killed run,
+    impossible values.
+    """
+    try:
+        record = json.loads(line.decode())
+        entry = from_json(_KINDS[record["kind"]], record | dict.fromkeys(_PARTS, record))
+        if entry.step < 0 or not 0 <= entry.time_seconds < _YEAR_10000_SECONDS:
+            return None
+        return str(record.get("run", "")), entry
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
-    """Yield what `from_line` makes of each line of a file; lines over 1 MiB count as not ours.
+    """Yield what `from_line` makes of each line of a file; a line over 1 MiB is no entry.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -227,7 +203,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
 
 
 def read_timeline(path: Path) -> list[Entry]:
-    """Read a file that a `Timeline` wrote; lines cut off by a kill or a full disk are skipped.
+    """Read a file that a `Timeline` wrote, without lines cut off by a kill or a full disk.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -241,8 +217,8 @@ class Timeline:
     With a `path` each entry is also appended to that file, one line in one write, so that it
     survives the death of the process. An entry costs about 20 microseconds. If the file cannot be
     written, that is logged once and never raised: training goes on, and entries in memory are
-    written once there is room again. A file that is removed is logged once and created again. A
-    file of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
+    written once there is room again. If the file is removed, that is logged once and it is created
+    again. A file of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
@@ -255,13 +231,13 @@ class Timeline:
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
         self._num_taken = 0
-        """Bytes of the first unwritten line that the file has: a full disk may take half of it."""
+        """Bytes of the first unwritten line already in the file: a full disk may split a line."""
         self._home = (0, 0)
         """Device and inode number of the open file."""
         self._thin_from_bytes = MAX_FILE_BYTES
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.listener: Callable[[Entry], None] | None = None
-        """Hears of every entry that is added. A copy has none."""
+        """Called with every entry that is added. A copy has none."""
 
     def add(self, entry: Entry) -> None:
         """Append an entry."""
@@ -271,7 +247,7 @@ class Timeline:
             self.last_flush = entry
         if self.path is not None:
             if self._num_taken and len(self._unwritten) == self._unwritten.maxlen:
-                self.close()  # give up the rest of that line
+                self.close()  # the rest of that line is lost
             self._unwritten.append(to_line(entry).encode() + b"\n")
             self._write(self.path)
         if self.listener is not None:
@@ -295,7 +271,7 @@ class Timeline:
         return len(self._entries)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the open file: a copy opens it for itself to add entries."""
+        """Return the state without the open file, which a copy opens for itself."""
         return {
             **self.__dict__,
             "_file": None,
@@ -314,7 +290,7 @@ class Timeline:
                     self._unwritten.popleft()
                     self._num_taken = 0
         except OSError as error:
-            self._say_once(
+            self._warn_once(
                 "the memory timeline cannot be written to %s (%s): training goes on, and the"
                 " entries stay in memory until they can be. Free some space, or set output_dir to a"
                 " writable folder",
@@ -331,7 +307,7 @@ class Timeline:
         if self._file is not None and (found is None or (found.st_dev, found.st_ino) != self._home):
             self.close()
             if found is None:
-                self._say_once(
+                self._warn_once(
                     "the memory timeline %s was removed while the run was writing it: it was"
                     " created again, without its earlier entries. Leave output_dir in place until"
                     " the run has ended",
@@ -345,7 +321,7 @@ class Timeline:
             opened = os.fstat(file.fileno())
             if opened.st_size:
                 file.seek(-1, os.SEEK_END)
-                # Half a line of a run that was killed, or of a full disk.
+                # Half a line, from a killed run or a full disk.
                 if file.read(1) != b"\n":
                     file.write(b"\n")
             self._file = file  # closes itself when it is deleted, even at the end of Python
@@ -357,7 +333,7 @@ class Timeline:
         try:
             num_bytes = thin(Path(os.path.realpath(path)))
         except OSError as error:
-            self._say_once(
+            self._warn_once(
                 "the memory timeline %s has %d bytes and cannot be thinned (%s): it goes on"
                 " growing. Free some space",
                 printable(path),
@@ -367,14 +343,14 @@ class Timeline:
         # If little or nothing could be dropped, try again when the file has grown by half.
         self._thin_from_bytes = max(MAX_FILE_BYTES, num_bytes * 3 // 2)
 
-    def _say_once(self, message: str, *values: object) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             logger.warning(message, *values)
 
 
-# One file has one Timeline in a process, however many callbacks write to it: two would have half
-# the history each.
+# All callbacks of a process that write to a file share its Timeline: two would have half the
+# history each.
 _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 

@@ -1,7 +1,8 @@
-"""Makes dataclasses of JSON that anybody may have written: each value has its field's type."""
+"""Makes dataclasses from untrusted JSON: each value is checked against its field's type."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -9,42 +10,47 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 T = TypeVar("T")
 
 
-def made(kind: Callable[..., T], record: object) -> T:
-    """Construct a dataclass from its fields in a record; fields that the record lacks default.
+def from_json(kind: Callable[..., T], record: object) -> T:
+    """Construct a dataclass from its fields in a record; missing fields take their defaults.
 
-    Numbers must fit in 64 bits. Fields that the class lacks are of a later version, and are left
-    out.
+    Numbers must fit in 64 bits. Fields that the class lacks are from a later version and ignored.
 
     Raises:
         TypeError: a field without a default is missing, or a value does not have the field's type.
-        ValueError: the class refuses its values.
+        ValueError: the class rejects its values.
     """
     if not isinstance(record, Mapping):
         raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
-    return kind(
-        **{name: _value(record[name], its) for name, its in _types_of(kind) if name in record}
-    )
+    values = {
+        name: _value(record[name], field_type)
+        for name, field_type in _types_of(kind)
+        if name in record
+    }
+    return kind(**values)
 
 
 @cache
 def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((f.name, f.type) for f in fields(kind))
+    return tuple((field.name, field.type) for field in fields(kind))
 
 
 def _value(value: object, kind: Any) -> object:
-    """Return a value of a file as its field has it: a list as a tuple, an object as a dataclass."""
-    if kind is int:
-        is_sound = type(value) is int and abs(value) < 1 << 63
-    elif kind is float:
-        is_sound = type(value) in (int, float) and abs(value) < 1 << 63  # type: ignore[arg-type]
-    elif isinstance(kind, type):
-        if is_dataclass(kind):
-            return value if isinstance(value, kind) else made(kind, value)
-        is_sound = isinstance(value, kind)
-    else:
+    """Return a JSON value as its field has it: a list as a tuple, an object as a dataclass."""
+    # Python 3.10 takes `tuple[int, ...]` for a type.
+    if get_origin(kind) is not None or not isinstance(kind, type):
         return _composed(value, kind)
-    if not is_sound:
-        raise TypeError(f"{str(value)[:40]} is no {kind.__name__}")
+    if is_dataclass(kind):
+        return value if isinstance(value, kind) else from_json(kind, value)
+    if issubclass(kind, Enum):
+        return kind(value)
+    if kind is int or kind is float:
+        # A bool is an int in Python, but not in JSON.
+        allowed = (int,) if kind is int else (int, float)
+        is_valid = type(value) in allowed and abs(value) < 1 << 63  # type: ignore[arg-type]
+    else:
+        is_valid = isinstance(value, kind)
+    if not is_valid:
+        raise TypeError(f"{str(value)[:40]} is not a {kind.__name__}")
     return value
 
 
@@ -55,12 +61,11 @@ def _composed(value: object, kind: Any) -> object:
     if origin is Mapping and isinstance(value, Mapping):
         return {_value(k, parts[0]): _value(v, parts[1]) for k, v in value.items()}
     if origin is tuple and isinstance(value, list):
-        is_endless = parts[1:] == (...,)
-        if is_endless or len(parts) == len(value):
-            kinds = parts[:1] * len(value) if is_endless else parts
-            return tuple(_value(one, its) for one, its in zip(value, kinds, strict=True))
-    if origin is UnionType and type(None) in parts and len(parts) == 2:
-        return (
-            None if value is None else _value(value, next(p for p in parts if p is not type(None)))
-        )
-    raise TypeError(f"{str(value)[:40]} is no {kind}")
+        if parts[1:] == (...,):
+            return tuple(_value(one, parts[0]) for one in value)
+        if len(parts) == len(value):
+            return tuple(_value(one, part) for one, part in zip(value, parts, strict=True))
+    if origin is UnionType and len(parts) == 2 and type(None) in parts:
+        (other,) = set(parts) - {type(None)}
+        return None if value is None else _value(value, other)
+    raise TypeError(f"{str(value)[:40]} is not a {kind}")

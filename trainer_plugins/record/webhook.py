@@ -1,4 +1,4 @@
-"""Webhook: what people must hear of a run is posted to their URL while training goes on."""
+"""Webhook: posts what people must know about a run to their URL while training goes on."""
 
 import html
 import json
@@ -21,23 +21,23 @@ from trainer_plugins.record.timeline import Entry, Failure, Remark, Sample
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TRAINER_PLUGINS_WEBHOOK"
-"""The environment variable with the URL. Whoever knows the URL can post: it is never shown."""
+"""The environment variable with the URL. Anyone who knows the URL can post: it is never shown."""
 
 _SURVIVED = ("out-of-memory-survived", "out-of-memory-foreseen", "micro-batches-divided")
 _MOST_WAITING = 16
 _ANSWER_SECONDS = 10.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _END_SECONDS = 3.0
-# Discord takes no longer `content`: discord.com/developers/docs/resources/webhook#execute-webhook
+# The limit of Discord's `content`: discord.com/developers/docs/resources/webhook#execute-webhook
 _LONGEST_CHARACTERS = 2000
 
 
 class Webhook:
     """Posts ERROR findings, what survival did, an out-of-memory error and the end of a run.
 
-    Rank 0 posts; another rank only that it ran out of memory. A thread does it, so that training
-    does not wait; when the run ends, it waits up to three seconds for what is still to be posted.
-    If more than 16 messages wait, the oldest is dropped.
+    Rank 0 posts; other ranks post only their own out-of-memory error. A thread does it, so that
+    training does not wait. The end of a run waits up to three seconds for what is still to post. If
+    more than 16 messages wait, the oldest is dropped.
     """
 
     def __init__(self, url: str, output_dir: str, rank: int) -> None:
@@ -47,33 +47,35 @@ class Webhook:
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._lock = Lock()
         self._thread: Thread | None = None
-        """Delivers what waits, and ends with it."""
+        """Delivers the waiting messages, then ends."""
         self._has_failed = False
 
     def tell(self, entry: Entry) -> None:
-        """Post an entry of the timeline if people must hear of it."""
+        """Post an entry of the timeline if people must know about it."""
         is_first = self._rank == 0
         match entry:
             case Remark(finding=finding) if is_first and (
                 finding.severity >= Severity.ERROR or finding.code in _SURVIVED
             ):
                 self._post(entry.step, finding.code, str(finding))
+                return
             case Failure(record=record, words=words) if record:
                 self._post(entry.step, "out-of-memory", f"ran out of memory ({record}): {words}")
-                self._wait()
             case Failure(words=words) if is_first:
                 self._post(entry.step, "run-failed", f"failed: {words}")
-                self._wait()
             case Sample(moment="end") if is_first:
                 self._post(entry.step, "run-ended", "training has ended")
-                self._wait()
+            case _:
+                return
+        if (thread := self._thread) is not None:
+            thread.join(_END_SECONDS)
 
     def _post(self, step: int, code: str, words: str) -> None:
-        who = f"{self._run}, rank {self._rank}, step {step}: {words}"
-        text = printable(who)[:_LONGEST_CHARACTERS]
+        line = f"{self._run}, rank {self._rank}, step {step}: {words}"
+        text = printable(line)[:_LONGEST_CHARACTERS]
         message = {
             "content": text,  # Discord
-            "allowed_mentions": {"parse": []},  # Discord: an @everyone in an error calls nobody
+            "allowed_mentions": {"parse": []},  # Discord: an @everyone in an error calls no one
             "text": html.escape(text, quote=False),  # Slack, which reads <!channel> as a call
             "run": self._run,
             "step": step,
@@ -87,11 +89,6 @@ class Webhook:
                 thread.start()
                 self._thread = thread
 
-    def _wait(self) -> None:
-        thread = self._thread
-        if thread is not None:
-            thread.join(_END_SECONDS)
-
     def _deliver(self) -> None:
         while True:
             with self._lock:
@@ -99,23 +96,23 @@ class Webhook:
                     self._thread = None
                     return
                 body = self._waiting.popleft()
-            refusal, pause_seconds = self._try(body)
-            if refusal and 0 <= pause_seconds <= _LONGEST_PAUSE_SECONDS:
+            problem, pause_seconds = self._send(body)
+            if problem and 0 <= pause_seconds <= _LONGEST_PAUSE_SECONDS:
                 time.sleep(pause_seconds)
-                refusal, _ = self._try(body)
-            if refusal and not self._has_failed:
+                problem, _ = self._send(body)
+            if problem and not self._has_failed:
                 self._has_failed = True
                 logger.warning(
                     "a message to the webhook was not delivered (%s); training goes on, and this is"
                     " logged once. Check the URL in %s",
-                    refusal,
+                    problem,
                     VARIABLE,
                 )
 
-    def _try(self, body: bytes) -> tuple[str, float]:
-        """Return why the server did not take it, and after how many seconds to try once more.
+    def _send(self, body: bytes) -> tuple[str, float]:
+        """Return why the server did not accept it, and after how many seconds to try again.
 
-        The message of an exception may have the URL in it, so only its class is told.
+        The message of an exception may contain the URL, so only its class is reported.
         """
         if not self._url.startswith(("https://", "http://")):
             return "it begins with neither https:// nor http://", math.inf
@@ -130,13 +127,13 @@ class Webhook:
             after = error.headers.get("Retry-After", "")
             return f"HTTP {error.code}", _seconds(after) if is_temporary else math.inf
         except (OSError, ValueError, HTTPException) as error:
-            reason = getattr(error, "reason", None)  # URLError has the real error there
+            reason = getattr(error, "reason", None)  # URLError keeps the real error there
             return type(reason if isinstance(reason, OSError) else error).__name__, math.inf
         return "", 0.0
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Turns a redirection into an error: urllib would follow it with a GET, without the message."""
+    """Turns a redirect into an error: urllib would follow it with a GET, without the message."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -150,6 +147,6 @@ def _seconds(retry_after: str) -> float:
 
 
 def webhook_of_run(output_dir: str, rank: int) -> Callable[[Entry], None] | None:
-    """Return what posts entries of this rank's timeline; None if the environment has no URL."""
+    """Return what posts entries of this rank's timeline; None if no URL is set."""
     url = os.environ.get(VARIABLE, "").strip()
     return Webhook(url, output_dir, rank).tell if url else None

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfAccelerator
+from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.exact.losses import Family, family_of
@@ -33,7 +34,6 @@ from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.micro_batch import ChangedLoss, Handed, MicroBatch, Piece
 from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.replaced import Replaced
 from trainer_plugins.survival.training.planned import Planned, Replay
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training.rehearsal import rehearse
@@ -53,7 +53,8 @@ class Engine:
 
     def __init__(self, attached: Attached) -> None:
         self.is_attached = True
-        self._attached, self._replaced = attached, Replaced()
+        self._attached = attached
+        self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
         self._accelerator: HfAccelerator | None = None
         self._judged: object = None
         """The state of the training that was judged last: each training has one of its own."""
@@ -64,8 +65,8 @@ class Engine:
 
     def attach(self) -> None:
         trainer = self._attached.trainer
-        self._replaced.put(trainer, "compute_loss", self.compute_loss)
-        self._replaced.put(trainer, "prediction_step", self._evaluation.prediction_step)
+        self._methods.set(trainer, "compute_loss", self.compute_loss)
+        self._methods.set(trainer, "prediction_step", self._evaluation.prediction_step)
         self._follow_accelerator()
         memo_of(trainer).listener = ref(self)
 
@@ -73,7 +74,8 @@ class Engine:
         """Restore the methods, and what a run has changed on its model."""
         self.is_attached = False
         self._end_run()
-        self._replaced.put_back()
+        self._backward.close()
+        self._methods.close()
 
     def step_begins(self) -> None:
         """Begin the run with its first step, unless it has begun."""
@@ -200,10 +202,10 @@ class Engine:
         """Replace `backward` of the Trainer's accelerator: each trial of a search has a new one."""
         accelerator = self._attached.trainer.accelerator
         if accelerator is not self._accelerator:
-            if self._accelerator is not None:
-                self._replaced.put_back(self._accelerator)
+            self._backward.close()
+            self._backward = Patches(keeps_later=True)  # it keeps what it has patched alive
             self._accelerator, self._attached.backward = accelerator, accelerator.backward
-            self._replaced.put(accelerator, "backward", self.backward)
+            self._backward.set(accelerator, "backward", self.backward)
 
     def _end_run(self) -> None:
         if self._run is not None:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.exact.modules import bare_model, coupled_modules
+from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
+from trainer_plugins.wrapped import base_model
 
 
 def refusals(trainer: HfTrainer) -> list[str]:
@@ -78,7 +79,7 @@ def _takes_gradient(parameter: nn.Parameter) -> bool:
 
 def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:
     yield from coupled_modules(trainer.model)
-    config: Any = getattr(bare_model(trainer.model), "config", None)
+    config: Any = getattr(base_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     has_router_loss = any(getattr(c, "output_router_logits", False) for c in configs)
     if has_router_loss or getattr(trainer, "aux_loss_enabled", False):

@@ -1,4 +1,4 @@
-"""SimCard: the file that is the one source of truth about a simulated card shared by processes.
+"""SimCard: the file through which processes share a simulated card.
 
 `simgpu` records there what each process reserves, the scripted driver library answers from it, and
 a test writes foreign processes into it. It is little endian and has 4096 bytes: a header (magic,
@@ -12,12 +12,14 @@ import uuid as uuids
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 _MAGIC = b"SIMCARD1"
 _HEADER = struct.Struct("<8sQ48s")
 _SLOT = struct.Struct("<iIQ48s")
 _NUM_SLOTS = 60
 _FILE_BYTES = 4096
-_LIVE = 1  # the slot counts only while its process exists; a scripted slot always counts
+_LIVE = 1  # a flag: the slot counts only while its process exists; others always count
 _CAPACITY_AT = 8
 _BYTES_IN_SLOT_AT = 8
 
@@ -28,6 +30,13 @@ class CardProcess(NamedTuple):
     pid: int
     num_bytes: int
     name: str
+
+
+class _Slot(NamedTuple):
+    pid: int
+    flags: int
+    num_bytes: int
+    name: bytes
 
 
 class SimCard:
@@ -47,7 +56,7 @@ class SimCard:
             if os.fstat(file.fileno()).st_size < _FILE_BYTES or file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"not a card file: {self.path}")
             self._memory = mmap.mmap(file.fileno(), _FILE_BYTES)
-        # Sizes are written through this view, eight aligned bytes at once, so that no other process
+        # Sizes are written through this view, eight aligned bytes at once: no other process ever
         # reads half a size.
         self._words = memoryview(self._memory).cast("Q")
 
@@ -60,8 +69,8 @@ class SimCard:
         Args:
             path: where to write it.
             capacity_bytes: the memory of the card.
-            uuid: the driver's name for it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None draws
-                one.
+            uuid: the driver's name for it, `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`; None for a
+                random one.
 
         Raises:
             ValueError: the capacity is not positive, or the uuid is not of this form.
@@ -72,8 +81,7 @@ class SimCard:
         if capacity_bytes <= 0:
             raise ValueError(f"a card needs a positive capacity, got {capacity_bytes}")
         content = _HEADER.pack(_MAGIC, capacity_bytes, uuid.encode()).ljust(_FILE_BYTES, b"\0")
-        # Written aside and renamed: a process that opens the path meanwhile sees a whole card or
-        # none.
+        # Renamed when complete: a process that opens the path meanwhile sees a whole card or none.
         draft = Path(f"{os.fspath(path)}.{os.getpid()}")
         draft.write_bytes(content)
         draft.replace(path)
@@ -81,7 +89,7 @@ class SimCard:
 
     @property
     def capacity_bytes(self) -> int:
-        """Return the memory of the card; it may be set, even below what is in use."""
+        """Return the memory of the card; it can be set, even below what is in use."""
         return self._words[_CAPACITY_AT // 8]
 
     @capacity_bytes.setter
@@ -98,7 +106,7 @@ class SimCard:
 
     @property
     def used_bytes(self) -> int:
-        """Add up what all processes hold."""
+        """Return what all processes hold together."""
         return sum(process.num_bytes for process in self.processes())
 
     @property
@@ -107,18 +115,16 @@ class SimCard:
         return max(0, self.capacity_bytes - self.used_bytes)
 
     def processes(self) -> tuple[CardProcess, ...]:
-        """List who holds how much, in the order of the slots, without processes that have died."""
-        result = []
-        for index in range(_NUM_SLOTS):
-            pid, flags, num_bytes, name = self._slot(index)
-            if pid and (not flags & _LIVE or _exists(pid)):
-                result.append(
-                    CardProcess(pid, num_bytes, name.rstrip(b"\0").decode(errors="replace"))
-                )
-        return tuple(result)
+        """List what each process holds, in the order of the slots, without those that have died."""
+        slots = map(self._slot, range(_NUM_SLOTS))
+        return tuple(
+            CardProcess(each.pid, each.num_bytes, each.name.rstrip(b"\0").decode(errors="replace"))
+            for each in slots
+            if each.pid and (not each.flags & _LIVE or psutil.pid_exists(each.pid))
+        )
 
     def hold(self, pid: int, num_bytes: int, name: str, live: bool = False) -> None:
-        """Script a process: from now on it holds this much, instead of what it held before.
+        """Script a process: from now on it holds exactly this much.
 
         Args:
             pid: its process id, which need not exist. Your own adds to what simgpu reserves for
@@ -128,8 +134,7 @@ class SimCard:
             live: count it only while a process with this pid exists.
 
         Raises:
-            ValueError: the card does not have that much free (nothing is changed then), or all
-                slots are taken.
+            ValueError: that much is not free (nothing is changed then), or all slots are taken.
         """
         if pid <= 0 or num_bytes < 0:
             raise ValueError(
@@ -143,45 +148,37 @@ class SimCard:
                 raise ValueError(f"all {_NUM_SLOTS} process slots of the card are taken")
             short_name = name.encode()[:47]
             _SLOT.pack_into(self._memory, _slot_at(index), pid, _LIVE if live else 0, 0, short_name)
-        before = self._slot(index)[2]
-        # As every process that takes memory does: add, look, give back if it was too much.
-        self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = num_bytes
+        before = self._slot(index).num_bytes
+        # As every process that takes memory does: add, check, undo it if that was too much.
+        self._set_bytes(index, num_bytes)
         if num_bytes > before and self.used_bytes > self.capacity_bytes:
-            self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = before
+            self._set_bytes(index, before)
             raise ValueError(
                 f"process {pid} cannot hold {num_bytes} bytes: it holds {before}, and"
                 f" {self.free_bytes} are free"
             )
 
     def release(self, pid: int) -> None:
-        """Remove what was scripted for a process; nothing happens if nothing was."""
+        """Remove what was scripted for a process, if anything."""
         for live in (False, True):
             index = self._find(pid, live)
             if index is not None and not (live and pid == os.getpid()):  # that one is simgpu's own
-                self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = 0
+                self._set_bytes(index, 0)
                 _SLOT.pack_into(self._memory, _slot_at(index), 0, 0, 0, b"")
 
-    def _slot(self, index: int) -> tuple[int, int, int, bytes]:
-        pid, flags, num_bytes, name = _SLOT.unpack_from(self._memory, _slot_at(index))
-        return pid, flags, num_bytes, name
+    def _slot(self, index: int) -> _Slot:
+        return _Slot._make(_SLOT.unpack_from(self._memory, _slot_at(index)))
+
+    def _set_bytes(self, index: int, num_bytes: int) -> None:
+        self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = num_bytes
 
     def _find(self, pid: int, live: bool | None) -> int | None:
         for index in range(_NUM_SLOTS):
-            slot_pid, flags, _, _ = self._slot(index)
-            if slot_pid == pid and (live is None or bool(flags & _LIVE) == live):
+            slot = self._slot(index)
+            if slot.pid == pid and (live is None or bool(slot.flags & _LIVE) == live):
                 return index
         return None
 
 
 def _slot_at(index: int) -> int:
     return _HEADER.size + index * _SLOT.size
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -23,10 +23,10 @@ class Agreement:
     """Lets all ranks of a run agree on small numbers, at a place that every rank is sure to reach.
 
     It uses a gloo group of its own, created at the first question: the numbers stay on the CPU, no
-    card is waited for, and a time-out cannot harm training's own group. A question takes about 0.2
-    ms between two ranks of one machine, and nothing with one rank. Every rank has to ask the same
-    questions in the same order, in a time that leaves room for what one rank does alone, such as a
-    save. If that is not certain, use `StepEndVote`.
+    card has to finish its work, and a time-out cannot harm training's own group. A question takes
+    about 0.2 ms between two ranks of one machine, and nothing with one rank. Every rank has to ask
+    the same questions in the same order, and `timeout_seconds` must leave room for what one rank
+    does alone, such as a save. If that is not certain, use `StepEndVote`.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -59,12 +59,12 @@ class Agreement:
                 )
             votes = torch.tensor(values)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:  # as are dist.DistError and gloo's own time-outs
+        except RuntimeError as error:  # dist.DistError and gloo's time-outs are RuntimeErrors too
             self._broken = True
             logger.warning(
-                "the ranks could not agree within %.0f s (ddp_timeout), so from here on nothing"
-                " that needs all of them is done: no release, no stop. Look at the log of the rank"
-                " that ended or hangs (%s)",
+                "the ranks could not agree within %.0f s (ddp_timeout): from now on this run does"
+                " nothing that needs all of them, no release and no stop. Look at the log of the"
+                " rank that ended or hangs (%s)",
                 self.timeout.total_seconds(),
                 str(error).splitlines()[0],
             )
@@ -76,14 +76,20 @@ class Agreement:
         return {**self.__dict__, "_world": None, "_group": None}
 
 
-# One group carries the votes of all callbacks: with a group each, ranks that ask in different
-# orders would wait in two of them. By time-out, which is the same on all ranks.
+# All callbacks vote in one group per time-out, which is the same on all ranks: with a group each,
+# ranks that ask in different orders would wait in two of them.
 _agreements: dict[float, Agreement] = {}
 
 
 def agreement_within(timeout_seconds: float) -> Agreement:
-    """Return the one agreement of this process that waits so long."""
+    """Return this process's agreement with that time-out."""
     return _agreements.setdefault(timeout_seconds, Agreement(timeout_seconds))
+
+
+def any_rank(answer: bool, timeout_seconds: float, *, if_unknown: bool) -> bool:
+    """Return whether any rank answers yes, or `if_unknown` if they cannot agree."""
+    highest = agreement_within(timeout_seconds).highest(int(answer))
+    return if_unknown if highest is None else bool(highest)
 
 
 _num_begun: Counter[str] = Counter()
@@ -93,13 +99,13 @@ class StepEndVote:
     """Lets the ranks agree on one small number at the end of an optimizer step, without hanging.
 
     Perhaps only some ranks were given a callback. So each rank that will ask announces itself when
-    training begins, in the store through which the ranks found each other, where nobody waits. The
+    training begins, in the store through which the ranks found each other, without waiting. The
     first rank that asks about a step writes there whether all are present; the others read it, so
     that all vote on that step or none does. Once they have voted, every later question is a vote.
     It takes 0.3 ms between two ranks of one machine.
 
     The end of a step is the one place that all ranks reach: an evaluation, a save or a generation
-    may be one rank's alone.
+    may happen on one rank only.
     """
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
@@ -111,7 +117,7 @@ class StepEndVote:
         """
         self._question = question
         self._timeout_seconds = timeout_seconds
-        self._is_asking = self._has_voted = self._is_said = False
+        self._is_asking = self._has_voted = self._has_warned = False
         if has_peers():
             self._is_asking = True
             _num_begun[question] += 1
@@ -141,8 +147,8 @@ class StepEndVote:
         return highest[0]
 
     def leave(self) -> None:
-        """Announce that this rank does not ask any more, because training ends."""
-        # Once all have voted, none of them uses this key again, and the store may have gone with
+        """Announce that this rank no longer asks, because training ends."""
+        # Once all have voted, none of them uses this key again, and the store may have ended with
         # its rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
@@ -157,12 +163,12 @@ class StepEndVote:
         except RuntimeError as error:
             self._stop_asking(str(error).splitlines()[0])
             return False
-        if not is_vote and not self._is_said:
-            self._is_said = True
+        if not is_vote and not self._has_warned:
+            self._has_warned = True
             logger.warning(
-                "%s is on %d of %d ranks: what needs all of them, a release of the cache or a stop,"
-                " is not done unless the others join. Give every rank the same callbacks with the"
-                " same arguments",
+                "%s is on %d of %d ranks: until the others join, this run does nothing that needs"
+                " all of them, no release of the cache and no stop. Give every rank the same"
+                " callbacks with the same arguments",
                 self._question,
                 num_present,
                 num_ranks,
@@ -172,15 +178,15 @@ class StepEndVote:
     def _stop_asking(self, why: str) -> None:
         self._is_asking = False
         logger.warning(
-            "%s: from here on nothing that needs all ranks is done, no release of the cache and no"
-            " stop (%s). Give every rank the same callbacks in the same order",
+            "%s: from now on this run does nothing that needs all ranks, no release of the cache"
+            " and no stop (%s). Give every rank the same callbacks in the same order",
             self._question,
             why,
         )
 
 
 class Store(Protocol):
-    """Names what is used of the store through which the ranks found each other."""
+    """Names what we use of the store through which the ranks found each other."""
 
     def add(self, key: str, amount: int) -> int: ...
 

@@ -1,17 +1,14 @@
-"""Counts what is alive on a device: by category, by module, and the largest tensors of nobody."""
+"""Counts what is alive on a device: by category, by module, and the largest other tensors."""
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.oom_record import Alive, Held, LiveModel
-from trainer_plugins.upkeep.holders import graphs_held, held_by, root_modules, storage_of
+from trainer_plugins.upkeep.holders import graphs_held, held_by, root_modules, storage_of, tracked
 
 _MOST_MODULES = 12
 _MOST_MODELS = 6
@@ -21,16 +18,19 @@ _MOST_TENSORS = 5
 def count_alive(device_type: str, allocated_bytes: int) -> Alive:
     """Walk through every object that Python tracks, which takes 0.1 to 1 s.
 
-    It needs neither a model nor an optimizer: it finds all there are, also those that an earlier
-    run has left.
+    It needs neither a model nor an optimizer: it finds all there are, even an earlier run's.
 
     Args:
         device_type: the kind of device: `cuda`.
         allocated_bytes: what its allocator counts, of which Python's tensors are a part.
     """
     ledger = _Ledger(device_type)
-    models = [(type(model).__name__, ledger.add_model(model)) for model in root_modules()]
-    for optimizer in _found(torch.optim.Optimizer, gc.get_objects()):
+    models = [
+        LiveModel(name=type(model).__name__, num_bytes=ledger.add_model(model))
+        for model in root_modules()
+    ]
+    models.sort(key=lambda model: -model.num_bytes)
+    for optimizer in tracked(torch.optim.Optimizer):
         ledger.add_optimizer(optimizer)
     others = ledger.others()
     counted = sum(ledger.category_bytes.values())
@@ -38,14 +38,10 @@ def count_alive(device_type: str, allocated_bytes: int) -> Alive:
     graphs = _masked(graphs_held(device_type, oldest=True))
     return Alive(
         category_bytes=dict(ledger.category_bytes),
-        # What a process has of main memory is far more than tensors.
+        # A process has far more in main memory than tensors.
         hidden_bytes=0 if device_type == "cpu" else max(0, allocated_bytes - counted),
         module_bytes=dict(ledger.module_bytes.most_common(_MOST_MODULES)),
-        models=tuple(
-            LiveModel(name=name, num_bytes=num_bytes)
-            for name, num_bytes in sorted(models, key=lambda pair: -pair[1])[:_MOST_MODELS]
-            if num_bytes
-        ),
+        models=tuple(model for model in models[:_MOST_MODELS] if model.num_bytes),
         largest=largest,
         graphs=tuple(each for each in graphs if not each.holder.startswith("a local of")),
     )
@@ -71,8 +67,7 @@ class _Ledger:
         for name, parameter in model.named_parameters():
             module = f"{type(model).__name__}: {_module(name)}"
             self._module_of[id(parameter)] = module
-            num_bytes = self._add("parameter", parameter, module)
-            own_bytes += num_bytes
+            own_bytes += self._add("parameter", parameter, module)
             if parameter.grad is not None:
                 self._add("gradient", parameter.grad, module)
         for buffer in model.buffers():
@@ -87,9 +82,9 @@ class _Ledger:
                     self._add("optimizer", value, self._module_of.get(id(parameter)))
 
     def others(self) -> list[torch.Tensor]:
-        """Count all other tensors, and return the largest that are no part of a graph."""
+        """Count all other tensors, and return the largest that are not part of a graph."""
         found = []
-        for tensor in _found(torch.Tensor, gc.get_objects()):
+        for tensor in tracked(torch.Tensor):
             if issubclass(type(tensor), nn.Parameter):
                 self._add("parameter", tensor)
             elif tensor.grad_fn is not None:
@@ -111,13 +106,8 @@ class _Ledger:
         return num_bytes
 
 
-def _found(kind: type, things: list[object]) -> Iterator[Any]:
-    # By the type alone: isinstance asks objects of other people for their __class__.
-    return (thing for thing in things if issubclass(type(thing), kind))
-
-
 def _module(name: str) -> str:
-    """Name the module of a parameter, all layers together.
+    """Name the module of a parameter, the same for all layers.
 
     >>> _module("model.layers.17.mlp.up_proj.weight"), _module("lm_head.weight")
     ('model.layers.*.mlp', 'lm_head')

@@ -11,21 +11,28 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
-from trainer_plugins.upkeep.frames import code_of, frames_above
+from trainer_plugins.upkeep.frames import is_running
+from trainer_plugins.wrapped import base_model
 
 GenerateGuard = Callable[
     [nn.Module, tuple[object, ...], dict[str, object]], AbstractContextManager[None]
 ]
 """Wraps each `generate` inside training; gets the model, its arguments, and keywords to change."""
 
-_guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKeyDictionary()
-"""The guards of each model, and whether they act outside training too."""
+
+class _Guard(NamedTuple):
+    surround: GenerateGuard
+    outside_training: bool
+
+
+_guards: WeakKeyDictionary[nn.Module, list[_Guard]] = WeakKeyDictionary()
+"""The guards of each model."""
 
 
 @contextmanager
@@ -52,9 +59,9 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 def generation_memory(model: nn.Module) -> Iterator[None]:
     """Wrap your own preview code, so that the model generates as in inference and leaves nothing.
 
-    Inside, the model is in eval mode without gradient checkpointing; afterwards it is exactly as it
-    was found, even if the block raises. Then what `generate` left behind is dropped, if anything.
-    Cached memory is not released: all ranks have to agree on that, see `EvalGenerateCleanup`.
+    Inside, the model is in eval mode without gradient checkpointing. Afterwards every module is
+    restored, even if the block raises, and what `generate` left behind is dropped. Cached memory is
+    not released: all ranks have to agree on that, see `EvalGenerateCleanup`.
     """
     try:
         with inference_mode_of(model):
@@ -63,29 +70,20 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
         drop_leftovers(model)
 
 
-def leftovers(model: nn.Module) -> list[tuple[Any, str]]:
-    """List what `generate` has left on a model, as pairs of a module and an attribute's name.
-
-    `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA
-    graphs; `_cached_continuous_batching_manager` holds a paged cache of most of the card. An
-    ordinary `generate` leaves nothing (transformers 5.23).
-    """
-    names = ("_compiled_call", "_cached_continuous_batching_manager")
-    return [(module, name) for module in model.modules() for name in names if name in vars(module)]
-
-
 def drop_leftovers(model: nn.Module) -> list[str]:
     """Drop what `generate` has left on a model, and return the names of what was dropped.
 
-    A compiled call takes the memory pools of its CUDA graphs with it; graphs of other compiled code
-    are recorded again at their next run. Compiled code stays compiled. Not yet measured on a GPU.
+    `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA
+    graphs; graphs of other compiled code are recorded again at their next run, and compiled code
+    stays compiled. `_cached_continuous_batching_manager` holds a paged cache of most of the card.
+    An ordinary `generate` leaves nothing (transformers 5.23). Not yet measured on a GPU.
     """
-    found = leftovers(model)
+    names = ("_compiled_call", "_cached_continuous_batching_manager")
+    found = [(module, name) for module in model.modules() for name in names if name in vars(module)]
     for module, name in found:
-        if name == "_cached_continuous_batching_manager" and hasattr(
-            module, "destroy_cached_continuous_batching_manager"
-        ):
-            module.destroy_cached_continuous_batching_manager()  # it also stops its thread
+        stop = getattr(module, "destroy_cached_continuous_batching_manager", None)
+        if name == "_cached_continuous_batching_manager" and stop is not None:
+            stop()  # it also stops its thread
         vars(module).pop(name, None)
     # torch imports this only if graphs are in use.
     graphs = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -101,39 +99,38 @@ def guard_generate(
 ) -> Callable[[], None]:
     """Wrap a guard around every `model.generate` inside training; return what removes it.
 
-    Outside `Trainer.train` the guard does nothing, so one that is left behind by a training that
-    raised is inert, unless it is meant for there.
+    Outside `Trainer.train` the guard does nothing, so that one left behind by a training that
+    raised is inert, unless `outside_training` is set.
     """
     if model not in _guards:
         _guards[model] = []
-        # FSDP2 and PEFT put one there, which `_generate` calls. A copy of a guarded model has ours,
-        # and the one before.
+        # FSDP2 and PEFT set one on the instance, which `_generate` calls. A copy of a guarded model
+        # has ours, and the one before.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
         # A bound method of a function of this module: copy.deepcopy and pickle copy it with the
         # model.
         vars(model)["generate"] = MethodType(_generate, model)
-    entry = guard, outside_training
+    entry = _Guard(guard, outside_training)
     _guards[model].append(entry)
-    # A guard may know its callback, which keeps `remove`: with a reference to the model in it, a
-    # training that raised would keep the model for ever.
-    known = ref(model)
+    # A guard may refer to its callback, which keeps `remove`: if that referred to the model, a
+    # training that raised would keep the model alive.
+    model_ref = ref(model)
 
     def remove() -> None:
-        model = known()
-        if model is None:
+        model = model_ref()
+        guards = _guards.get(model, []) if model is not None else []
+        if model is None or entry not in guards:
             return
-        guards = _guards.get(model, [])
-        if entry in guards:
-            guards.remove(entry)
-            if not guards:
-                del _guards[model]
-                before = vars(model).pop("_generate_before_guards", None)
-                # Unless somebody has put another one over ours since.
-                if _is_guarded(model):
-                    del vars(model)["generate"]
-                    if before is not None:
-                        vars(model)["generate"] = before
+        guards.remove(entry)
+        if guards:
+            return
+        del _guards[model]
+        before = vars(model).pop("_generate_before_guards", None)
+        if _is_guarded(model):  # and no other code has replaced ours since
+            del vars(model)["generate"]
+            if before is not None:
+                vars(model)["generate"] = before
 
     return remove
 
@@ -142,17 +139,12 @@ def _is_guarded(model: nn.Module) -> bool:
     return getattr(vars(model).get("generate"), "__func__", None) is _generate
 
 
-def base_model(model: Any) -> Any:
-    """Return the model inside PEFT's, whose own `forward` and `generate` take anything; else it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
     """Build no key-value cache in training forwards that are checkpointed; return what undoes that.
 
-    A layer that is checkpointed keeps only its inputs, but a cache keeps its keys and values too.
-    transformers 5 takes it from such layers itself; older versions, and models of one's own, may
-    not. Without checkpointing a backward pass needs both anyway, so the cache costs nothing there.
+    A checkpointed layer keeps only its inputs, but a cache keeps its keys and values too.
+    transformers 5 already withholds it from such layers; older versions and custom models may not.
+    Without checkpointing a backward pass needs both anyway, so the cache costs nothing there.
     """
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
@@ -166,14 +158,12 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
 def inside_training() -> bool:
     """Return whether a `Trainer.train` is running on this thread's stack.
 
-    It takes about 2 microseconds. The Trainer has no event for a training that raised, but its
-    frame is gone then.
+    The Trainer has no event for a training that raised, but then its frame is gone.
     """
     # Below the callbacks, transformers is imported only when it is needed.
     from transformers import Trainer
 
-    code = code_of(Trainer.train)
-    return any(frame.f_code is code for frame in frames_above())
+    return is_running(Trainer.train)
 
 
 def _checkpointed(model: nn.Module) -> Iterator[Any]:
@@ -194,8 +184,9 @@ def _generate(self: Any, *args: object, **kwargs: object) -> object:
     generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
     is_in_training = inside_training()
     with ExitStack() as stack:
-        for guard in [one for one, outside in _guards.get(self, ()) if outside or is_in_training]:
-            stack.enter_context(guard(self, args, kwargs))
+        for guard in list(_guards.get(self, ())):
+            if guard.outside_training or is_in_training:
+                stack.enter_context(guard.surround(self, args, kwargs))
         return generate(*args, **kwargs)
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from traceback import walk_tb
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,13 +14,16 @@ from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.oom_record import Held
 from trainer_plugins.units import size
+from trainer_plugins.wrapped import local_tensor
+
+T = TypeVar("T")
 
 GROWTH_FRACTION = 0.01
-"""The fraction of the card that an evaluation may leave allocated before a holder is searched."""
+"""The fraction of the card that may stay allocated before we look for holders."""
 
 _MAX_LINKS = 6
 _MOST_HELD = 5
-_NOBODY = "nothing that Python tracks (autograd's graph, or C++)"
+_UNKNOWN = "nothing that Python tracks (autograd's graph, or C++)"
 _HERE = os.path.dirname(__file__)
 
 
@@ -33,8 +36,8 @@ def leftover(
     """Judge whether an evaluation left more allocated than it found, and name what holds it.
 
     It takes a reading; if more is allocated than before, a garbage collection; if that does not
-    help, a walk through all objects. None if the state before is unknown, and on the CPU, whose
-    memory moves with everything.
+    help, a walk through all objects. None if the state before is unknown, and on the CPU, where
+    other code allocates memory too.
     """
     if device.name == "cpu" or allocated_before_bytes is None:
         return None
@@ -49,13 +52,42 @@ def leftover(
     return Finding(
         code="evaluation-leftover",
         severity=Severity.WARNING,
-        summary=f"an evaluation left {size(grown_bytes)} more allocated on {reading.device} than it"
-        " found",
+        summary=f"an evaluation left {size(grown_bytes)} more allocated on {reading.device} than"
+        " before",
         evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held)
-        or "no holder",
+        or "no holder found",
         remedy="Clear what holds it when the evaluation ends, or move it off the card with .cpu().",
         amount=float(grown_bytes),
     )
+
+
+def tracked(kind: type[T]) -> list[T]:
+    """Return all objects of a class that Python tracks, which takes 0.1 to 1 s.
+
+    It looks at types only: isinstance would ask other libraries' objects for their __class__.
+    """
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+def root_modules() -> list[nn.Module]:
+    """Return the modules that are alive and not part of another one."""
+    modules = tracked(nn.Module)
+    children = (child for module in modules for child in vars(module).get("_modules", {}).values())
+    inner = {id(child) for child in children}
+    return [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
+
+
+def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None:
+    """Return address and bytes of a tensor's storage; None if it has none on such a device."""
+    tensor = local_tensor(tensor)  # a DTensor has no memory of its own
+    try:
+        if tensor.device.type != device_type:
+            return None
+        storage = tensor.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper (torchao); we find what it wraps
+        return None
+    return (address, num_bytes) if address else None
 
 
 def tensors_held(
@@ -66,47 +98,35 @@ def tensors_held(
 ) -> list[Held]:
     """Return the largest tensors that neither a model nor the optimizer owns, with their holders.
 
-    This walks through every object that Python tracks, which takes 0.1 to 1 s. It is meant for the
-    case that memory did not come back.
+    This walks through every object that Python tracks, so call it only if memory did not come back.
     """
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
-    found: dict[int, torch.Tensor] = {}
-    things = gc.get_objects()
-    for thing in things:
-        # Weights and buffers of other models, a teacher's or a reference's.
-        if issubclass(type(thing), nn.Module):
-            owned |= {id(tensor) for tensor in vars(thing).get("_buffers", {}).values()}
-    for thing in things:
-        if (
-            not issubclass(type(thing), torch.Tensor)
-            or issubclass(type(thing), nn.Parameter)
-            or id(thing) in owned
-        ):
+    for module in tracked(nn.Module):  # other models too, a teacher's or a reference's
+        owned |= {id(buffer) for buffer in vars(module).get("_buffers", {}).values()}
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for tensor in tracked(torch.Tensor):
+        if issubclass(type(tensor), nn.Parameter) or id(tensor) in owned:
             continue
-        try:
-            if thing.device.type == device_type:
-                found.setdefault(thing.untyped_storage().data_ptr(), thing)
-        except (RuntimeError, NotImplementedError):
-            # A wrapper without memory of its own (DTensor, torchao): what it wraps is found as a
-            # tensor itself.
-            continue
-    del things
-    ranked = sorted(
-        found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True
-    )[:largest]
-    found.clear()
-    return held_by(ranked)
+        place = storage_of(tensor, device_type)
+        if place is not None and local_tensor(tensor) is tensor:
+            address, num_bytes = place
+            found.setdefault(address, (num_bytes, tensor))
+    ranked = sorted(found.values(), key=lambda pair: pair[0], reverse=True)[:largest]
+    found.clear()  # or it would count as a holder
+    tensors = [tensor for _, tensor in ranked]
+    del ranked
+    return held_by(tensors)
 
 
 def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
-    """Return the largest of what is allocated on a device, whoever owns it, with their holders.
+    """Return the largest of all allocations on a device, with their holders.
 
-    Whole models count as one each. What no tensor shows is in graphs: then the ends of those are
-    named.
+    Each model counts as one. Memory that is in no tensor is in graphs: then the holders of their
+    ends are named.
     """
     if not allocated_bytes:
         return ()
-    held = [each for each in tensors_held(device_type, None, None) if each.holder != _NOBODY]
+    held = [each for each in tensors_held(device_type, None, None) if each.holder != _UNKNOWN]
     models = root_modules()
     for model in models:
         places = (storage_of(tensor, device_type) for tensor in _owned(model, None))
@@ -121,21 +141,8 @@ def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     return tuple(sorted(held, key=lambda each: -each.num_bytes)[:_MOST_HELD])
 
 
-def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None:
-    """Return address and bytes of a tensor's storage; None if it has none on such a device."""
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
-    try:
-        if tensor.device.type != device_type:
-            return None
-        storage = tensor.untyped_storage()
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a wrapper; what it wraps is found by itself
-        return None
-    return (address, num_bytes) if address else None
-
-
 def held_by(tensors: list[torch.Tensor]) -> list[Held]:
-    """Name what holds each of these tensors, besides this list and the frames of this folder."""
+    """Name what holds each of these tensors, apart from this list and the frames of this folder."""
     return [
         Held(
             num_bytes=tensor.untyped_storage().nbytes(),
@@ -149,31 +156,30 @@ def held_by(tensors: list[torch.Tensor]) -> list[Held]:
 def graphs_held(device_type: str, most: int = 3, oldest: bool = False) -> list[Held]:
     """Return the tensors at the ends of live autograd graphs on a device, with their holders.
 
-    A graph keeps every activation behind it alive, invisibly to Python: whatever holds its end
-    holds them all. It takes as long as `tensors_held`.
+    A graph keeps every activation behind it alive, invisibly to Python: holding its end holds them
+    all. It takes as long as `tensors_held`.
 
     Args:
         device_type: the kind of device: `cuda`.
         most: how many to return.
-        oldest: whether those come first that were made first, and not the largest. In a step,
-            which makes a graph of its own, these are the ones that somebody keeps.
+        oldest: whether the oldest come first, and not the largest. During a step, which makes a
+            graph of its own, those are the ones that other code keeps.
     """
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     ends = [
         tensor
-        for tensor in tensors
+        for tensor in tracked(torch.Tensor)
         if tensor.grad_fn is not None and tensor.device.type == device_type
     ]
-    del tensors
     inner: set[torch.autograd.graph.Node] = set()
-    behind = [node for tensor in ends for node, _ in tensor.grad_fn.next_functions]
+    tips = [tensor.grad_fn for tensor in ends if tensor.grad_fn is not None]
+    behind = [node for tip in tips for node, _ in tip.next_functions]
     while behind:
         node = behind.pop()
         if node is not None and node not in inner:
             inner.add(node)
             behind += [further for further, _ in node.next_functions]
     ends = [tensor for tensor in ends if tensor.grad_fn not in inner]
-    ends.sort(key=_made if oldest else lambda end: -end.numel())
+    ends.sort(key=_order_of_creation if oldest else lambda end: -end.numel())
     del ends[most:]
     return [
         Held(num_bytes=end.nbytes, shape=tuple(end.shape), holder=_holder(end, ends))
@@ -181,8 +187,8 @@ def graphs_held(device_type: str, most: int = 3, oldest: bool = False) -> list[H
     ]
 
 
-def _made(end: torch.Tensor) -> int:
-    """Return when a graph was made: autograd numbers the nodes of each thread."""
+def _order_of_creation(end: torch.Tensor) -> int:
+    # Autograd numbers the nodes of each thread.
     sequence: Callable[[], int] | None = getattr(end.grad_fn, "_sequence_nr", None)
     return sequence() if sequence is not None else 0
 
@@ -193,7 +199,7 @@ def _owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
-    # accelerate's wrapper of an optimizer has the states of the one inside.
+    # accelerate's wrapper of an optimizer shows the states of the one inside.
     for state in getattr(optimizer, "state", {}).values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
@@ -208,17 +214,16 @@ def _holder(thing: object, ours: object) -> str:
             break
         text = name + (" -> " if text and not text.startswith("[") else "") + text
         if isinstance(owner, FrameType):
-            # The frames of an error that somebody keeps.
-            owner = _error_through(owner)
+            owner = _error_through(owner)  # the frame may belong to an error that is kept
         if owner is None or isinstance(owner, ModuleType):
             break
         seen.add(id(owner))
         thing = owner
-    return text or _NOBODY
+    return text or _UNKNOWN
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
-    """Return an object that refers to another one, and the name by which it does.
+    """Return an object that refers to another one, and under which name.
 
     Frames come last: they name a passing moment.
     """
@@ -250,25 +255,11 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
 
 def _error_through(frame: FrameType) -> BaseException | None:
     """Return an error whose traceback keeps this frame; None if there is none."""
-    errors: list[BaseException] = [
-        thing for thing in gc.get_objects() if issubclass(type(thing), BaseException)
-    ]
-    those = (e for e in errors if any(passed is frame for passed, _ in walk_tb(e.__traceback__)))
-    return next(those, None)
+    for error in tracked(BaseException):
+        if any(passed is frame for passed, _ in walk_tb(error.__traceback__)):
+            return error
+    return None
 
 
-def root_modules() -> list[nn.Module]:
-    """Return the modules that are alive and no part of another one."""
-    # By the type alone: isinstance asks objects of other people for their __class__.
-    modules: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    inner = {
-        id(child)
-        for module in modules
-        for child in vars(module).get("_modules", {}).values()
-        if child is not None
-    }
-    return [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
-
-
-def _key(items: Iterable[tuple[object, object]], thing: object) -> object:
+def _key(items: Iterable[tuple[object, Any]], thing: object) -> object:
     return next((key for key, value in items if value is thing), None)

@@ -1,4 +1,4 @@
-"""Judges what an evaluation keeps of each batch until its end, or keeps its argmax instead."""
+"""Judges the outputs that an evaluation keeps until its end, or keeps their argmax instead."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,16 +20,16 @@ Metrics = Callable[[EvalPrediction], dict[str, Any]]
 """A `compute_metrics`."""
 
 ROOM = 0.5
-"""The part of what is free that kept outputs may take; forward passes need the rest."""
+"""The fraction of free memory that kept outputs may take; forward passes need the rest."""
 
 _FILLER = -100
 """Pads rows and logits of unequal length (transformers, evaluation_loop)."""
 
 
 def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
-    """Return the bytes of the tensors of nested outputs, or of the arrays that they become."""
+    """Return the bytes of the tensors in nested outputs, or of the numpy arrays made from them."""
     if isinstance(outputs, torch.Tensor):
-        # numpy has no bfloat16: nested_numpify makes float32.
+        # numpy has no bfloat16, so nested_numpify makes float32.
         width = 4 if as_arrays and outputs.dtype == torch.bfloat16 else outputs.element_size()
         return outputs.numel() * width
     if isinstance(outputs, Mapping):
@@ -46,31 +46,31 @@ def judge_kept(
 
     Args:
         batch_bytes: what is kept of one batch.
-        num_batches: how many there are, as far as is known.
+        num_batches: the number of batches, as far as it is known.
         are_joined: whether they are joined after each batch, which holds the old and the new.
-        free_bytes: what is free there, and what is kept already.
+        free_bytes: what is free there, plus what is kept already.
         place: where that is, in words.
     """
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:
         return None
-    joined = ", of which joining them holds the old and the new" if are_joined else ""
+    joined = "; joining them holds the old array and the new one" if are_joined else ""
     return Finding(
         code="evaluation-gathers-logits",
         severity=Severity.ERROR if need > free_bytes else Severity.WARNING,
         summary=f"an evaluation keeps its outputs until its end: {size(need)}, and"
         f" {size(free_bytes)} of {place} is free",
         evidence=f"{num_batches:,} batches of {size(batch_bytes)}{joined}",
-        remedy="callbacks=[EvaluationGuard(logits_to='argmax')], or 'cpu', or a"
-        " preprocess_logits_for_metrics of your own, which keeps what your metrics need",
+        remedy="Pass callbacks=[EvaluationGuard(logits_to='argmax')], or 'cpu', or a"
+        " preprocess_logits_for_metrics that keeps only what your metrics need",
         amount=float(need),
     )
 
 
 class Argmaxed:
-    """Stands for logits of which only the place of the largest was kept.
+    """Stands in for logits of which only the argmax was kept.
 
-    It answers `argmax` over the last axis, as the array of all logits would, and refuses the rest.
+    It answers `argmax` over the last axis as the array of all logits would, and refuses the rest.
     """
 
     def __init__(self, places: NDArray[np.int64], num_classes: int) -> None:
@@ -82,10 +82,10 @@ class Argmaxed:
         return len(self._places)
 
     def argmax(self, axis: int | None = None, out: None = None) -> NDArray[np.int64]:
-        """Return the place of the largest logit of each row; `np.argmax` calls this."""
+        """Return the index of the largest logit of each row; `np.argmax` calls this."""
         if axis not in (-1, self.ndim - 1) or out is not None:
             raise TypeError("of these logits only the argmax over the last axis was kept")
-        # Where logits are padded all of a row are equal, and the first one counts.
+        # In a padded row all logits are equal, and argmax returns the first one.
         return np.where(self._places == _FILLER, 0, self._places)
 
     def __array__(self, *args: object, **kwargs: object) -> NDArray[Any]:
@@ -93,27 +93,26 @@ class Argmaxed:
 
 
 def why_not_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
-    """Say why the argmax cannot stand for the logits of a batch; empty if the metrics are the same.
-
-    The metrics of this batch are computed both ways.
-    """
+    """Say why the argmax cannot replace the logits; empty if both give the same metrics."""
     if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-        return f"the model returns {type(outputs).__name__}, and not logits alone"
+        return f"the model returns {type(outputs).__name__}, not just logits"
     if outputs.dim() < 2:
-        return "the outputs of a row are one number"
+        return "each row's output is a single number"
     try:
         arrays = nested_numpify(labels)
         ids = outputs.argmax(-1).cpu().numpy()
-        whole = metrics(EvalPrediction(deepcopy(nested_numpify(outputs)), deepcopy(arrays)))
-        short = metrics(_prediction(ids, outputs.shape[-1], deepcopy(arrays)))
+        of_logits = metrics(EvalPrediction(deepcopy(nested_numpify(outputs)), deepcopy(arrays)))
+        of_argmax = metrics(_prediction(ids, outputs.shape[-1], deepcopy(arrays)))
     except Exception as error:
         logger.debug("compute_metrics failed on the first batch", exc_info=True)
         return f"compute_metrics raises {type(error).__name__}: {error}"
-    return "" if _are_same(whole, short) else f"compute_metrics gives {short}, and not {whole}"
+    if _are_same(of_logits, of_argmax):
+        return ""
+    return f"compute_metrics gives {of_argmax}, and not {of_logits}"
 
 
 def metrics_of_argmax(metrics: Metrics, num_classes: int) -> Metrics:
-    """Return a `compute_metrics` that takes the argmax where the one of the user took logits."""
+    """Return a `compute_metrics` that takes the argmax where the user's takes logits."""
 
     def compute(kept: EvalPrediction) -> dict[str, Any]:
         places = cast(NDArray[np.int64], kept.predictions)
@@ -136,5 +135,4 @@ def _are_same(one: object, other: object) -> bool:
 def _is_equal(one: object, other: object) -> bool:
     if isinstance(one, str):
         return one == other
-    # NaN is equal to NaN here.
-    return bool(np.array_equal(one, other, True))  # type: ignore[arg-type]
+    return bool(np.array_equal(one, other, equal_nan=True))  # type: ignore[arg-type]

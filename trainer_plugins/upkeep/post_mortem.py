@@ -1,4 +1,4 @@
-"""post_mortem: what is known when a run raises, written beside it before the error goes on."""
+"""post_mortem: when a run raises, writes what is known into its folder before the error goes on."""
 
 import os
 import shlex
@@ -41,7 +41,7 @@ _TAIL_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Says what raised, and where the record goes."""
+    """Describes the run that raised, and where its record goes."""
 
     folder: Path
     call: str
@@ -58,9 +58,8 @@ class Scene:
 def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Record an out-of-memory error that leaves this block, for code without a Trainer.
 
-    The file is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, with a number behind it if there
-    is one already.
-    The error goes on unchanged. Without an error it costs nothing.
+    The file is `<output_dir>/_trainer_plugins/oom-rank<R>.json`; a number is added to its name if
+    it exists already. The error goes on unchanged. Without an error it costs nothing.
 
     Args:
         output_dir: the folder for the file, which `trainer-plugins explain` reads.
@@ -69,30 +68,30 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(Exception):  # whatever goes wrong here, the error goes on
+        with suppress(Exception):  # the error goes on, even if its record fails
             if (found := classify(error)) is not None:
                 record_oom(error, found, _scene_without_trainer(Path(output_dir), began_seconds))
         raise
 
 
 def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
-    """Write what is known of an out-of-memory error, and say on stderr where it is.
+    """Write what is known about an out-of-memory error, and print on stderr where it is.
 
-    Call it before the traceback is gone: its frames hold what was alive. It raises nothing that it
-    can help, and keeps nothing of the error.
+    Call it while the error is handled: its frames hold what was alive. It keeps no reference to the
+    error.
 
     Returns:
-        The name of the file; empty if it could not be written, which stderr says then.
+        The name of the file; empty if it could not be written, which stderr then reports.
     """
     record = _record(error, found, scene)
     try:
         path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
     except OSError as failed:
         why = failed.strerror or failed
-        _say(f"the out-of-memory record cannot be written to {scene.folder}: {why}")
+        _print(f"the out-of-memory record cannot be written to {scene.folder}: {why}")
         return ""
     command = f"trainer-plugins explain {shlex.quote(str(scene.folder))}"
-    _say(f"{record.words}: see {path}, or {command}")
+    _print(f"{record.words}: see {path}, or {command}")
     return path.name
 
 
@@ -106,12 +105,10 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
     frames = traceback_frames(error.__traceback__)
     unknown: tuple[Moment, Part] = ("other", "")
     moment, part = tried(lambda: what_ran(frames, scene.trainer_class), unknown)
-    nothing: dict[str, Shape] = {}
+    batch: dict[str, Shape] = {}
     if moment in ("train", "eval", "predict", "generate"):
-        batch = tried(lambda: batch_of(frames, scene.trainer_class), nothing)
-    else:
-        batch = nothing
-    frames.clear()  # or they would hold each tensor once more while the holders are sought
+        batch = tried(lambda: batch_of(frames, scene.trainer_class), batch)
+    frames.clear()  # or they would count as holders of tensors
     reading = None if scene.device is None else tried(scene.device.read, None)
     return OomRecord(
         time_seconds=time(),
@@ -136,7 +133,7 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
     )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(OSError, ValueError):  # stderr may be closed
         sys.stderr.write(f"trainer_plugins: {printable(text)}\n")
 
@@ -164,7 +161,7 @@ def _processes(device: Device | None) -> tuple[Process, ...] | None:
 
 
 def _is_of_user(pid: int) -> bool:
-    with suppress(OSError, AttributeError):  # it is gone; Windows has no such numbers
+    with suppress(OSError, AttributeError):  # the process is gone; Windows has no user ids
         return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
     return False
 
@@ -183,7 +180,7 @@ def _host() -> Host:
 
 
 def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
-    """Read the last line of the timeline of each other rank that writes into this folder."""
+    """Read the last entry of each other rank that writes into this folder."""
     found = []
     for other, path in rank_files(folder).items():
         if other == rank or not path.is_file():
@@ -205,10 +202,9 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
 
 
 def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
-    rank, world_size = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-    device = tried(
-        lambda: open_device(torch.accelerator.current_accelerator() or torch.device("cpu")), None
-    )
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = tried(lambda: open_device(accelerator), None)
     return Scene(
         folder=folder,
         call="report_oom",

@@ -1,4 +1,4 @@
-"""Reads a traceback: the frames without private paths, what the run was doing, its batch."""
+"""Reads a traceback: its frames without private paths, what the run was doing, its batch."""
 
 import linecache
 import os
@@ -6,6 +6,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 import torch
@@ -18,9 +19,8 @@ _MOST_FRAMES = 80
 _MOST_TENSORS = 20
 _OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_around.py")
 
-# Functions of transformers' Trainer, and of its subclasses, by what they do. An evaluation in which
-# something is generated counts as a generation, and a training in which something is saved as a
-# save: the first row that fits decides.
+# Functions of transformers' Trainer and its subclasses, by what they do. The first row that fits
+# decides: a save during training counts as a save.
 _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ("save", frozenset({"_save_checkpoint", "save_model", "_save_optimizer_and_scheduler"})),
     (
@@ -32,7 +32,7 @@ _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ("train", frozenset({"training_step", "compute_loss", "_run_epoch", "get_batch_samples"})),
 )
 _STEP_EVENTS = frozenset({"on_step_begin", "on_step_end", "on_substep_end", "on_log"})
-# The step itself forgets its batch before the backward pass; the loop around it does not.
+# The step itself drops its batch before the backward pass; the loop around it does not.
 _BATCH_OF = frozenset(
     {"_inner_training_loop", "_run_epoch", "evaluation_loop", "training_step", "prediction_step"}
 )
@@ -43,37 +43,26 @@ _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
     """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon.
 
-    The outermost, which handles the error, is left out: it still runs, and reading the variables of
-    a running frame would keep the error alive, and so all tensors.
+    The outermost, which handles the error, is left out: it is still running, and reading a running
+    frame's variables would keep the error alive, with all its tensors.
     """
-    frames = []
-    traceback = None if traceback is None else traceback.tb_next
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    return frames
+    return [frame for frame, _ in walk_tb(traceback)][1:]
 
 
 def told_frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
-    """Render a traceback: at most 80 frames, the innermost, with paths that begin at a package."""
-    told: list[Frame] = []
-    while traceback is not None:
-        code, line = traceback.tb_frame.f_code, traceback.tb_lineno
-        source = linecache.getline(code.co_filename, line).strip()
-        told.append(
-            Frame(
-                file=public_path(code.co_filename),
-                line=line,
-                function=code.co_name,
-                code=masked_text(source),
-            )
-        )
-        traceback = traceback.tb_next
-    return tuple([frame for frame in told if frame.file not in _OURS][-_MOST_FRAMES:])
+    """Render the innermost 80 frames of a traceback, with paths that begin at a package."""
+    frames = []
+    for running, line in walk_tb(traceback):
+        path = running.f_code.co_filename
+        file, source = public_path(path), linecache.getline(path, line).strip()
+        if file not in _OURS:
+            function, code = running.f_code.co_name, masked_text(source)
+            frames.append(Frame(file=file, line=line, function=function, code=code))
+    return tuple(frames[-_MOST_FRAMES:])
 
 
 def public_path(path: str) -> str:
-    """Shorten a path to what says which code it is.
+    """Shorten a path to the part that identifies the code.
 
     >>> public_path("/home/me/env/lib/python3.11/site-packages/torch/nn/modules/module.py")
     'torch/nn/modules/module.py'
@@ -96,25 +85,21 @@ def public_path(path: str) -> str:
 def what_ran(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:
     """Say what the run was doing, and in which part of a step it was."""
     part = _part(frames)
-    if any(
-        frame.f_code.co_name == "generate" and "generat" in frame.f_code.co_filename
-        for frame in frames
-    ):
+    codes = [frame.f_code for frame in frames]
+    if any(code.co_name == "generate" and "generat" in code.co_filename for code in codes):
         return "generate", part
     if trainer_class is None:
         return "other", part
     names = {frame.f_code.co_name for frame in _methods_of(frames, trainer_class)}
-    moment = next((moment for moment, those in _MOMENTS if names & those), None)
-    if moment is None:
-        is_in_step = part == "optimizer" or any(
-            frame.f_code.co_name in _STEP_EVENTS for frame in frames
-        )
-        moment = "train" if is_in_step else "begin"
-    return moment, part
+    for moment, functions in _MOMENTS:
+        if names & functions:
+            return moment, part
+    is_in_step = part == "optimizer" or any(code.co_name in _STEP_EVENTS for code in codes)
+    return ("train" if is_in_step else "begin"), part
 
 
 def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, Shape]:
-    """Return the shapes of the batch that the innermost step of the Trainer was given."""
+    """Return the shapes of the batch in the Trainer's innermost step."""
     if trainer_class is None:
         return {}
     found: dict[str, Shape] = {}
@@ -126,7 +111,7 @@ def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, S
 
 def _methods_of(frames: list[FrameType], trainer_class: type) -> Iterator[FrameType]:
     for frame in frames:
-        # Names first: reading the variables of a frame makes a second holder of each.
+        # Names first: reading a frame's variables makes another holder of each.
         if frame.f_code.co_name in _KNOWN and isinstance(frame.f_locals.get("self"), trainer_class):
             yield frame
 

@@ -14,17 +14,13 @@ from trainer_plugins.watch.foreign import tolerance_bytes
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 50
-"""How long growth outside torch counts: a neighbour's, or NCCL's own once after the start."""
+"""For how many steps growth outside torch counts: another process's, or NCCL's at the start."""
 
-_NO, _YES, _HOLD = 0, 1, 2  # what a rank votes; the highest vote counts
+_NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
 def checked_fraction(min_reclaimable_fraction: float) -> float:
-    """Return the fraction if it is one.
-
-    Raises:
-        ValueError: it is not between 0 and 1.
-    """
+    """Return the fraction if it is between 0 and 1; raise ValueError otherwise."""
     if not 0 <= min_reclaimable_fraction <= 1:
         raise ValueError(
             "min_reclaimable_fraction is a fraction of the card, 0 to 1, got"
@@ -36,10 +32,10 @@ def checked_fraction(min_reclaimable_fraction: float) -> float:
 class AgreedRelease:
     """Releases one device's cache when any rank has enough to gain and no rank objects.
 
-    A cache is this run's reservation of memory. If memory outside torch grew within the last 50
-    steps, somebody else is taking what is free: then a rank holds its cache, and so do all. A
-    question takes a reading and a vote of the ranks. A release makes the driver wait for the card,
-    and the memory has to be allocated again.
+    The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
+    another process is taking what is free: then this rank objects, and all keep their caches. A
+    question takes a reading and a vote of the ranks. A release waits for the card, and the memory
+    has to be allocated again.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class AgreedRelease:
         Args:
             device: the device whose cache is released.
             timeline: where each release is recorded with its gain and its cost.
-            vote: the vote of the ranks that ask for releases.
+            vote: the ranks' vote on releases.
             min_reclaimable_fraction: the fraction of the card that some rank must have cached; 0
                 releases whenever asked.
 
@@ -76,8 +72,7 @@ class AgreedRelease:
         Args:
             step: the step that has ended.
             reason: what the timeline says about a release.
-            is_due: whether this rank has reason to ask for one. Other ranks may, and all have to
-                answer.
+            is_due: whether this rank wants one; all ranks have to answer in any case.
         """
         wish = _HOLD
         try:
@@ -101,7 +96,7 @@ class AgreedRelease:
         return flush
 
     def notice(self, step: int) -> MemoryReading:
-        """Record memory outside torch between questions; takes a reading."""
+        """Take a reading between questions, to record memory outside torch."""
         reading = self.device.read()
         while len(self._noticed) > 1 and self._noticed[0][0] < step - RECENT_STEPS:
             self._noticed.popleft()
@@ -111,7 +106,7 @@ class AgreedRelease:
     def _wish(self, step: int, is_due: bool) -> int:
         reading = self.notice(step)
         grown_bytes = reading.non_torch_bytes - min(num_bytes for _, num_bytes in self._noticed)
-        # Main memory is shared with everybody, not reserved by us: there is nothing to hold.
+        # Main memory is not reserved by us: there is nothing to hold.
         if self.device.name != "cpu" and grown_bytes >= tolerance_bytes(reading.total_bytes):
             logger.info(
                 "step %d: holding the cache, memory outside torch grew by %s",
@@ -119,9 +114,5 @@ class AgreedRelease:
                 size(grown_bytes),
             )
             return _HOLD
-        return (
-            _YES
-            if is_due
-            and reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes
-            else _NO
-        )
+        is_enough = reading.cached_bytes >= self.min_reclaimable_fraction * reading.total_bytes
+        return _YES if is_due and is_enough else _NO

@@ -1,9 +1,8 @@
-"""Gives back what a Trainer holds on its card, and names who holds the rest."""
+"""Frees what a Trainer holds on its card, and names what holds the rest."""
 
 import gc
 import sys
 import traceback
-from collections.abc import Iterator
 from types import TracebackType
 from weakref import ref
 
@@ -20,21 +19,20 @@ from trainer_plugins.upkeep.holders import GROWTH_FRACTION, what_is_held
 
 
 def released(trainer: Trainer) -> "Released":
-    """Give back what a Trainer holds on its card: now, and again at the end of a `with` block.
+    """Free what a Trainer holds on its card: now, and again at the end of a `with` block.
 
         released(trainer)              # after a training, whether it ended or failed
 
         with released(trainer):        # also if it raises
             trainer.train()
 
-    Nothing that cannot be made again is lost. The model, and any other module that the Trainer
-    holds, moves to main memory, and back to its card when it is called next: training, evaluating
-    and saving go on as before. Gradients, the optimizer's states, the dataloaders' batches, and the
-    wrapper of DDP with its buckets are dropped; a later `train()` begins with new states, unless it
-    resumes. Tracebacks that Python and IPython keep of a failure in this Trainer lose the variables
-    of their frames, not their lines.
+    The model, and any other module that the Trainer holds, moves to main memory, and back to its
+    card when it is called next: training, evaluating and saving go on as before. Gradients, the
+    optimizer's states, the dataloaders' batches, and the wrapper of DDP with its buckets are
+    dropped; a later `train()` begins with new states, unless it resumes. Tracebacks that Python and
+    IPython keep of a failure in this Trainer lose the variables of their frames, not their lines.
 
-    What other variables hold stays, and is named in the result, as one would type it.
+    What other variables hold stays, and the result names it as in code.
 
     Cost: main memory of the model's size, one copy over the bus each way, and 0.1 to 1 s to look
     for holders, if anything is left.
@@ -47,19 +45,19 @@ def released(trainer: Trainer) -> "Released":
 
 
 class Released:
-    """Says what was given back, what is left, and who holds it. It is a context manager too."""
+    """Says what was freed, what is left, and what holds it. It is a context manager too."""
 
     freed_bytes = 0
-    """Allocated bytes that came back; all times together."""
+    """Allocated bytes that were freed, in total."""
 
     left_bytes = 0
-    """Allocated bytes that are still there."""
+    """Allocated bytes that are left."""
 
     held: tuple[Held, ...] = ()
-    """The largest of what is left, if that is more than a hundredth of the card."""
+    """The largest of what is left, if that is more than 1% of the card."""
 
     def __init__(self, trainer: Trainer) -> None:
-        # The result of a notebook's cell lives in `Out`: it must not keep the Trainer.
+        # A notebook keeps the result of a cell in `Out`: it must not keep the Trainer.
         self._trainer = ref(trainer)
         self._device = open_device(trainer.args.device)
         self._release()
@@ -77,8 +75,7 @@ class Released:
 
     def __repr__(self) -> str:
         lines = [
-            f"{size(self.freed_bytes)} given back on {self._device.name},"
-            f" {size(self.left_bytes)} left"
+            f"{size(self.freed_bytes)} freed on {self._device.name}, {size(self.left_bytes)} left"
         ]
         lines += [f"  {size(each.num_bytes)} held by {each.holder}" for each in self.held]
         return "\n".join(lines)
@@ -96,16 +93,16 @@ class Released:
         self.freed_bytes += max(0, before_bytes - self.left_bytes)
         self.held = ()
         kind = self._device.name.split(":")[0]
-        # Main memory is full of what is nobody's tensor.
+        # Main memory holds far more than tensors.
         if kind != "cpu" and self.left_bytes > GROWTH_FRACTION * after.total_bytes:
             self.held = what_is_held(kind, self.left_bytes)
 
 
 class _ComesBack:
-    """A hook that moves a parked module back to where its tensors were, when it is called."""
+    """Moves a parked module back to its device when it is called."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.device = next(_tensors(module)).device
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.device = device
         self.handle = module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
@@ -114,7 +111,7 @@ class _ComesBack:
 
 
 def _let_go(trainer: Trainer) -> None:
-    """Drop what a Trainer can make again, and park its modules in main memory."""
+    """Drop what a Trainer can recreate, and park its modules in main memory."""
     _forget_failure(trainer)
     handler = trainer.callback_handler
     handler.train_dataloader = handler.eval_dataloader = None
@@ -124,8 +121,8 @@ def _let_go(trainer: Trainer) -> None:
         return
     trainer.accelerator.free_memory()
     trainer.model_wrapped = trainer.model
-    if trainer.model is not None:  # as after a trial of optuna's
-        # So that the next training or evaluation prepares the model again, and places it.
+    if trainer.model is not None:  # it is None after one of optuna's trials
+        # The next training or evaluation then prepares the model again, and places it.
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         vars(trainer.model).pop("_is_accelerate_prepared", None)
     if trainer.optimizer is not None:
@@ -136,21 +133,17 @@ def _let_go(trainer: Trainer) -> None:
         if (stream := stream_of(module)) is not None:  # most of it is in main memory already
             stream.release()
             continue
-        kinds = [device.type for device in {tensor.device for tensor in _tensors(module)}]
-        if kinds == [trainer.args.device.type] != ["cpu"]:
-            _ComesBack(module)
+        devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None and device.type == trainer.args.device.type != "cpu":
+            _ComesBack(module, device)
             nn.Module.to(module, "cpu")
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _forget_failure(trainer: Trainer) -> None:
     """Clear the frames of the last tracebacks, if they came through this kind of Trainer.
 
-    An interpreter that prompts keeps the last error, and its frames hold the batch, the outputs and
+    An interactive interpreter keeps the last error, and its frames hold the batch, the outputs and
     what autograd saved.
     """
     ours = {code_of(getattr(type(trainer), name)) for name in ("train", "evaluate", "predict")}
@@ -163,12 +156,12 @@ def _forget_failure(trainer: Trainer) -> None:
 
 
 def _clear(frames: TracebackType | None) -> None:
-    """Empty the variables of the frames of a traceback, but of those that still run."""
+    """Clear the variables of a traceback's frames, except those still running."""
     for frame, _ in traceback.walk_tb(frames):
         try:
             frame.clear()
         except RuntimeError:
             continue
-        # Up to Python 3.12 a frame whose variables somebody has read, as IPython does to print
-        # them, keeps a copy; reading them again renews it.
+        # Up to Python 3.12 a frame whose variables were read, as IPython does to print them, keeps
+        # a copy; reading them again renews it.
         frame.f_locals  # noqa: B018

@@ -1,4 +1,4 @@
-"""RollCall: find out whether all ranks take part in something, before the first waits for all."""
+"""RollCall: finds out whether all ranks take part in something, before the first waits for all."""
 
 import time
 from contextlib import suppress
@@ -11,10 +11,10 @@ _PAUSE_SECONDS = 0.02
 
 
 class RollCall:
-    """Tells who takes part, by the store through which the ranks found each other.
+    """Asks who takes part, through the store in which the ranks found each other.
 
-    Nobody waits in it for a rank that does not take part. Signing and asking take about 0.2 ms a
-    rank. An answer ends a turn, which all ranks count alike; who takes part again signs again.
+    No rank waits for one that does not take part. Signing and asking take about 0.2 ms a rank. An
+    answer ends a turn, which all ranks count alike; to take part again, a rank signs again.
 
     Args:
         name: what the ranks take part in, the same on all ranks.
@@ -23,28 +23,30 @@ class RollCall:
     def __init__(self, name: str) -> None:
         self._name = f"trainer_plugins/roll call/{name}"
         self._turn: int | None = None
-        """The turn for which this rank has signed; None if it has not, or has its answer."""
+        """The turn that this rank has signed for; None before, and once it has its answer."""
 
     def sign(self) -> None:
-        """Announce that this rank takes part, until it is answered or calls `leave`."""
+        """Announce that this rank takes part, until it gets an answer or calls `leave`."""
         if has_peers():
-            with suppress(RuntimeError):  # then the others find it missing
+            with suppress(RuntimeError):  # the others then find it missing
                 self._turn = self._current()
                 self._put(1)
 
     def leave(self) -> None:
-        """Announce that this rank does not take part any more, if no answer was given yet."""
+        """Announce that this rank no longer takes part, unless it has its answer."""
         if self._turn is not None and has_peers():
-            with suppress(RuntimeError):  # the store may have gone with its rank
+            with suppress(RuntimeError):  # the store may have ended with its rank
                 self._put(0)
         self._turn = None
 
-    def missing(self, wait_seconds: float) -> str:
+    def missing(self, wait_seconds: float = 60.0) -> str:
         """Say which ranks do not take part; empty if all do. Every rank gets the same answer.
 
         Args:
-            wait_seconds: how long a rank that has not signed may be on its way.
+            wait_seconds: how late a rank may sign.
         """
+        if not has_peers():
+            return ""
         try:
             turn = self._current() if self._turn is None else self._turn
             deadline, key = time.monotonic() + wait_seconds, f"{self._name}/{turn}/answer"
@@ -52,8 +54,8 @@ class RollCall:
                 if ranks_store().check([key]):
                     break
                 time.sleep(_PAUSE_SECONDS)
-            # The first rank that comes here decides for all, so that none goes on alone. Who signs
-            # after that belongs to the next turn.
+            # The first rank that gets here decides for all, so that none goes on alone. A rank that
+            # signs later belongs to the next turn.
             answer = ranks_store().compare_set(key, "", "some" if absent else "all")
             ranks_store().compare_set(f"{self._name}/turn", str(turn), str(turn + 1))
         except RuntimeError as error:

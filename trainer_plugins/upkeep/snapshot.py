@@ -1,4 +1,4 @@
-"""Takes torch's own snapshot inside the throw of an out-of-memory error: CUDA, when asked for.
+"""Takes torch's own snapshot at the moment a CUDA out-of-memory error is thrown.
 
 Not yet measured on a GPU.
 """
@@ -12,16 +12,16 @@ from time import time
 
 import torch
 
-from trainer_plugins.record.regular_file import replacing
+from trainer_plugins.record.folder import replacing
 
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 100_000
-"""How many allocations are remembered. torch's own default is no limit, which fills main memory."""
+"""How many allocations torch keeps. Its own default is no limit, which fills main memory."""
 
 
 class _State:
-    """Holds where the next snapshot goes. torch cannot detach an observer: one stays, and asks."""
+    """Holds where the next snapshot goes. torch cannot detach an observer, so it checks this."""
 
     draft: Path | None = None
     is_attached = False
@@ -31,7 +31,7 @@ _state = _State()
 
 
 def record_history(folder: Path, rank: int) -> bool:
-    """Remember allocations from now on, for a snapshot; False where torch has none to give."""
+    """Record allocations from now on, for a snapshot; False where torch has no snapshots."""
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None or not torch.cuda.is_available():
         return False
@@ -41,7 +41,7 @@ def record_history(folder: Path, rank: int) -> bool:
     if not _state.is_attached:
         _state.is_attached = True
         attach(_on_out_of_memory)
-    # An error that is survived leaves one too, which the next one replaces.
+    # A survived error leaves a snapshot too, which the next one replaces.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
@@ -49,7 +49,7 @@ def record_history(folder: Path, rank: int) -> bool:
 
 
 def keep_snapshot() -> str:
-    """Give the last snapshot a name that stays, and return it; empty if none was taken."""
+    """Rename the last snapshot so that it stays, and return its name; empty if there is none."""
     draft = _state.draft
     if draft is None or not draft.exists():
         return ""
@@ -60,7 +60,7 @@ def keep_snapshot() -> str:
 
 
 def forget_history() -> None:
-    """Stop remembering, and remove a snapshot that nobody kept."""
+    """Stop recording, and remove a snapshot that was not kept."""
     draft, _state.draft = _state.draft, None
     if draft is not None:
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -79,5 +79,5 @@ def _on_out_of_memory(device: int, asked: int, allocated: int, free: int) -> Non
             # torch's viewer reads protocols 2 to 4.
             pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
     except Exception:
-        # Whatever is raised here would hide the error that is being thrown.
+        # An error here would hide the one that is being thrown.
         logger.warning("torch's snapshot could not be written to %s", draft, exc_info=True)

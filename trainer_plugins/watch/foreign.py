@@ -1,6 +1,6 @@
 """Finds foreign memory: what other processes hold on our card.
 
-Bytes decide; the names of processes only help the reader.
+Bytes decide; process names only help the reader.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ def tolerance_bytes(total_bytes: int) -> int:
 def context_allowance_bytes(total_bytes: int) -> int:
     """Return what a process may hold outside torch from the start.
 
-    That is the CUDA context, loaded kernels and NCCL; 0.3 to 1 GiB were seen.
+    That is the CUDA context, loaded kernels and NCCL; we have seen 0.3 to 1 GiB.
     """
     return min(3 * GIB // 2, total_bytes // 10)
 
@@ -30,34 +30,27 @@ def foreign_memory(
     processes: tuple[GpuProcess, ...] | None,
     own_pids: Collection[int],
 ) -> Finding | None:
-    """Judge how much of the card others hold.
+    """Judge how much of the card other processes hold.
 
     Args:
         reading: the card now.
-        ours_outside_torch_bytes: what we may hold outside torch, used if the driver does not list
-            us.
+        ours_outside_torch_bytes: what we may hold outside torch; decides if the driver does not
+            list us.
         processes: what the driver lists, if anything.
-        own_pids: the processes of this run on this machine; before a launch there are none.
+        own_pids: the processes of this run on this machine; none before a launch.
     """
     listed = processes or ()
-    known_bytes = {
-        process.pid: process.used_bytes for process in listed if process.used_bytes is not None
-    }
-    used_bytes = reading.total_bytes - reading.free_bytes
-    # A list tells about others only if it knows us: in a container its pids may be the host's, or
-    # processes may be missing.
+    known_bytes = {each.pid: each.used_bytes for each in listed if each.used_bytes is not None}
+    # A list is complete only if it knows us: in a container it may have the host's pids, or lack
+    # processes.
     if any(pid in known_bytes for pid in own_pids) or (listed and not own_pids):
+        used_bytes = reading.total_bytes - reading.free_bytes
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
-        others = [process for process in listed if process.pid not in own_pids]
-        who = ", ".join(
-            f"pid {p.pid} ({p.name or 'name unknown'}): "
-            f"{'size unknown' if p.used_bytes is None else size(p.used_bytes)}"
-            for p in others
-        )
-        who = who or "by a process that the driver does not list"
+        others = [_described(each) for each in listed if each.pid not in own_pids]
+        who = ", ".join(others) or "held by a process that the driver does not list"
     else:
         foreign_bytes = reading.non_torch_bytes - ours_outside_torch_bytes
-        who = "the driver does not say who: judged by bytes alone"
+        who = "the driver does not list the processes: judged by bytes alone"
     if foreign_bytes < tolerance_bytes(reading.total_bytes):
         return None
     return Finding(
@@ -65,9 +58,12 @@ def foreign_memory(
         severity=Severity.WARNING,
         summary=f"other processes hold {size(foreign_bytes)} of {reading.device}",
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
-        remedy=(
-            "Stop that process or move this run to another card. Do not empty the cache: it is this"
-            " run's reservation."
-        ),
+        remedy="Stop that process or move this run to another card. Do not empty the cache: it"
+        " reserves memory for this run.",
         amount=float(foreign_bytes),
     )
+
+
+def _described(process: GpuProcess) -> str:
+    held = "size unknown" if process.used_bytes is None else size(process.used_bytes)
+    return f"pid {process.pid} ({process.name or 'name unknown'}): {held}"

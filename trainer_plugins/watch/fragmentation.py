@@ -1,19 +1,26 @@
-"""Finds fragmentation: memory neither used nor usable, and the allocator's retries that show it."""
+"""Finds fragmentation: reserved memory that no request fits into, and retries caused by it."""
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import percent, size
 
-# The cure that torch's own out-of-memory message names. It must be set "alone": together with
-# max_split_size_mb reserved memory grows without bound (pytorch issue #123548).
-_EXPANDABLE = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch."
-_REPEAT = (
-    "Pad to a few lengths (pad_to_multiple_of=64), so that blocks fit again; expandable_segments is"
-    " set already."
-)
-
 STUCK_FRACTION = 0.10
+
+
+def against_fragmentation(is_expandable: bool) -> str:
+    """Say what reduces fragmentation, depending on whether expandable segments are in use."""
+    if is_expandable:
+        return (
+            "Pad to a few lengths (pad_to_multiple_of=64), so that freed blocks fit again;"
+            " expandable_segments is set already."
+        )
+    # torch's own out-of-memory message names this setting. It must be set alone: together with
+    # max_split_size_mb reserved memory grows without bound (pytorch issue #123548).
+    return (
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch, or pad to"
+        " a few lengths (pad_to_multiple_of=64)."
+    )
 
 
 def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
@@ -21,7 +28,7 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
 
     Args:
         flush: the release.
-        total_bytes: of the device.
+        total_bytes: the device's memory.
         is_expandable: whether torch was told to use expandable segments.
     """
     fraction = flush.stuck_bytes / total_bytes
@@ -30,11 +37,11 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
     return Finding(
         code="memory-fragmentation",
         severity=Severity.WARNING,
-        summary=f"{percent(fraction)} of the device is reserved but unused, and stays so after the"
-        " cache was released",
+        summary=f"{percent(fraction)} of the device is reserved but unused, even after the cache"
+        " was released",
         evidence=f"{size(flush.stuck_bytes)} stuck between live tensors at step {flush.step}, of"
         f" {size(total_bytes)}",
-        remedy=_REPEAT if is_expandable else _EXPANDABLE,
+        remedy=against_fragmentation(is_expandable),
         amount=float(flush.stuck_bytes),
     )
 
@@ -42,11 +49,11 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
 def allocator_retries(
     before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False
 ) -> Finding | None:
-    """Judge allocations since an earlier reading that only succeeded after a flush of the cache.
+    """Judge allocations since an earlier reading that succeeded only after the cache was flushed.
 
     Args:
         before: the earlier reading.
-        now: the reading that is judged.
+        now: the reading to judge.
         is_expandable: whether torch was told to use expandable segments.
     """
     retries = now.num_alloc_retries - before.num_alloc_retries
@@ -55,15 +62,11 @@ def allocator_retries(
     return Finding(
         code="allocator-retries",
         severity=Severity.WARNING,
-        summary=f"{now.device} is so full that the allocator had to flush its whole cache",
-        evidence=(
-            f"{retries} retries after warm-up, each of which waits for the card; peak allocated "
-            f"{size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of "
-            f"{size(now.total_bytes)}"
-        ),
-        remedy=(
-            f"The next such request may fail. {_REPEAT if is_expandable else _EXPANDABLE} "
-            "Otherwise lower the peak: a smaller micro-batch."
-        ),
+        summary=f"{now.device} is so full that the allocator had to flush its entire cache",
+        evidence=f"{retries} retries after warm-up, each of which waits for the card; peak"
+        f" allocated {size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of"
+        f" {size(now.total_bytes)}",
+        remedy=f"The next such request may fail. {against_fragmentation(is_expandable)} If that"
+        " does not help, lower the peak: use a smaller micro-batch.",
         amount=float(retries),
     )

@@ -1,4 +1,4 @@
-"""Judges host memory: it ends a run with a bare 'Killed' or 'Bus error', so warn before that."""
+"""Judges main memory, which ends a run with a bare 'Killed' or 'Bus error' when it is full."""
 
 from trainer_plugins.devices import HostFacts
 from trainer_plugins.finding import Finding, Severity
@@ -10,7 +10,7 @@ SHM_FREE_FRACTION = 0.10
 
 
 def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
-    """Judge main memory, or the container's limit, against a budget."""
+    """Compare main memory, or the container's limit, with a budget."""
     used_fraction = 1 - reading.free_bytes / reading.total_bytes
     severity = budget.severity(used_fraction)
     if severity is None:
@@ -18,13 +18,11 @@ def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
     return Finding(
         code="host-memory-pressure",
         severity=severity,
-        summary=f"main memory is {percent(used_fraction)} full; at 100% the kernel kills, without a"
-        " traceback",
-        evidence=(
-            f"this process {size(reading.allocated_bytes)}, "
-            f"free {size(reading.free_bytes)} of {size(reading.total_bytes)}"
-        ),
-        remedy="Lower dataloader_num_workers, keep the dataset on disk, or reduce the offload.",
+        summary=f"main memory is {percent(used_fraction)} full; at 100% the kernel kills processes,"
+        " without a traceback",
+        evidence=f"this process {size(reading.allocated_bytes)}, free {size(reading.free_bytes)} of"
+        f" {size(reading.total_bytes)}",
+        remedy="Lower dataloader_num_workers, keep the dataset on disk, or offload less.",
         amount=used_fraction,
     )
 
@@ -49,16 +47,14 @@ def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
 
 def shared_memory(facts: HostFacts) -> Finding | None:
     """Judge /dev/shm: when it is full, a dataloader worker dies of a bus error (SIGBUS)."""
-    if (
-        not facts.shm_total_bytes
-        or facts.shm_free_bytes >= SHM_FREE_FRACTION * facts.shm_total_bytes
-    ):
+    total_bytes, free_bytes = facts.shm_total_bytes, facts.shm_free_bytes
+    if not total_bytes or free_bytes >= SHM_FREE_FRACTION * total_bytes:
         return None
     return Finding(
         code="shared-memory-full",
         severity=Severity.WARNING,
-        summary="/dev/shm is nearly full; a dataloader worker dies of a bus error when it is full",
-        evidence=f"{size(facts.shm_free_bytes)} free of {size(facts.shm_total_bytes)}",
+        summary="/dev/shm is nearly full; when it is full, dataloader workers die of a bus error",
+        evidence=f"{size(free_bytes)} free of {size(total_bytes)}",
         remedy="Start the container with a larger --shm-size, or lower dataloader_num_workers.",
-        amount=float(facts.shm_total_bytes - facts.shm_free_bytes),
+        amount=float(total_bytes - free_bytes),
     )

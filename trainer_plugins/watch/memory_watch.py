@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from time import monotonic
 
 import psutil
@@ -15,7 +15,7 @@ from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.generation import GenerationPeaks
+from trainer_plugins.watch.generation_peaks import GenerationPeaks
 from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
 from trainer_plugins.watch.pressure import Budget, pressure
@@ -37,7 +37,7 @@ class MemoryWatch:
         budget: Budget | None = None,
         flushes: tuple[Timeline, ...] = (),
     ) -> None:
-        """Set what is watched.
+        """Set what to watch.
 
         Args:
             device: the device to watch.
@@ -60,7 +60,7 @@ class MemoryWatch:
         self._non_torch_bytes: int | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
         self._judged_flush: Flush | None = None
-        self._said: dict[str, Finding] = {}
+        self._reported: dict[str, Finding] = {}
         self._charted: MemoryReading | None = None
         self._num_charted: dict[Timeline, int] = {}
 
@@ -71,27 +71,27 @@ class MemoryWatch:
             step: optimizer steps completed.
             moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
                 `begin`, `end`. What it generated meanwhile is a moment of its own, `generate`.
-            num_tokens_seen: tokens of training so far, on all ranks; 0 if nobody counts them.
+            num_tokens_seen: tokens of training so far, on all ranks; 0 if not counted.
         """
         generated = self.generations.sample(step)
         if generated is not None:
             self.timeline.add(generated)
-        reading = self.generations.with_what_was_around(self.device.read())
+        reading = self.generations.with_earlier_peak(self.device.read())
         self.device.reset_peak()
         self.timeline.add(
             Sample(step=step, moment=moment, reading=reading, num_tokens_seen=num_tokens_seen)
         )
         if self._charted is None:  # the first peak belongs to what came before, loading the model
             self._begin_chart(reading)
-        findings = [
-            *self._judge_generation(generated),
-            *self._judge_card(reading, moment),
+        judged = (
+            pressure(generated.reading, self.budget, generated.moment) if generated else None,
+            *self._judge_device(reading, moment),
             *self._judge_host(moment),
             *self._judge_growth(reading, step, moment),
-        ]
-        news = [finding for finding in findings if self._is_news(finding)]
+        )
+        news = [found for found in judged if found is not None and self._is_news(found)]
         for finding in news:
-            self._said[finding.code] = finding
+            self._reported[finding.code] = finding
             self.timeline.add(Remark(step=step, finding=finding))
         return news
 
@@ -113,95 +113,74 @@ class MemoryWatch:
 
     def _begin_chart(self, reading: MemoryReading) -> None:
         self._charted = reading
-        self._num_charted = {
-            timeline: timeline.num_added for timeline in (self.timeline, *self.flushes)
-        }
+        self._num_charted = {each: each.num_added for each in (self.timeline, *self.flushes)}
 
     def _is_news(self, finding: Finding) -> bool:
-        before = self._said.get(finding.code)
+        before = self._reported.get(finding.code)
         return before is None or finding.worse_than(before)
 
-    def _judge_generation(self, generated: Sample | None) -> Iterable[Finding]:
-        if generated is not None and (
-            found := pressure(generated.reading, self.budget, generated.moment)
-        ):
-            yield found
-
-    def _judge_card(self, reading: MemoryReading, moment: str) -> Iterable[Finding]:
-        if found := pressure(reading, self.budget, moment):
-            yield found
-        flush = next(
-            (timeline.last_flush for timeline in self.flushes if timeline.last_flush), None
-        )
+    def _judge_device(self, reading: MemoryReading, moment: str) -> Iterator[Finding | None]:
+        yield pressure(reading, self.budget, moment)
+        flushes = (timeline.last_flush for timeline in self.flushes)
+        flush = next((each for each in flushes if each is not None), None)
         if flush is not None and flush is not self._judged_flush:
             self._judged_flush = flush
-            if found := stuck_memory(flush, reading.total_bytes, is_expandable=self._is_expandable):
-                yield found
-        if self._warm is not None and (
-            found := allocator_retries(self._warm, reading, is_expandable=self._is_expandable)
-        ):
-            yield found
+            yield stuck_memory(flush, reading.total_bytes, is_expandable=self._is_expandable)
+        if self._warm is not None:
+            yield allocator_retries(self._warm, reading, is_expandable=self._is_expandable)
         if self.device is not self._host:
-            yield from self._judge_foreign(reading)
+            yield self._judge_foreign(reading)
 
-    def _judge_foreign(self, reading: MemoryReading) -> Iterable[Finding]:
-        allowance = context_allowance_bytes(reading.total_bytes)
+    def _judge_foreign(self, reading: MemoryReading) -> Finding | None:
+        allowance_bytes = context_allowance_bytes(reading.total_bytes)
         if self._non_torch_bytes is None:
-            self._non_torch_bytes = min(reading.non_torch_bytes, allowance)
-        elif self._num_train_looks < WARM_UP_LOOKS and reading.non_torch_bytes <= allowance:
+            self._non_torch_bytes = min(reading.non_torch_bytes, allowance_bytes)
+        elif self._num_train_looks < WARM_UP_LOOKS and reading.non_torch_bytes <= allowance_bytes:
             # NCCL's and cuBLAS's buffers.
             self._non_torch_bytes = max(self._non_torch_bytes, reading.non_torch_bytes)
-        suspicious = reading.non_torch_bytes >= self._non_torch_bytes + tolerance_bytes(
-            reading.total_bytes
-        )
-        if not suspicious or monotonic() < self._ask_processes_at:
-            return
+        suspicious_bytes = self._non_torch_bytes + tolerance_bytes(reading.total_bytes)
+        if reading.non_torch_bytes < suspicious_bytes or monotonic() < self._ask_processes_at:
+            return None
         self._ask_processes_at = monotonic() + PROCESSES_EVERY_SECONDS
-        if found := foreign_memory(
-            reading, self._non_torch_bytes, self.device.processes(), own_pids()
-        ):
-            yield found
+        processes = self.device.processes()
+        return foreign_memory(reading, self._non_torch_bytes, processes, own_pids())
 
-    def _judge_host(self, moment: str) -> Iterable[Finding]:
-        if (
-            moment == "train"
-            and self._host_reading is not None
-            and monotonic() < self._look_at_host_at
-        ):
-            return
+    def _judge_host(self, moment: str) -> tuple[Finding | None, ...]:
+        is_known = self._host_reading is not None
+        if moment == "train" and is_known and monotonic() < self._look_at_host_at:
+            return ()
         self._look_at_host_at = monotonic() + HOST_EVERY_SECONDS
         facts = self._host.facts()
         self._host_reading = self._host.read()
-        for found in (
+        return (
             host_pressure(self._host_reading, self.budget),
             oom_kills(self._host_facts, facts),
             shared_memory(facts),
-        ):
-            if found:
-                yield found
+        )
 
-    def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> Iterable[Finding]:
+    def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
         if moment != "train":
-            return
+            return []
         self._num_train_looks += 1
         if self._num_train_looks == WARM_UP_LOOKS:
             self._warm = reading
         if self._num_train_looks <= WARM_UP_LOOKS or self._host_reading is None:
-            return
+            return []
+        is_card = self.device is not self._host
         self._footprints.append(
             Footprint(
                 step=step,
-                tensors=reading.allocated_bytes if self.device is not self._host else 0,
+                tensors=reading.allocated_bytes if is_card else 0,
                 cache=reading.cached_bytes,
-                non_torch=reading.non_torch_bytes if self.device is not self._host else 0,
+                non_torch=reading.non_torch_bytes if is_card else 0,
                 host=self._host.resident_bytes(),
             )
         )
         # Judge once a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
-        if self._num_train_looks % (WINDOW // 4) == 0:
-            yield from leaks(
-                self._footprints, reading, self._host_reading, is_expandable=self._is_expandable
-            )
+        if self._num_train_looks % (WINDOW // 4):
+            return []
+        host = self._host_reading
+        return leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
 
 
 def own_pids() -> set[int]:

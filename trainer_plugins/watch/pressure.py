@@ -22,26 +22,20 @@ class Budget:
             )
 
     def severity(self, fraction: float) -> Severity | None:
-        """Return what a fraction of the device deserves; None within the budget."""
+        """Return the severity of using this fraction of the device; None within the budget."""
         if fraction < self.warn_fraction:
             return None
         return Severity.ERROR if fraction >= self.act_fraction else Severity.WARNING
 
 
-# What to change depends on what the run was doing when it peaked.
+# What to change depends on what the run was doing at its peak.
 _REMEDIES = {
-    "eval": (
-        "Set eval_accumulation_steps=1 and a preprocess_logits_for_metrics that keeps only what the"
-        " metric needs, or halve per_device_eval_batch_size."
-    ),
-    "generate": (
-        "Halve per_device_eval_batch_size (in TRL's online trainers, per_device_train_batch_size),"
-        " or the number of tokens that are generated: the cache grows with both."
-    ),
-    "save": (
-        "Set save_only_model=True, or save a sharded state dict, so that no rank gathers the whole"
-        " model."
-    ),
+    "eval": "Set eval_accumulation_steps=1 and a preprocess_logits_for_metrics that keeps only what"
+    " the metric needs, or halve per_device_eval_batch_size.",
+    "generate": "Halve per_device_eval_batch_size (in TRL's online trainers,"
+    " per_device_train_batch_size), or the number of generated tokens: the cache grows with both.",
+    "save": "Set save_only_model=True, or save a sharded state dict, so that no rank gathers the"
+    " full model.",
 }
 _TRAIN_REMEDY = (
     "Halve per_device_train_batch_size and double gradient_accumulation_steps (the effective batch"
@@ -50,7 +44,7 @@ _TRAIN_REMEDY = (
 
 
 def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | None:
-    """Judge the peak of a reading, with what others hold, against a budget."""
+    """Compare a reading's peak, including what others hold, with a budget."""
     severity = budget.severity(reading.pressure)
     if severity is None:
         return None
@@ -58,10 +52,8 @@ def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | N
         code="memory-pressure",
         severity=severity,
         summary=f"{reading.device} was {percent(reading.pressure)} full at its peak in {moment}",
-        evidence=(
-            f"peak allocated {size(reading.peak_allocated_bytes)}, non-torch"
-            f" {size(reading.non_torch_bytes)}, total {size(reading.total_bytes)}"
-        ),
+        evidence=f"peak allocated {size(reading.peak_allocated_bytes)}, non-torch"
+        f" {size(reading.non_torch_bytes)}, total {size(reading.total_bytes)}",
         remedy=_REMEDIES.get(moment, _TRAIN_REMEDY),
         amount=reading.pressure,
     )

@@ -1,8 +1,7 @@
-"""The table of what became of each class, as it stands in the docs.
+"""The table of what became of each class: `outcomes.md` next to this file, and its page in the docs.
 
-The sweep holds every class against it.
-
-`python -m tests.survival.classes.table` writes it.
+The sweep compares every class with `outcomes.md`. `python -m tests.survival.classes.table` tries
+every class and writes both; with `--page` it only writes the page again.
 """
 
 import re
@@ -14,17 +13,21 @@ from pathlib import Path
 
 from tests.survival.classes.judge import TOLERANCE, Outcome, class_names, outcome_of
 
+OUTCOMES = Path(__file__).parent / "outcomes.md"
 PAGE = Path(__file__).parents[3] / "docs" / "survival_classes.md"
 _HEAD = """# Every class of transformers that takes a loss
 
-The real Trainer trained a tiny model of each class twice: once as it is, once with an out-of-memory
-error in a backward and in a forward pass. It did so in float64, on padded rows with their attention
-mask, whose labels at padding were ignored in one micro-batch and not in the other; vision-language
-models on text alone. Gradients were compared: a class is exact if they are off by less than
-{tolerance:.0e} of a parameter's gradient. The classes are those of transformers {version}. CI
-compares every line with the outcome, and `python -m tests.survival.classes.table` writes this page.
+Search this page for the class of your model: it says whether [survival](survival.md) finishes its
+micro-batches in pieces. The classes are those of transformers {version}.
 
 {counts}
+
+The real Trainer trained a tiny model of each class twice in float64: once undisturbed, once with an
+out-of-memory error in a backward and in a forward pass. Rows had padding; labels there were ignored
+in one micro-batch and not in the other; vision-language models saw text alone. A class is exact if
+gradients are off by less than {tolerance:.0e} of a parameter's gradient. CI compares every class
+with `tests/survival/classes/outcomes.md`, which also has the details and the names of the classes
+that were not tried.
 """
 _TITLES = {
     "exact": "Exact: {why}",
@@ -33,13 +36,18 @@ _TITLES = {
     "not tried": "Not tried: {why}",
     "wrong": "Wrong: {why}",
 }
+_FREQUENT = {
+    "batch normalization": "Refused: batch normalization",
+    "is not known to be a sum": "Refused: its loss is not known to be a sum over examples",
+}
+"""Words of the reasons that many classes share, and the title of their section on the page."""
 
 
 def read_table() -> dict[str, Outcome]:
-    """Each class that the page lists, and what it says of it."""
+    """Return the outcome of each class in `outcomes.md`."""
     table: dict[str, Outcome] = {}
     for title, names in re.findall(
-        r"^## (.*?) \(\d+\)\n\n(.*?)\n(?=\n##|\Z)", PAGE.read_text(), re.M | re.S
+        r"^## (.*?) \(\d+\)\n\n(.*?)\n(?=\n##|\Z)", OUTCOMES.read_text(), re.M | re.S
     ):
         kind = next(
             k for k, pattern in _TITLES.items() if title.startswith(pattern.partition("{")[0])
@@ -50,41 +58,70 @@ def read_table() -> dict[str, Outcome]:
 
 
 def table_version() -> str:
-    """The version of transformers that the page is of."""
-    (found,) = re.findall(r"those of transformers (\S+)\. CI", PAGE.read_text())
+    """Return the version of transformers that the table is of."""
+    (found,) = re.findall(r"^transformers (\S+)\n", OUTCOMES.read_text())
     return str(found)
 
 
-def render(table: dict[str, Outcome]) -> str:
-    """The page, the most frequent first."""
+def render_outcomes(table: dict[str, Outcome], of_version: str) -> str:
+    """Return the text of `outcomes.md`, the most frequent outcome first."""
     groups: dict[Outcome, list[str]] = defaultdict(list)
     for name, outcome in table.items():
         groups[outcome].append(name)
-    kinds = {kind: sum(outcome.kind == kind for outcome in table.values()) for kind in _TITLES}
-    counts = " | ".join(f"{num} {kind}" for kind, num in kinds.items())
-    page = _HEAD.format(
-        version=version("transformers"),
-        tolerance=TOLERANCE,
-        counts=f"{len(table)} classes: {counts}",
-    )
     order = sorted(
         groups, key=lambda outcome: (list(_TITLES).index(outcome.kind), -len(groups[outcome]))
     )
-    for outcome in order:
-        names = ", ".join(sorted(groups[outcome]))
-        page += f"\n## {_TITLES[outcome.kind].format(why=outcome.why)} ({len(groups[outcome])})\n\n{names}\n"
-    return page
+    sections = [
+        _section(_TITLES[outcome.kind].format(why=outcome.why), groups[outcome])
+        for outcome in order
+    ]
+    return f"transformers {of_version}\n{''.join(sections)}"
+
+
+def render_page(table: dict[str, Outcome], of_version: str) -> str:
+    """Return the text of the page: one list of the exact classes, one for each reason to refuse."""
+    kinds = {kind: sum(outcome.kind == kind for outcome in table.values()) for kind in _TITLES}
+    counts = " | ".join(f"{num} {kind}" for kind, num in kinds.items())
+    page = _HEAD.format(
+        version=of_version, tolerance=TOLERANCE, counts=f"{len(table)} classes: {counts}"
+    )
+    exact = [name for name, outcome in table.items() if outcome.kind == "exact"]
+    refused: dict[str, list[str]] = defaultdict(list)
+    not_tried: dict[str, int] = defaultdict(int)
+    for name, outcome in table.items():
+        if outcome.kind == "not tried":
+            not_tried[outcome.why] += 1
+        elif outcome.kind != "exact":
+            refused[_refusal(outcome)].append(name)
+    page += _section("Exact", exact)
+    for title in sorted(refused, key=lambda title: -len(refused[title])):
+        page += _section(title, refused[title])
+    reasons = "".join(f"- {why}: {num}\n" for why, num in not_tried.items())
+    return f"{page}\n## Not tried ({kinds['not tried']})\n\n{reasons}"
+
+
+def _section(title: str, names: list[str]) -> str:
+    return f"\n## {title} ({len(names)})\n\n{', '.join(sorted(names))}\n"
+
+
+def _refusal(outcome: Outcome) -> str:
+    for words, title in _FREQUENT.items():
+        if words in outcome.why:
+            return title
+    return _TITLES[outcome.kind].format(why=outcome.why)
 
 
 def main() -> None:
-    """Try every class, and write the page. Takes some minutes."""
-    table = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in class_names():
-            if (outcome := outcome_of(name, Path(folder))) is not None:
-                table[name] = outcome
-                print(name, outcome, file=sys.stderr)
-    PAGE.write_text(render(table))
+    """Try every class, which takes some minutes, and write the table and its page."""
+    if "--page" not in sys.argv:
+        table = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for name in class_names():
+                if (outcome := outcome_of(name, Path(folder))) is not None:
+                    table[name] = outcome
+                    print(name, outcome, file=sys.stderr)
+        OUTCOMES.write_text(render_outcomes(table, version("transformers")))
+    PAGE.write_text(render_page(read_table(), table_version()))
 
 
 if __name__ == "__main__":

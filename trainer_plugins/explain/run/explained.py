@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.advice.entry import as_overrides, flags_in
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import cause, causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
-from trainer_plugins.explain.run.main_memory_remedies import less_main_memory, without_shm
-from trainer_plugins.explain.run.remedies import remedies_of
-from trainer_plugins.explain.run.typed import as_typed
+from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
@@ -119,7 +120,19 @@ def _explained(
         from trainer_plugins.explain.run.predicted import predicted
 
         said = predicted(said, case)
-    return replace(said, remedies=tuple(as_typed(each, first.run) for each in said.remedies))
+    return replace(said, remedies=tuple(_as_typed(each, first.run) for each in said.remedies))
+
+
+def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
+    """Write TrainingArguments as overrides, and a preset as a word, if Hydra made the run."""
+    if not run.override:
+        return remedy
+    if remedy.do.startswith(advice.SURVIVE.shell.partition(" -- ")[0]):
+        return replace(remedy, do=advice.SURVIVE.flag(Door.HYDRA))
+    flags = flags_in(remedy.do)
+    if not flags or not flags.keys() <= run.arguments.keys():
+        return remedy
+    return replace(remedy, do=as_overrides(remedy.do, run.override))
 
 
 def _by_text(
@@ -250,11 +263,10 @@ def _without_record(
         found = _of_kill(finding)
     else:
         return None
-    helps = without_shm() if found.code == "shm" else less_main_memory(num_workers)
     return Explanation(
         subject=printable(folder),
         causes=(found,),
-        remedies=tuple(replace(each, cause=found.code) for each in helps),
+        remedies=less_main_memory(found.code, num_workers),
         unknown=("what the process held: a process that is killed writes no record",),
     )
 

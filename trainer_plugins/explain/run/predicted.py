@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.request import request_of
-from trainer_plugins.explain.run.typed import flags_of
 from trainer_plugins.planner.compare.margin import is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
@@ -83,7 +83,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
 
 def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
     """Return the request of a run with a remedy; None if the planner has to look, or cannot."""
-    flags = flags_of(do)
+    flags = flags_in(do)
     if do.startswith(_OF_THE_MODEL):
         source = source_of(asked)
         config = {**source.config, **json.loads(do.removeprefix(_OF_THE_MODEL))}
@@ -138,11 +138,11 @@ def _in_order(
 ) -> list[Remedy]:
     """Return the remedies with what was predicted of them, and what else was found."""
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
-    fewer = next((each for each in plan.proposals if flags_of(each.flags).keys() == _ROWS), None)
+    fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
     unknown, short = [], []
     for remedy in ours:
-        outcome, names = outcomes.get(remedy.do), flags_of(remedy.do).keys()
+        outcome, names = outcomes.get(remedy.do), flags_in(remedy.do).keys()
         if isinstance(outcome, MemoryPlan):
             effect = _effect(plan, outcome.nvidia_smi_peak_bytes)
             known = replace(remedy, effect=effect, grade="predicted")
@@ -151,7 +151,7 @@ def _in_order(
             else:
                 short.append(known)
         elif names and names <= _SOUGHT:
-            enough |= {do: each for do, each in found.items() if flags_of(do).keys() == names}
+            enough |= {do: each for do, each in found.items() if flags_in(do).keys() == names}
         elif "--preset survive" in remedy.do and fewer is not None:
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
             needs = _needs(plan, fewer.nvidia_smi_peak_bytes)

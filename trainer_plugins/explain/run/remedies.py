@@ -1,21 +1,22 @@
-"""Says what helps against the causes of a recorded error, as the user types it."""
+"""What helps against the causes of a recorded error, in the order of `advice.for_causes`."""
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
-from trainer_plugins.explain import switches
-from trainer_plugins.explain.answer import Cause, Grade, Remedy
+from trainer_plugins import advice
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.for_causes import ONE_ROW, in_order
+from trainer_plugins.advice.vendors import Vendor, vendor_of
+from trainer_plugins.explain.advised import SURVIVAL_REFUSED, remedies_for, remedy
+from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import kept_in, kept_logits
-from trainer_plugins.explain.run.main_memory_remedies import less_main_memory, without_shm
-from trainer_plugins.printable import printable
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
-
-Remedies = list[Remedy]
 
 _COPIES = re.compile(
     r"\.(?:clone|float|half|bfloat16|to|type|contiguous)\(|deepcopy\(|\.cat\(|\.stack\("
@@ -25,45 +26,60 @@ _LIBRARIES = (
     "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
     "trainer_plugins/", "copy.py",
 )  # fmt: skip
+_DOORS = (
+    Door.TRAINER, Door.TRL, Door.CODE, Door.ACCELERATE, Door.DEEPSPEED, Door.ENVIRONMENT,
+    Door.SHELL,
+)  # fmt: skip
 
 
-def remedies_of(causes: Sequence[Cause], case: Case) -> tuple[Remedy, ...]:
-    """Return what helps, for the first cause first; nothing is said twice."""
+def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
+    """Return what helps, for the first cause first; nothing is listed twice."""
     found: dict[str, Remedy] = {}
     for cause in causes:
-        for remedy in _BY_CODE.get(cause.code, _fewer)(case):
-            found.setdefault(remedy.do, replace(remedy, cause=cause.code))
-    codes = [entry.finding.code for entry in case.entries if isinstance(entry, Remark)]
-    return switches.unless_refused(found.values(), " ".join([case.record.error.text, *codes]))
+        has_one_row = cause.code == "capacity" and _rows(case) <= 1
+        order = ONE_ROW if has_one_row else in_order(cause.code, "record")
+        made = partial(_made, cause.code, case)
+        for one in remedies_for(cause.code, order, made, _vendor(case)):
+            found.setdefault(one.do, one)
+    return tuple(found.values())
 
 
-def _remedy(do: str, effect: str, grade: Grade = "known", price: str = "") -> Remedy:
-    return Remedy(do=printable(do), effect=printable(effect), grade=grade, price=price)
+def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
+    """Return what helps where main memory or /dev/shm ended a run, of which there is no record."""
+    found = [_fewer_workers(cause, num_workers), _more_main_memory(cause)]
+    return tuple(replace(each, cause=cause) for each in found if each is not None)
 
 
-def _fewer(case: Case) -> Remedies:
-    """Fewer rows at once with the same effective batch, pieces, checkpointing."""
-    rows = _fewer_rows(case)
-    if not rows:
-        return [*_checkpointing(case), _survive(case)]
-    return [*rows, _survive(case), *_checkpointing(case)]
+def _vendor(case: Case) -> Vendor:
+    run = case.record.run
+    is_wsl = run.place is not None and "WSL" in run.place.limits
+    return vendor_of(run.device, run.versions.get("torch", ""), is_windows=is_wsl)
 
 
-def _fewer_rows(case: Case) -> Remedies:
-    rows = case.argument("per_device_train_batch_size", 8)
+def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
+    """Fill an advice with the numbers of a record; None if it does not apply."""
+    if one in _FOR_CAUSE:
+        return _FOR_CAUSE[one](cause, case)
+    if one in _FILLED:
+        return _FILLED[one](case)
+    if one not in _AS_THEY_ARE or not _AS_THEY_ARE[one](case):
+        return None
+    return remedy(one, next(each for each in _DOORS if each in one.spellings))
+
+
+def _rows(case: Case) -> int:
+    return case.argument("per_device_train_batch_size", 8)
+
+
+def _smaller_micro_batch(case: Case) -> Remedy | None:
+    rows, one = _rows(case), advice.SMALLER_MICRO_BATCH
     if rows <= 1:
-        return []
-    accumulation = max(1, case.argument("gradient_accumulation_steps", 1))
+        return None
+    steps = max(1, case.argument("gradient_accumulation_steps", 1))
     smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
-    return [
-        _remedy(
-            f"--per_device_train_batch_size {smaller}"
-            f" --gradient_accumulation_steps {accumulation * rows // smaller}",
-            _about(case, needed) + ", with the same effective batch",
-            "arithmetic" if needed else "known",
-            "smaller steps keep the card less busy",
-        )
-    ]
+    do = one.flag(Door.TRAINER, rows=smaller, steps=steps * rows // smaller)
+    effect = f"{_about(case, needed)}, with the same effective batch"
+    return remedy(one, do, effect, by_arithmetic=needed)
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
@@ -90,148 +106,124 @@ def _about(case: Case, needed: int) -> str:
     return f"about {size(needed)} of {size(case.total)} instead of more than {size(case.total)}"
 
 
-def _survive(case: Case) -> Remedy:
+def _survive(case: Case) -> Remedy | None:
+    codes = [each.finding.code for each in case.entries if isinstance(each, Remark)]
+    if SURVIVAL_REFUSED.search(" ".join([case.record.error.text, *codes])):
+        return None
+    return remedy(advice.SURVIVE, advice.SURVIVE.flag(Door.SHELL, command=_command(case)))
+
+
+def _command(case: Case) -> str:
+    """Return the command line that starts the run, as it is typed again."""
     run = case.record.run
     if run.launch is not None and run.launch.words:
-        command = shlex.join(run.launch.words)
-    elif run.world_size > 1 or not run.command:
-        command = "YOUR LAUNCH COMMAND"
-    else:
-        command = shlex.join(("python", *run.command))
-    return switches.survive(printable(command))
+        return shlex.join(run.launch.words)
+    if run.world_size > 1 or not run.command:
+        return "YOUR LAUNCH COMMAND"
+    return shlex.join(("python", *run.command))
 
 
-def _checkpointing(case: Case) -> Remedies:
+def _is_checkpointing(case: Case) -> bool:
     strategy = case.record.run.strategy
-    if case.record.run.arguments.get("gradient_checkpointing") or (
-        strategy is not None and strategy.is_checkpointing
-    ):
-        return []
-    return [switches.checkpointing()]
+    is_asked_for = bool(case.record.run.arguments.get("gradient_checkpointing"))
+    return is_asked_for or (strategy is not None and strategy.is_checkpointing)
 
 
-def _long_sample(case: Case) -> Remedies:
+def _shorter_rows(case: Case) -> Remedy:
     length = case.tokens[1] if case.tokens else 0
-    half = f"--max_length {length // 2}" if length > 1 else "--max_length N"
-    return [
-        _survive(case),
-        *_fewer_rows(case),
-        _remedy(half, "rows are cut there (SFTConfig, or your tokenizer's max_length)",
-                price="the end of long rows is lost"),
-    ]  # fmt: skip
+    values = {"length": length // 2} if length > 1 else {}
+    return remedy(advice.SHORTER_ROWS, advice.SHORTER_ROWS.flag(Door.TRL, **values))
 
 
-def _logits(case: Case) -> Remedies:
-    return [*_fewer_rows(case), _survive(case), switches.liger(case.asked)]
+def _liger(case: Case) -> Remedy:
+    asked = f"{advice.LIGER.effect}: {size(case.asked)} were asked for there" * bool(case.asked)
+    return remedy(advice.LIGER, Door.TRAINER, asked, by_arithmetic=case.asked)
 
 
-def _quadratic(case: Case) -> Remedies:
-    sdpa = _remedy(
-        'model_init_kwargs={"attn_implementation": "sdpa"}',
-        f"the table of {size(case.asked)} is not made",
-        "arithmetic",
-    )
-    return [sdpa, *_fewer(case)]
+def _without_table(one: Advice, is_sdpa: bool, case: Case) -> Remedy | None:
+    if ("scaled_dot_product_attention" in case.functions) is not is_sdpa:
+        return None
+    effect = f"the table of {size(case.asked)} is not made"
+    return remedy(one, Door.ARGUMENTS, effect, by_arithmetic=True)
 
 
-def _eval_logits(case: Case) -> Remedies:
-    kept = kept_logits(case)
-    step = _remedy(
-        switches.OUTPUTS_TO_MAIN_MEMORY,
-        f"{size(kept)} of outputs go to main memory" if kept else "outputs go to main memory",
-        "arithmetic" if kept else "known",
-        "main memory has to hold them all",
-    )
-    reduced = _remedy(
-        switches.BEST_WORDS,
-        "one number a token is kept and not one a word of the vocabulary",
-        price="compute_metrics gets predictions and not logits",
-    )
-    if case.argument("eval_accumulation_steps", 0):
-        return [reduced]
-    return [step, reduced]
+def _outputs_to_main_memory(cause: str, case: Case) -> Remedy | None:
+    if cause != "eval-logits" or case.argument("eval_accumulation_steps", 0):
+        return None
+    one, kept = advice.OUTPUTS_TO_MAIN_MEMORY, kept_logits(case)
+    effect = f"{size(kept)} of outputs go to main memory" if kept else ""
+    return remedy(one, one.flag(Door.TRAINER, steps=1), effect, by_arithmetic=kept)
 
 
-def _eval_metrics(case: Case) -> Remedies:
-    return [
-        _remedy(
-            'device="cpu" in compute_metrics',
-            "what it computes needs nothing of the card",
-            price="slower; or in parts, as eval_pred has all rows of the evaluation",
-        )
-    ]
-
-
-def _eval_batch(case: Case) -> Remedies:
-    rows = case.argument("per_device_eval_batch_size", 8)
+def _smaller_eval_batch(cause: str, case: Case) -> Remedy | None:
+    rows, one = case.argument("per_device_eval_batch_size", 8), advice.SMALLER_EVAL_BATCH
     if rows <= 1:
-        return [_survive(case)]
+        return None
+    if cause == "generate-cache":
+        return remedy(one, one.flag(Door.TRAINER, rows=rows // 2), "half the cache at once")
     smaller, needed = _rows_that_fit(case, rows, case.fixed)
-    return [
-        _remedy(
-            f"--per_device_eval_batch_size {smaller}",
-            _about(case, needed) + "; metrics stay the same",
-            "arithmetic" if needed else "known",
-            "the evaluation takes a little longer",
-        ),
-        _survive(case),
-    ]
+    effect = f"{_about(case, needed)}; metrics stay the same"
+    return remedy(one, one.flag(Door.TRAINER, rows=smaller), effect, by_arithmetic=needed)
 
 
-def _optimizer(case: Case) -> Remedies:
-    trained = case.category("gradient") or case.category("parameter")
-    states = int(case.state_factor * trained)
-    found = []
-    if any("multi_tensor" in name for name in case.functions):
-        found.append(
-            _remedy(
-                switches.FUSED_ADAMW,
-                f"temporaries of up to {size(trained)} are not made",
-                "arithmetic",
-            )
-        )
-    if "bitsandbytes" in case.record.run.versions and states:
-        found.append(
-            _remedy(
-                "--optim adamw_bnb_8bit",
-                f"states of about {size(states // 4)} instead of {size(states)}",
-                "arithmetic",
-                "states are rounded to 8 bits",
-            )
-        )
-    found.append(
-        _remedy(
-            "--optim adafactor",
-            f"states of less than {size(states * 0.01)} instead of {size(states)}"
-            if states
-            else "states are a row and a column of each weight",
-            "arithmetic" if states else "known",
-            "another optimizer: the learning rate may have to change",
-        )
+def _shorter_answers(case: Case) -> Remedy | None:
+    length, one = case.argument("generation_max_length", 0), advice.SHORTER_ANSWERS
+    return remedy(one, one.flag(Door.TRAINER, length=length // 2)) if length > 1 else None
+
+
+def _trained(case: Case) -> int:
+    return case.category("gradient") or case.category("parameter")
+
+
+def _states(case: Case) -> int:
+    return int(case.state_factor * _trained(case))
+
+
+def _fused_adamw(cause: str, case: Case) -> Remedy | None:
+    has_foreach = any("multi_tensor" in name for name in case.functions)
+    if not has_foreach or _has_saved_otherwise(cause, case):
+        return None
+    effect = f"temporaries of up to {size(_trained(case))} are not made"
+    return remedy(advice.FUSED_ADAMW, Door.TRAINER, effect, by_arithmetic=True)
+
+
+def _eight_bit_adamw(cause: str, case: Case) -> Remedy | None:
+    states = _states(case)
+    is_there = "bitsandbytes" in case.record.run.versions
+    if not is_there or not states or _has_saved_otherwise(cause, case):
+        return None
+    effect = f"states of about {size(states // 4)} instead of {size(states)}"
+    return remedy(advice.EIGHT_BIT_ADAMW, Door.TRAINER, effect, by_arithmetic=True)
+
+
+def _adafactor(cause: str, case: Case) -> Remedy | None:
+    if _has_saved_otherwise(cause, case):
+        return None
+    states = _states(case)
+    effect = (
+        f"states of less than {size(states * 0.01)} instead of {size(states)}" if states else ""
     )
-    return found
+    return remedy(advice.ADAFACTOR, Door.TRAINER, effect, by_arithmetic=states)
 
 
-def _save(case: Case) -> Remedies:
-    """Copy in main memory, or gather nothing; the states only if it was they that were saved."""
+def _has_saved_otherwise(cause: str, case: Case) -> bool:
+    """Return whether a save has a remedy of its own, so that smaller states are no answer to it."""
     strategy = case.record.run.strategy
-    found = []
-    if (copied := _copying(case)) is not None:
-        how = "in place of .clone()" if ".clone()" in copied.code else "before the copy"
-        do = f".cpu() {how} at {copied.file}:{copied.line}"
-        found.append(_remedy(do, "the copy is made in main memory"))
-    if strategy is not None and strategy.family == "FSDP":
-        found.append(switches.SHARDED_SAVE)
-    if strategy is not None and strategy.zero_stage == 3:
-        found.append(switches.SAVE_WITHOUT_GATHER)
-    if "_save_optimizer_and_scheduler" in case.functions:
-        states = _remedy(
-            "--save_only_model True",
-            "the optimizer's states are not saved",
-            price="the run cannot be resumed from there",
-        )
-        found.append(states)
-    return found or _optimizer(case)
+    is_sharded = strategy is not None and (strategy.family == "FSDP" or strategy.zero_stage == 3)
+    has_other = is_sharded or _copying(case) is not None or _saves_states(case)
+    return cause == "save-gather" and has_other
+
+
+def _saves_states(case: Case) -> bool:
+    return "_save_optimizer_and_scheduler" in case.functions
+
+
+def _copy_in_main_memory(case: Case) -> Remedy | None:
+    if (copied := _copying(case)) is None:
+        return None
+    how = "instead of .clone()" if ".clone()" in copied.code else "before the copy"
+    do = advice.COPY_IN_MAIN_MEMORY.flag(Door.CODE, how=how, place=f"{copied.file}:{copied.line}")
+    return remedy(advice.COPY_IN_MAIN_MEMORY, do)
 
 
 def _copying(case: Case) -> Frame | None:
@@ -242,159 +234,160 @@ def _copying(case: Case) -> Frame | None:
     return None
 
 
-def _weights(case: Case) -> Remedies:
-    return [
-        _remedy(
-            "from_pretrained(..., dtype=torch.bfloat16)",
-            "the weights take half of what they take in fp32",
-            price="they are rounded; train an adapter, or keep a copy in fp32 elsewhere",
-        ),
-        _remedy(
-            "--load_in_4bit True --use_peft True",
-            "the weights take about a quarter of bf16, but for experts that are one tensor (TRL's"
-            " ModelConfig)",
-            price="an adapter is trained, on weights in 4 bits; needs bitsandbytes and peft",
-        ),
-    ]
-
-
-def _zero3(case: Case) -> Remedies:
-    return [switches.FEWER_LIVE_PARAMETERS, *_fewer(case)]
-
-
-def _resume(case: Case) -> Remedies:
+def _load_into_main_memory(case: Case) -> Remedy | None:
     loads = [each for each in case.record.frames if "torch.load(" in each.code]
-    found = []
-    if loads and not loads[-1].file.startswith(_LIBRARIES):
-        where = f"{loads[-1].file}:{loads[-1].line}"
-        do = f'torch.load(..., map_location="cpu") at {where}'
-        found.append(_remedy(do, "no second copy is made on the card"))
-    without = _remedy(
-        "rm CHECKPOINT/optimizer.pt",
-        "the states are not loaded beside those that are there",
-        price="the optimizer starts anew",
-    )
-    return [*found, without]
+    if not loads or loads[-1].file.startswith(_LIBRARIES):
+        return None
+    one = advice.LOAD_INTO_MAIN_MEMORY
+    return remedy(one, f"{one.flag(Door.CODE)} at {loads[-1].file}:{loads[-1].line}")
 
 
-def _generate(case: Case) -> Remedies:
-    rows = case.argument("per_device_eval_batch_size", 8)
-    found = [
-        _remedy(
-            'model.generation_config.cache_implementation = "offloaded"',
-            "the cache of keys and values waits in main memory, but for one layer",
-            price="generation is slower",
-        )
-    ]
-    if rows > 1:
-        few = _remedy(f"--per_device_eval_batch_size {rows // 2}", "half the cache at once")
-        found.insert(0, few)
-    return found
-
-
-def _leak(case: Case) -> Remedies:
+def _keep_numbers(case: Case) -> Remedy:
     kept = kept_in(case)
     where = f" at {kept[0][1]}" if kept else ""
-    return [
-        _remedy(
-            f"loss.item(), or .detach().cpu(){where}",
-            "a number is kept, and not a tensor with its graph",
-        )
-    ]
+    return remedy(advice.KEEP_NUMBERS, advice.KEEP_NUMBERS.flag(Door.CODE) + where)
 
 
-def _leftover(case: Case) -> Remedies:
+def _released(case: Case) -> Remedy:
     models = case.record.alive.models if case.record.alive else ()
     held = sum(each.num_bytes for each in models[1:])
-    return [
-        _remedy(
-            switches.RELEASED,
-            f"gives back {size(held)} of weights and what belongs to them; names what holds more",
-            "arithmetic",
-            "main memory of their size, until the Trainer is gone",
-        )
-    ]
+    effect = f"releases {size(held)} of weights and what belongs to them; names what holds more"
+    return remedy(advice.RELEASED, Door.CODE, effect, by_arithmetic=True)
 
 
-def _foreign(case: Case) -> Remedies:
+def _end_process(case: Case) -> Remedy | None:
     others = [each for each in case.record.processes or () if not each.is_own]
-    if len(others) == 1 and others[0].is_of_user:
-        end = _remedy(
-            f"kill {others[0].pid}",
-            f"frees {size(case.foreign)}; it is yours: {others[0].name or 'its name is unknown'}",
-            "arithmetic",
-            "whatever it was doing",
-        )
-        return [end, *_look(case)]
-    return _look(case)
+    if len(others) != 1 or not others[0].is_of_user:
+        return None
+    name = others[0].name or "its name is unknown"
+    do = advice.END_PROCESS.flag(Door.SHELL, pid=others[0].pid)
+    effect = f"frees {size(case.foreign)}; it is yours: {name}"
+    return remedy(advice.END_PROCESS, do, effect, by_arithmetic=True)
 
 
-def _look(case: Case) -> Remedies:
-    return [
-        _remedy(
-            "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
-            f"shows who holds {size(case.foreign)}; end it, or wait",
-            "arithmetic",
-        ),
-        _remedy("export CUDA_VISIBLE_DEVICES=N", "takes another card"),
-    ]
+def _list_processes(case: Case) -> Remedy:
+    effect = f"shows who holds {size(case.foreign)}; end it, or wait"
+    return remedy(advice.LIST_PROCESSES, Door.SHELL, effect, by_arithmetic=True)
 
 
-def _engine(case: Case) -> Remedies:
-    share = _remedy(
-        "--vllm_gpu_memory_utilization 0.2",
-        f"the engine holds {size(case.foreign)} now, and takes this share of the card then",
-        price="fewer sequences are generated at once",
-    )
-    return [share, *_foreign(case)]
+def _other_card(case: Case) -> Remedy:
+    do = advice.OTHER_CARD.flag(Door.SHELL, card="CARD", command=_command(case))
+    return remedy(advice.OTHER_CARD, do)
 
 
-def _fragmentation(case: Case) -> Remedies:
+def _smaller_engine_share(case: Case) -> Remedy:
+    """Lower the share that the engine holds now, by what was missing."""
+    told = case.record.run.arguments.get("vllm_gpu_memory_utilization")
+    share = told if isinstance(told, float) else case.foreign / max(1, case.total)
+    missing = max(0, case.asked - case.free) / max(1, case.total)
+    new = advice.smaller_share(share, missing)
+    one = advice.SMALLER_ENGINE_SHARE
+    door = Door.TRL if isinstance(told, float) else Door.VLLM
+    effect = f"the engine holds {size(case.foreign)} now, and takes this share of the card then"
+    return remedy(one, one.flag(door, share=f"{new:g}"), effect, by_arithmetic=missing)
+
+
+def _expandable_segments(case: Case) -> Remedy | None:
     if case.is_expandable:
-        return _fewer(case)
-    return [
-        _remedy(
-            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            f"the {size(case.unused)} that lay unused can be joined",
-            "arithmetic",
-        ),
-        *_fewer(case),
-    ]
+        return None
+    effect = f"the {size(case.unused)} that lay unused can be joined"
+    return remedy(advice.EXPANDABLE_SEGMENTS, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
 
-def _host(case: Case) -> Remedies:
-    return less_main_memory(case.argument("dataloader_num_workers", 0))
+def _print_shapes(case: Case) -> Remedy:
+    users = [each for each in case.record.frames if not each.file.startswith(_LIBRARIES)]
+    place = f"{users[-1].file}:{users[-1].line}" if users else "the failing line"
+    return remedy(advice.PRINT_SHAPES, advice.PRINT_SHAPES.flag(Door.CODE, place=place))
 
 
-def _contradictory(case: Case) -> Remedies:
-    return [
-        _remedy("nvidia-smi -q -d MEMORY", "shows what the driver counts; see also `ulimit -v`")
-    ]
+def _workers_of_record(cause: str, case: Case) -> Remedy | None:
+    return _fewer_workers(cause, case.argument("dataloader_num_workers", 0))
 
 
-_BY_CODE: dict[str, Callable[[Case], Remedies]] = {
-    "impossible-size": lambda case: [],
-    "contradictory": _contradictory,
-    "foreign": _foreign,
-    "engine-share": _engine,
-    "leftover": _leftover,
-    "resume-load": _resume,
-    "save-gather": _save,
-    "generate-cache": _generate,
-    "load-too-large": _weights,
-    "zero3-gather": _zero3,
-    "eval-logits": _eval_logits,
-    "eval-metrics": _eval_metrics,
-    "eval-batch": _eval_batch,
-    "leak": _leak,
-    "optimizer-state": _optimizer,
-    "fragmentation": _fragmentation,
-    "quadratic-attention": _quadratic,
-    "logits-loss": _logits,
-    "long-sample": _long_sample,
-    "shm": lambda case: without_shm(),
-    "pinned": lambda case: [switches.NO_PINNED_BATCHES],
-    "host-alloc": _host,
-    "host-kill": _host,
+def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
+    one = advice.FEWER_WORKERS
+    if cause == "shm":
+        return remedy(one, one.flag(Door.TRAINER, workers=0))
+    if not num_workers:
+        return None
+    half = num_workers // 2
+    effect = f"{num_workers - half} processes less, each with its part of the data"
+    return remedy(one, one.flag(Door.TRAINER, workers=half), effect)
+
+
+def _more_main_memory(cause: str) -> Remedy:
+    if cause == "shm":
+        return remedy(advice.LARGER_SHM, advice.LARGER_SHM.flag(Door.SHELL, size="16g"))
+    return remedy(advice.MORE_MAIN_MEMORY, Door.SHELL)
+
+
+def _family(case: Case) -> str:
+    return case.record.run.strategy.family if case.record.run.strategy is not None else ""
+
+
+def _zero_stage(case: Case) -> int | None:
+    return case.record.run.strategy.zero_stage if case.record.run.strategy is not None else None
+
+
+def _always(case: Case) -> bool:
+    del case
+    return True
+
+
+_FILLED: Mapping[Advice, Callable[[Case], Remedy | None]] = {
+    advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
+    advice.SURVIVE: _survive,
+    advice.SHORTER_ROWS: _shorter_rows,
+    advice.LIGER: _liger,
+    advice.SDPA_ATTENTION: partial(_without_table, advice.SDPA_ATTENTION, False),
+    advice.FLASH_ATTENTION: partial(_without_table, advice.FLASH_ATTENTION, True),
+    advice.SHORTER_ANSWERS: _shorter_answers,
+    advice.COPY_IN_MAIN_MEMORY: _copy_in_main_memory,
+    advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
+    advice.KEEP_NUMBERS: _keep_numbers,
+    advice.RELEASED: _released,
+    advice.END_PROCESS: _end_process,
+    advice.LIST_PROCESSES: _list_processes,
+    advice.OTHER_CARD: _other_card,
+    advice.SMALLER_ENGINE_SHARE: _smaller_engine_share,
+    advice.EXPANDABLE_SEGMENTS: _expandable_segments,
+    advice.PRINT_SHAPES: _print_shapes,
 }
-"""Causes that are not here are answered by fewer rows at once."""
+_FOR_CAUSE: Mapping[Advice, Callable[[str, Case], Remedy | None]] = {
+    advice.OUTPUTS_TO_MAIN_MEMORY: _outputs_to_main_memory,
+    advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
+    advice.FUSED_ADAMW: _fused_adamw,
+    advice.EIGHT_BIT_ADAMW: _eight_bit_adamw,
+    advice.ADAFACTOR: _adafactor,
+    advice.FEWER_WORKERS: _workers_of_record,
+    advice.LARGER_SHM: lambda cause, case: _more_main_memory(cause),
+    advice.MORE_MAIN_MEMORY: lambda cause, case: _more_main_memory(cause),
+}
+_AS_THEY_ARE: Mapping[Advice, Callable[[Case], bool]] = {
+    advice.CHECKPOINTING: lambda case: not _is_checkpointing(case),
+    advice.PAD_TO_FEW_LENGTHS: _always,
+    advice.ARGMAX_LOGITS: _always,
+    advice.LOSS_ONLY: _always,
+    advice.METRICS_ON_CPU: _always,
+    advice.OFFLOADED_CACHE: _always,
+    advice.SHARDED_SAVE: lambda case: _family(case) == "FSDP",
+    advice.SAVE_WITHOUT_GATHER: lambda case: _zero_stage(case) == 3,
+    advice.SAVE_ONLY_MODEL: _saves_states,
+    advice.OFFLOAD_OPTIMIZER: lambda case: _family(case) == "DeepSpeed",
+    advice.HALF_PRECISION_WEIGHTS: lambda case: (
+        case.record.run.dtype not in ("bfloat16", "float16")
+    ),
+    advice.FOUR_BITS: lambda case: "quantization_config" not in case.record.run.model_config,
+    advice.LOAD_ON_ONE_RANK: lambda case: _family(case) == "FSDP",
+    advice.RESUME_WITHOUT_STATES: _always,
+    advice.FEWER_LIVE_PARAMETERS: _always,
+    advice.NO_PINNED_BATCHES: _always,
+    advice.NO_PINNED_OFFLOAD: lambda case: _family(case) == "DeepSpeed",
+    advice.HEADROOM: _always,
+    advice.SMALLER_NCCL_BUFFERS: _always,
+    advice.WATCH_THE_CARD: _always,
+    advice.MAPPING_LIMITS: _always,
+    advice.ROCM_MEMORY: _always,
+    advice.ROCM_LOG: _always,
+}
+"""What needs no numbers, and where it applies; a record has no use for what is in no table."""

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainer_plugins.explain.deciding import DECIDING
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.switches import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest

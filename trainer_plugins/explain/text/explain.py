@@ -2,42 +2,35 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import BinaryIO
 
-from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.advice.vendors import CUDA
+from trainer_plugins.explain.answer import Cause, Explanation
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
-from trainer_plugins.explain.text.remedies import batch, remedies_of
+from trainer_plugins.explain.text.remedies import for_cache_flushes, remedies_of, vendor_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
-from trainer_plugins.explain.text.vendor import translated, vendor_of
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import size
 
-# Words that people take for an OOM of the card, what they are, and what to do about them.
-_LOOKALIKES: tuple[tuple[str, str, Callable[[TextFacts], list[Remedy]] | None], ...] = (
-    (r"No space left on device", "a disk is full, not the card", None),
+_CACHE_FLUSHES = r"allocator cache flushes since last step"
+# Words that people take for an OOM of the card, and what they are.
+_LOOKALIKES = (
+    (r"No space left on device", "a disk is full, not the card"),
     (
         r"out of resource: shared memory",
         "a Triton kernel asks for more shared memory than a multiprocessor has",
-        None,
     ),
+    (r"an illegal memory access was encountered", "a kernel read or wrote outside its tensors"),
+    (r"device-side assert triggered", "an index is out of range in a kernel"),
     (
-        r"an illegal memory access was encountered",
-        "a kernel read or wrote outside its tensors",
-        None,
-    ),
-    (r"device-side assert triggered", "an index is out of range in a kernel", None),
-    (
-        r"allocator cache flushes since last step",
-        "the card was full, and torch gave its cache back to go on, which is slow (DeepSpeed)",
-        batch.cache_flushes,
+        _CACHE_FLUSHES,
+        "the card was full, and torch released its cache to go on, which is slow (DeepSpeed)",
     ),
 )
-
-
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
@@ -65,12 +58,13 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     if excerpt.oom is None:
         return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
-    found = causes_of(facts)
-    causes, remedies = translated(found, remedies_of(found, facts), vendor_of(facts))
+    causes, vendor = causes_of(facts), vendor_of(facts)
     return Explanation(
         subject=subject,
-        causes=causes,
-        remedies=remedies,
+        causes=tuple(
+            replace(each, doubt=vendor.translated(each.doubt) or each.doubt) for each in causes
+        ),
+        remedies=remedies_of(causes, facts, vendor),
         facts=_known(facts),
         unknown=_unknown(facts),
     )
@@ -83,10 +77,10 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         cause for rule in (others.ddp_gpu0, others.data_parallel) if (cause := rule(facts))
     )
     if causes:
-        remedies = remedies_of(causes, facts)
+        remedies = remedies_of(causes, facts, CUDA)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line in excerpt.lines:
-        for pattern, meaning, remedies_for in _LOOKALIKES:
+        for pattern, meaning in _LOOKALIKES:
             if re.search(pattern, line.text):
                 cause = Cause(
                     code="not-an-oom",
@@ -97,10 +91,7 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
                 return Explanation(
                     subject=subject,
                     causes=(cause,),
-                    remedies=tuple(
-                        replace(one, cause=cause.code)
-                        for one in (remedies_for(facts) if remedies_for else ())
-                    ),
+                    remedies=for_cache_flushes(facts) if pattern == _CACHE_FLUSHES else (),
                 )
     return Explanation(subject=subject, causes=(), remedies=())
 

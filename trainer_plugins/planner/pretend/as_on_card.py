@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.pretend import attention, flash_attn, speech, streams
-from trainer_plugins.planner.pretend.patches import Patches
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.units import GIB
@@ -338,7 +338,8 @@ def _one_kernel_each(patches: Patches) -> None:
     (native_functions.yaml: CompositeImplicitAutograd beside CPU and CUDA).
     """
     for name in ("silu_backward", "mish_backward"):
-        patches.implement(name, "AutogradCUDA", lambda gradient, x: torch.empty_like(x))
+        library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl(name, lambda gradient, x: torch.empty_like(x), "AutogradCUDA")
 
 
 def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from trainer_plugins.planner.pretend.patches import Patches
+from trainer_plugins.patched import Patches
 
 _ROWS_OF_A_BLOCK = 128
 _AMPERE = (8, 0)
@@ -34,9 +34,9 @@ def stand_in(patches: Patches, capability: tuple[int, int], packed_sequences: in
     if compatible is None:  # transformers 4, where such plans are refused
         return
     for name, part in _package(capability).items():
-        patches.put(sys.modules, name, part)
+        patches.set_item(sys.modules, name, part)
     for name in ("general_availability_check", "pkg_availability_check"):
-        patches.put(compatible[2], name, lambda *_, **__: True)
+        patches.set_item(compatible[2], name, lambda *_, **__: True)
     patches.set(module, "is_flash_attn_2_available", lambda *_, **__: True)
     patches.set(
         module, "_is_packed_sequence", lambda positions, rows: rows == 1 and packed_sequences > 0

@@ -12,8 +12,8 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted
-from trainer_plugins.planner.pretend.patches import Patches
 from trainer_plugins.planner.tracing.trace import Tracker
 
 ASSUMPTION = "the labels of a CTC loss are as long as their shape allows: the worst case"

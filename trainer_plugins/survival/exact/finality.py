@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.exact.modules import bare_model
+from trainer_plugins.wrapped import base_model
 
 _PROBED_NUMBERS = 1 << 20
 
@@ -188,7 +188,7 @@ def without_reentry(model: nn.Module) -> Iterator[None]:
 
 
 def _shared(model: nn.Module, watch: Watch) -> str | None:
-    base = bare_model(model)
+    base = base_model(model)
     outside: set[nn.Parameter] = set()  # may be tied, and no checkpoint is around them
     for name in ("get_input_embeddings", "get_output_embeddings"):
         if (get := getattr(base, name, None)) is not None and (end := get()) is not None:

@@ -14,8 +14,9 @@ from typing import Any
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact import shares
 from trainer_plugins.survival.exact.layouts import Completions, Packed, Pairs, Rows
-from trainer_plugins.survival.exact.modules import bare_model, rope_boundary
+from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
+from trainer_plugins.wrapped import base_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ def _family_of_class(trainer: HfTrainer, owner: type) -> Family | NoFamily:
 
 
 def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
-    model = bare_model(trainer.model)
+    model = base_model(trainer.model)
     kind, loss = type(model).__name__, getattr(model, "loss_type", None)
     if kind in _COUPLED_MODELS:
         return NoFamily(f"{kind} cannot be divided: {_COUPLED_MODELS[kind]}")

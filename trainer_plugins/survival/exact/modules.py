@@ -26,12 +26,6 @@ _CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)
 """Routers that count the tokens of each row by themselves."""
 
 
-def bare_model(model: nn.Module) -> Any:
-    """Return the model inside PEFT's wrapper, or the model itself."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-
-
 def coupled_modules(model: nn.Module) -> Iterator[str]:
     """Say why micro-batches of a model cannot be divided: a sentence for each kind of module."""
     training = _training_modules(model)

@@ -23,6 +23,7 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.users_code import (
     is_library,
     is_users_function,
@@ -172,12 +173,9 @@ class Delegation:
                 return compute()
             return note(signature.bind(trainer, *args, **kwargs).arguments, compute)
 
-        self._known.compute_loss = watched
-        try:
+        with Patches(keeps_later=True) as patches:
+            patches.set(self._known, "compute_loss", watched)
             yield
-        finally:
-            if vars(self._known)["compute_loss"] is watched:
-                self._known.compute_loss = compute_loss
 
     def _parameters_of(self, model: nn.Module) -> tuple[nn.Parameter, ...]:
         if model not in self._parameters:  # listed once: it takes milliseconds

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, model_refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.exact.modules import bare_model
+from trainer_plugins.wrapped import base_model
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _OFFLOAD = "_activations_on_the_host"
 
 def is_checkpointing(model: nn.Module) -> bool:
     """Tell whether the model computes activations again in its backward."""
-    base = bare_model(model)
+    base = base_model(model)
     # The second name is that of transformers before 5.
     for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
         if hasattr(type(base), name):
@@ -41,7 +41,7 @@ def climb(rung: str, model: nn.Module) -> bool:
     """Switch a rung on, unless the model has it on already, or lacks it; tell whether it was."""
     if rung == STREAM:
         return _stream(model)
-    base = bare_model(model)
+    base = base_model(model)
     if rung == OFFLOAD:
         if hasattr(base, _OFFLOAD) or not Offload.is_possible(base):
             return False
@@ -59,7 +59,7 @@ def climb(rung: str, model: nn.Module) -> bool:
 
 def descend(rung: str, model: nn.Module) -> None:
     """Switch a rung off again; a base that does not fit on the card stays streamed."""
-    base = bare_model(model)
+    base = base_model(model)
     if rung == STREAM:
         stream = stream_of(model)
         failed = attempt(stream.remove) if stream is not None else None

@@ -31,6 +31,7 @@ from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import HowToRecover, Window
 from trainer_plugins.survival.ranks.together import Together
+from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
@@ -276,11 +277,7 @@ class FSDP2(Together):
 
     def _norms(self) -> torch.Tensor:
         self._tiny()
-        local = [
-            getattr(p.grad, "_local_tensor", p.grad)
-            for p in self.model.parameters()
-            if p.grad is not None
-        ]
+        local = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
         return torch.stack([gradient.float().norm().cpu() for gradient in local])
 
     def _fail_half_way(self) -> None:

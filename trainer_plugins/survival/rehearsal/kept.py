@@ -14,6 +14,7 @@ from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.attempt.state import RestorePoint, full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
+from trainer_plugins.wrapped import local_tensor
 
 _ROOM = 0.8
 """How much of the free main memory the copies may take: beyond it the kernel may end the run."""
@@ -43,7 +44,7 @@ class Kept:
     def restore_weights(self) -> None:
         with torch.no_grad():
             for weight, value in zip(self._weights, self._values, strict=True):
-                _local(weight).copy_(value)
+                local_tensor(weight).copy_(value)
 
     def drop_states(self) -> None:
         """Drop the optimizer's states, as before a resume loads them."""
@@ -126,7 +127,7 @@ class _Value(NamedTuple):
         there = (now.dtype, now.device) if isinstance(now, torch.Tensor) else None
         if there == (self.value.dtype, self.device):
             with torch.no_grad():
-                _local(now).copy_(self.value)
+                local_tensor(now).copy_(self.value)
             return now
         return self.value.to(self.device)
 
@@ -156,19 +157,14 @@ def _owners(trainer: HfTrainer) -> Iterator[object]:
             yield each
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
-
-
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return _local(tensor).to("cpu", copy=True)
+    return local_tensor(tensor).detach().to("cpu", copy=True)
 
 
 def _look_for_room(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
     states = [] if optimizer is None else optimizer.state.values()
     values = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-    local_bytes = sum(_local(each).nbytes for each in (*weights, *values))
+    local_bytes = sum(local_tensor(each).nbytes for each in (*weights, *values))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = HostDevice().read().free_bytes
     if num_ranks * local_bytes > _ROOM * free_bytes:

@@ -58,14 +58,13 @@ def unavailable_reason() -> str | None:
 class ScriptedNvml:
     """Holds a script for the library, record by record; each method returns a new, longer script.
 
-    Nothing happens until `write`: from then on every program that was given the library with this
-    folder, by `env` or `preload`, gets these answers, even if it has long been running. What a
-    script counts (`skip`, `times`, growth) is counted in each program separately, from the moment
-    it reads the script.
+    Nothing happens until `write`: from then on every program that got the library with this folder,
+    by `env` or `preload`, gets these answers, even if it is already running. Each program counts
+    `skip`, `times` and growth separately, from the moment it reads the script.
     """
 
     folder: Path
-    """The folder of the script file, one for each driver; a pytest `tmp_path` will do."""
+    """The folder of the script file, one for each driver, such as a pytest `tmp_path`."""
 
     records: tuple[str, ...] = ()
 
@@ -76,10 +75,7 @@ class ScriptedNvml:
         cuda_version: int = 13000,
         process_record_bytes: int = 24,
     ) -> "ScriptedNvml":
-        """Set what the driver says about itself.
-
-        Drivers 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161).
-        """
+        """Describe the driver; 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161)."""
         return self._with(
             "driver", version=version, cuda=cuda_version, record_bytes=process_record_bytes
         )
@@ -97,8 +93,8 @@ class ScriptedNvml:
         Args:
             uuid: as `nvidia-smi -L` prints it; None for `GPU-0000000<index>-…`.
             total_bytes: all its memory.
-            reserved_bytes: the part of it that the driver keeps for itself. Memory info version 1
-                counts it as used, version 2 does not.
+            reserved_bytes: the driver's own part. Memory info version 1 counts it as used, version
+                2 does not.
             name: the product's name.
         """
         index = self._num("card")
@@ -113,8 +109,8 @@ class ScriptedNvml:
     ) -> "ScriptedNvml":
         """Add a simulated accelerator's card: its file has the uuid, capacity and processes.
 
-        Its total is that capacity plus `reserved_bytes`. While there is no such file, the GPU is
-        lost; once there is, that file is read until the next script.
+        Its total is that capacity plus `reserved_bytes`. Without that file, the GPU is lost; once
+        it exists, it is read until the next script.
         """
         bus = f"00000000:{0x17 + self._num('card'):02X}:00.0"
         return self._with(
@@ -124,10 +120,7 @@ class ScriptedNvml:
     def mig_slice(
         self, uuid: str, *, total_bytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG"
     ) -> "ScriptedNvml":
-        """Add a MIG slice of the last card, with memory and processes of its own.
-
-        This puts the card in MIG mode.
-        """
+        """Add a MIG slice, with its own memory and processes; the last card is then in MIG mode."""
         self._last_card()
         return self._with("slice", uuid=uuid, name=name, total=total_bytes)
 
@@ -142,7 +135,7 @@ class ScriptedNvml:
         says_bytes: bool = True,
         graphics: bool = False,
     ) -> "ScriptedNvml":
-        """Let a process hold memory on the last card or slice.
+        """Add a process that holds memory on the last card or slice.
 
         Args:
             pid: its process id; no such process need exist.
@@ -151,23 +144,18 @@ class ScriptedNvml:
             grow_bytes: how much more it holds at every later query of the device's memory.
             live: whether it holds memory only while a process with that id exists.
             says_bytes: False lists it with N/A for bytes, as on WSL; the card's used memory still
-                counts them.
+                includes them.
             graphics: whether it is listed with the graphics processes, not the compute processes.
         """
         if "\tfile=" in self._last_card():
-            raise ValueError(
-                "the processes of a card from a file are in that file, else the two would disagree"
-            )
+            raise ValueError("the processes of a card from a file are in that file: add it there")
         flags = "l" * live + "u" * (not says_bytes) + "g" * graphics
         return self._with(
             "process", pid=pid, bytes=used_bytes, grow=grow_bytes, flags=flags, name=name
         )
 
     def hide(self, pid: int) -> "ScriptedNvml":
-        """Leave a process out of every list, as drivers do with those outside the container.
-
-        Its bytes still count.
-        """
+        """Leave a process out of every list, as drivers do outside a container; its bytes count."""
         return self._with("hide", pid=pid)
 
     def fault(
@@ -185,8 +173,8 @@ class ScriptedNvml:
             function: its C name with its version, as in `nvmlDeviceGetMemoryInfo_v2`.
             code: the return code, one of pynvml's `NVML_ERROR_*`.
             uuid: the device on which it fails; None for all, and for functions without a device.
-            skip: how many calls to let pass first.
-            times: how many calls to fail after that; None for all.
+            skip: how many calls succeed first.
+            times: how many calls fail after that; None for all.
 
         Raises:
             ValueError: the library has no such function.
@@ -201,15 +189,7 @@ class ScriptedNvml:
         )
 
     def hang(self, function: str, *, skip: int = 0) -> "ScriptedNvml":
-        """Make a function of the library hang.
-
-        Args:
-            function: its C name with its version, as in `nvmlDeviceGetMemoryInfo_v2`.
-            skip: how many calls to let pass first.
-
-        Raises:
-            ValueError: the library has no such function.
-        """
+        """Make a function of the library hang; `function` and `skip` are as for `fault`."""
         script = self.fault(function, 0, skip=skip)
         return replace(script, records=(*self.records, f"{script.records[-1]}\thangs=1"))
 
@@ -221,16 +201,15 @@ class ScriptedNvml:
         return script
 
     def write(self) -> "ScriptedNvml":
-        """Put the script in force; a reader sees either the whole old or the whole new script."""
+        """Put the script into force; a reader sees either the old or the new one, complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        records = (*ScriptedNvml(self.folder).driver().records, *self.records)
         descriptor, temporary = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(descriptor, "w") as file:
-            file.write(
-                "\n".join((*ScriptedNvml(self.folder).driver().records, *self.records)) + "\n"
-            )
-        # The library recognises a new script by inode, size and time. Kernels stamp files by a
-        # clock of milliseconds and reuse inodes, so the second of two quick rewrites could be
-        # missed: stamp it in nanoseconds.
+            file.write("\n".join(records) + "\n")
+        # The library recognises a new script by inode, size and time. Kernels stamp files in
+        # milliseconds and reuse inodes, so the second of two quick rewrites could be missed: stamp
+        # it in nanoseconds.
         now = time.time_ns()
         os.utime(temporary, ns=(now, now))
         os.replace(temporary, self.path)
@@ -242,7 +221,7 @@ class ScriptedNvml:
         return self.folder / "nvml.script"
 
     def env(self, **more: str) -> dict[str, str]:
-        """Return the environment for a child to find this library first, plus `more` variables."""
+        """Return an environment in which a child finds this library first, plus `more`."""
         search_path = [str(build().parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         ours = {
             "LD_LIBRARY_PATH": os.pathsep.join(search_path),
@@ -253,18 +232,18 @@ class ScriptedNvml:
     def preload(self) -> None:
         """Serve this process until it ends: an NVML client that loads its library gets this one.
 
-        glibc's loader recognises a loaded library by its SONAME, so no environment variable is
-        needed. pynvml and torch keep the library they have found: for another driver write another
-        script, in any folder.
+        glibc's loader recognises a loaded library by its SONAME, so this needs no environment
+        variable. pynvml and torch keep the library: for another driver write another script, in any
+        folder.
 
         Raises:
-            RuntimeError: the process has loaded NVIDIA's own library already, which clients keep.
+            RuntimeError: the process has already loaded NVIDIA's own library, which clients keep.
         """
         ours = ctypes.CDLL(str(build()))
         if not hasattr(ctypes.CDLL(LIBRARY), "scriptedNvmlFollow"):
             raise RuntimeError(
-                f"this process has loaded NVIDIA's {LIBRARY} already; preload before anything asks"
-                " for it"
+                f"this process has loaded NVIDIA's {LIBRARY} already; preload before anything loads"
+                " it"
             )
         ours.scriptedNvmlFollow(os.fsencode(self.path.absolute()))
 
@@ -272,8 +251,8 @@ class ScriptedNvml:
         record = "\t".join([kind, *(f"{key}={value}" for key, value in fields.items())])
         if "\n" in record or record.count("\t") != len(fields):
             raise ValueError(
-                "a script has one record a line and tabs between fields, so no text in it may"
-                f" contain either: {record!r}"
+                "a script has one record a line and tabs between fields, so its texts may contain"
+                f" neither: {record!r}"
             )
         return replace(self, records=(*self.records, record))
 
@@ -288,10 +267,9 @@ class ScriptedNvml:
 
 
 def build() -> Path:
-    """Compile the library unless that was done before, and return its path.
+    """Compile the library if necessary, and return its path in the package's cache folder.
 
-    It lies in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`, in a folder of its own for
-    each source, kind of machine and set of flags. Any number of processes may build at once.
+    Any number of processes may build at once.
 
     Raises:
         RuntimeError: there is no compiler (`unavailable_reason`), or it fails; the message contains

@@ -13,20 +13,20 @@ Other processes on the card, scripted or real, are in the card file (`SimCard`);
 `SIMGPU_CARD=path` several processes share one. Under torchrun and `accelerate launch` each rank has
 a card of its own, `simgpu:0`, and gloo does the collectives.
 
-It differs from a CUDA card in this:
+It differs from a CUDA card:
 
-* What an operation needs while it runs (a convolution's workspace, say) is not counted; its results
-  are.
+* Temporary memory of an operation (such as a convolution's workspace) does not count; its results
+  do.
 * Attention stores no scores, like CUDA's flash kernel, except with dropout, where CUDA's still does
   not.
-* Of the allocator's settings (`PYTORCH_ALLOC_CONF`, by the name that this torch reads) only
-  `expandable_segments` has an effect, as it was when simgpu was enabled.
-* There is no fp16 in the Trainer (accelerate lists the devices that may), no fused LSTM or GRU, no
-  sparse tensor, no graph and no second stream.
-* The card has no memory outside PyTorch: no context of a few hundred MiB.
-  `SimCard.hold(os.getpid(), ...)` adds one.
+* Of the allocator's settings (`PYTORCH_ALLOC_CONF`, under the name that this torch reads) only
+  `expandable_segments` has an effect, as set when simgpu was enabled.
+* There is no fp16 in the Trainer (accelerate lists the devices that have it), no fused LSTM or GRU,
+  no sparse tensor, no graph and no second stream.
+* The card has no memory outside PyTorch, such as a context of a few hundred MiB;
+  `SimCard.hold(os.getpid(), ...)` adds it.
 
-Importing this module does nothing. Enabling affects the whole process and cannot be undone; it sets
+Importing this module does nothing. Enabling affects the process and cannot be undone; it sets
 `ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it
 changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; the result
 is kept in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`).
@@ -41,6 +41,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
@@ -64,8 +65,13 @@ __all__ = [
 
 _SMALLEST_CAPACITY_BYTES = 2 * MIB  # one segment of the small pool
 
-_library: ctypes.CDLL | None = None
-_card: SimCard | None = None
+
+class _Enabled(NamedTuple):
+    library: ctypes.CDLL
+    card: SimCard
+
+
+_enabled: _Enabled | None = None
 
 
 def enable(
@@ -79,21 +85,20 @@ def enable(
         capacity_bytes: the memory of the card; None leaves the given card's as it is.
         card: the card to use, which gets that capacity; None is the one that `SIMGPU_CARD` names,
             or else a private one, removed when the process ends.
-        num_indices: how many indices `simgpu:0`, `simgpu:1` and so on are accepted; None is one
-            for each rank of the machine. All memory is of the first; tensors without bytes are on
-            any.
+        num_indices: how many indices `simgpu:0`, `simgpu:1` and so on exist; None for one per rank
+            of the machine. Only the first has memory; tensors without bytes can be on any.
 
     Raises:
         ValueError: the capacity is below 2 MiB or unknown, or a second call names another card.
         SimgpuUnavailable: it cannot be built here.
     """
-    global _library, _card
+    global _enabled
     if capacity_bytes is not None:
         _check_capacity(capacity_bytes)
-    if _library is not None:
-        if card is not None and card.path != _require_card().path:
+    if _enabled is not None:
+        if card is not None and card.path != _enabled.card.path:
             raise ValueError(
-                f"simgpu uses the card {_require_card().path} already, and cannot change it"
+                f"simgpu uses the card {_enabled.card.path} already, and cannot change it"
             )
         if capacity_bytes is not None:
             set_capacity(capacity_bytes)
@@ -106,24 +111,24 @@ def enable(
         chosen.capacity_bytes = capacity_bytes
     _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), _process_name().encode()))
     library.simgpu_expandable(_has_expandable_segments(os.environ))
-    _library, _card = library, chosen
+    _enabled = _Enabled(library, chosen)
     _register(library, num_indices or max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def is_enabled() -> bool:
     """Return whether `enable` has been called in this process."""
-    return _library is not None
+    return _enabled is not None
 
 
 def set_capacity(capacity_bytes: int) -> None:
-    """Change the capacity of the card, in bytes. What is reserved stays so, even above it.
+    """Change the capacity of the card, in bytes. What is reserved stays reserved, even above it.
 
     Raises:
         ValueError: it is below 2 MiB.
         RuntimeError: simgpu is not enabled.
     """
     _check_capacity(capacity_bytes)
-    _require_card().capacity_bytes = capacity_bytes
+    card().capacity_bytes = capacity_bytes
 
 
 def card() -> SimCard:
@@ -132,13 +137,13 @@ def card() -> SimCard:
     Raises:
         RuntimeError: simgpu is not enabled.
     """
-    return _require_card()
+    return _require_enabled().card
 
 
 def fail_at(n: int) -> None:
-    """Make the n-th allocation from now raise `torch.OutOfMemoryError`, once, whatever is free.
+    """Make the n-th allocation from now raise `torch.OutOfMemoryError`, once, even with room.
 
-    As in a real failure, the cache was released and a retry counted before; the message says that
+    As in a real failure, the cache is released and a retry counted first; the message says that
     nothing is free.
 
     Raises:
@@ -147,19 +152,19 @@ def fail_at(n: int) -> None:
     """
     if n < 1:
         raise ValueError(f"allocations are counted from 1, got {n}")
-    _require_library().simgpu_fail_at(n)
+    _require_enabled().library.simgpu_fail_at(n)
 
 
 def place_next_segment(address: int) -> None:
-    """Give the next segment that the card hands out this address of the process.
+    """Place the card's next segment at this address of the process.
 
     The addresses decide which of two free blocks of one size is taken, so a trace of a real card
-    can only be repeated at its addresses. If something else lies there, that allocation fails.
+    can only be repeated at its addresses. If the address is in use, that allocation fails.
 
     Raises:
         RuntimeError: simgpu is not enabled.
     """
-    _require_library().simgpu_place_next(address)
+    _require_enabled().library.simgpu_place_next(address)
 
 
 def allocations() -> int:
@@ -168,7 +173,7 @@ def allocations() -> int:
     Raises:
         RuntimeError: simgpu is not enabled.
     """
-    return int(_require_library().simgpu_num_allocations())
+    return int(_require_enabled().library.simgpu_num_allocations())
 
 
 def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
@@ -186,7 +191,7 @@ def _register(library: ctypes.CDLL, num_indices: int) -> None:
 
     backend_registration.rename_privateuse1_backend("simgpu")
     _check(library, library.simgpu_register(num_indices))
-    module = make_module(_require_card, num_indices, library.simgpu_limit)
+    module = make_module(card, num_indices, library.simgpu_limit)
     torch._register_device_module("simgpu", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu:0"
@@ -204,7 +209,7 @@ def _finish_backward(owner_pid: int) -> None:
     child has no device thread to wait for.
     """
     if os.getpid() == owner_pid:
-        _require_library().simgpu_finish_backward()
+        _require_enabled().library.simgpu_finish_backward()
 
 
 def _default_card(capacity_bytes: int | None) -> SimCard:
@@ -240,13 +245,7 @@ def _check_capacity(capacity_bytes: int) -> None:
         raise ValueError(f"simgpu needs a capacity of at least 2 MiB, got {size(capacity_bytes)}")
 
 
-def _require_library() -> ctypes.CDLL:
-    if _library is None:
+def _require_enabled() -> _Enabled:
+    if _enabled is None:
         raise RuntimeError("simgpu is not enabled, call simgpu.enable first")
-    return _library
-
-
-def _require_card() -> SimCard:
-    if _card is None:
-        raise RuntimeError("simgpu is not enabled, call simgpu.enable first")
-    return _card
+    return _enabled

@@ -16,17 +16,23 @@ from trainer_plugins.compiled import (
 
 _SOURCES = Path(__file__).parent
 _TIMEOUT_SECONDS = 600
+_SETTERS = {
+    "simgpu_expandable": ctypes.c_int,
+    "simgpu_fail_at": ctypes.c_uint64,
+    "simgpu_limit": ctypes.c_uint64,
+    "simgpu_place_next": ctypes.c_uint64,
+}
+"""The functions that set one number, and its type."""
 
 
-# It names a state, like torch.cuda.is_available.
-class SimgpuUnavailable(RuntimeError):  # noqa: N818
-    """simgpu cannot be built or loaded here; the text names what is missing in one line."""
+class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, as is_available does
+    """simgpu cannot be built or loaded here; the message names what is missing in one line."""
 
 
 def unavailable_reason() -> str | None:
     """Say why simgpu cannot run here; None if it can.
 
-    This imports torch, and builds simgpu if necessary, which takes about ten seconds.
+    It imports torch, and builds simgpu if necessary, which takes about ten seconds.
     """
     try:
         built_library()
@@ -82,21 +88,16 @@ def load() -> ctypes.CDLL:
         ) from error
     library.simgpu_last_error.restype = ctypes.c_char_p
     library.simgpu_num_allocations.restype = ctypes.c_uint64
-    library.simgpu_finish_backward.restype = None
-    library.simgpu_fail_at.argtypes = [ctypes.c_uint64]
-    library.simgpu_fail_at.restype = None
-    library.simgpu_limit.argtypes = [ctypes.c_uint64]
-    library.simgpu_limit.restype = None
-    library.simgpu_expandable.argtypes = [ctypes.c_int]
-    library.simgpu_expandable.restype = None
-    library.simgpu_place_next.argtypes = [ctypes.c_uint64]
-    library.simgpu_place_next.restype = None
     library.simgpu_attach_card.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    library.simgpu_finish_backward.restype = None
+    for name, kind in _SETTERS.items():
+        setter = getattr(library, name)
+        setter.argtypes, setter.restype = [kind], None
     return library
 
 
 def _fingerprint(torch_version: str) -> str:
-    """Name the build by torch, architecture, C library and sources: others need another build."""
+    """Name the build by torch, architecture, C library and sources, which it all depends on."""
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"), Path(__file__)])
     contents = [path.read_bytes() for path in sources]
     return f"torch{torch_version}-{fingerprint(torch_version, platform.libc_ver()[0], *contents)}"

@@ -26,7 +26,7 @@ _FROM_ACCELERATOR = (
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """Holds what `torch.cuda.get_device_properties` returns, as far as a simulated card has it."""
+    """Holds what a simulated card has of `torch.cuda.get_device_properties`."""
 
     name: str
     total_memory: int
@@ -45,9 +45,9 @@ def make_module(
     """Build the module.
 
     Args:
-        current_card: returns the card; it is called each time, because the card may be exchanged.
+        current_card: returns the card.
         num_indices: the number of devices.
-        limit: lets the allocator reserve no more than so many bytes.
+        limit: sets how many bytes the allocator may reserve.
     """
     module = types.ModuleType(
         "torch.simgpu", "simgpu as torch sees it; made by trainer_plugins.testing.simgpu."
@@ -114,7 +114,7 @@ def _limits(current_card: Callable[[], SimCard], limit: Callable[[int], None]) -
 
 
 def _random() -> Functions:
-    """Return the functions of the one generator for both devices, see Hooks in device.h."""
+    """Return the functions of the random generator, which is the CPU's, see Hooks in device.h."""
     return {
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,
@@ -129,7 +129,7 @@ def _random() -> Functions:
 
 
 def _streams() -> Functions:
-    """Return the functions of the one stream, on which work is done at once."""
+    """Return the functions of the only stream, on which work is done at once."""
     return {
         "Stream": torch.Stream,
         "Event": torch.Event,

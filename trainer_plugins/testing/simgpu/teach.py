@@ -1,15 +1,15 @@
 """Teaches other libraries about simgpu while it is enabled, because they list devices by name.
 
-Three functions are replaced; each calls the original if simgpu is not concerned:
+It replaces three functions, which call the original where simgpu is not concerned:
 
 * `transformers.utils.import_utils.is_torch_bf16_gpu_available` asks CUDA, XPU, NPU and so on in
-  turn; without an answer for simgpu `TrainingArguments(bf16=True)` is refused.
+  turn; without an answer for simgpu, transformers refuses `TrainingArguments(bf16=True)`.
 * `accelerate.state.PartialState._prepare_backend` chooses the collectives by the accelerators it
-  knows; without an answer every rank trains alone. It is told gloo, whose collectives simgpu serves
-  in main memory. `use_cpu=True` is obeyed there too: `ACCELERATE_TORCH_DEVICE` alone would put the
-  batches on simgpu and leave the model on the CPU.
-* `accelerate.utils.memory.clear_device_cache` empties the caches of the accelerators it knows; it
-  empties simgpu's too, as it does CUDA's.
+  knows; without an answer every rank trains alone. It gets gloo, whose collectives simgpu serves in
+  main memory. `use_cpu=True` works there too: `ACCELERATE_TORCH_DEVICE` alone would put the batches
+  on simgpu and leave the model on the CPU.
+* `accelerate.utils.memory.clear_device_cache` empties the caches of the accelerators it knows; now
+  it empties simgpu's too, as it does CUDA's.
 
 A module that is not imported yet is taught right after its import, so enabling does not import
 transformers.

@@ -1,55 +1,81 @@
-"""Remedies say what to do about each cause, as the user types it; the first comes first."""
+"""What helps against each cause that a text shows, in the order of `advice.for_causes`."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator
 
-from trainer_plugins.explain import switches
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.for_causes import (
+    CACHE_FLUSHES,
+    FOR_CAUSE,
+    ONE_ROW,
+    ONLY_RUN,
+    OTHER_FRAMEWORKS,
+    in_order,
+)
+from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
+from trainer_plugins.explain.advised import remedies_for, remedy
 from trainer_plugins.explain.answer import Cause, Remedy
-from trainer_plugins.explain.text.remedies import batch, card, inference, off_card
+from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
+from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
 
-REMEDIES: dict[str, Callable[[TextFacts], list[Remedy]]] = {
-    "adapter-delta": card.adapter_delta,
-    "api-misuse": card.wrong_shape,
-    "capacity": batch.capacity,
-    "contradictory": card.contradictory,
-    "data-parallel": card.data_parallel,
-    "ddp-gpu0": card.ddp_gpu0,
-    "engine-share": inference.engine_share,
-    "eval-batch": batch.eval_batch,
-    "eval-logits": batch.eval_logits,
-    "foreign": card.foreign,
-    "fragmentation": card.fragmentation,
-    "generate-cache": batch.generate_cache,
-    "host-alloc": off_card.host_alloc,
-    "host-commit": off_card.host_commit,
-    "host-kill": off_card.host_kill,
-    "host-limit": off_card.host_limit,
-    "image-size": batch.image_size,
-    "impossible-size": card.wrong_shape,
-    "leak": card.kept_after_catch,
-    "leftover": card.leftover,
-    "load-too-large": card.load_too_large,
-    "logits-loss": batch.logits_loss,
-    "long-sample": batch.long_sample,
-    "mps-other": card.mps_other,
-    "nccl": card.nccl,
-    "optimizer-state": batch.optimizer_state,
-    "pinned": off_card.pinned,
-    "quadratic-attention": batch.quadratic_attention,
-    "resume-load": card.resume_load,
-    "save-gather": card.save_gather,
-    "shm": off_card.shm,
-    "zero3-gather": card.zero3_gather,
-}
+_OF_THE_TRAINER = (Door.TRAINER, Door.TRL)
+_OF_ANY_SCRIPT = (
+    Door.CODE, Door.ACCELERATE, Door.DEEPSPEED, Door.ENVIRONMENT, Door.SHELL, Door.VLLM,
+)  # fmt: skip
 
 
-def remedies_of(causes: tuple[Cause, ...], facts: TextFacts) -> tuple[Remedy, ...]:
-    """Collect the remedies of the answer, then the first one of what is possible too."""
-    found: list[Remedy] = []
-    for cause in causes:
-        offered = REMEDIES[cause.code](facts)
-        for remedy in offered if cause is causes[0] else offered[:1]:
-            if remedy.do not in [one.do for one in found]:
-                found.append(replace(remedy, cause=cause.code))
-    return switches.unless_refused(found, facts.command + facts.text)
+def remedies_of(causes: Iterable[Cause], facts: TextFacts, vendor: Vendor) -> tuple[Remedy, ...]:
+    """Collect the remedies of the answer, then the first one of each other possible cause."""
+    found: dict[str, Remedy] = {}
+    for number, cause in enumerate(causes):
+        offered = list(_for(cause.code, _order(cause.code, facts), facts, vendor))
+        for one in offered if number == 0 else offered[:1]:
+            found.setdefault(one.do, one)
+    return tuple(found.values())
+
+
+def for_cache_flushes(facts: TextFacts) -> tuple[Remedy, ...]:
+    """Collect what helps where torch releases its cache again and again, without an OOM."""
+    return tuple(_for("not-an-oom", CACHE_FLUSHES, facts, vendor_of(facts)))
+
+
+def _for(code: str, order: Iterable[Advice], facts: TextFacts, vendor: Vendor) -> Iterator[Remedy]:
+    return remedies_for(code, order, lambda each: _made(each, code, facts), vendor)
+
+
+def vendor_of(facts: TextFacts) -> Vendor:
+    """Tell whose card it is: by the message, else by frames and what else the text says."""
+    for read in (lambda words: re.search(words, facts.oom.text), facts.called, facts.says):
+        for one in VENDORS:
+            if read(one.seen):
+                return one
+    return CUDA_ON_WINDOWS if facts.is_windows or facts.is_wsl else CUDA
+
+
+def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
+    if code != "capacity":
+        return in_order(code, "text")
+    if facts.framework:
+        return OTHER_FRAMEWORKS[facts.framework]
+    if facts.has_tried_one_row:
+        return ONE_ROW
+    return ONLY_RUN if _only_runs(facts) else FOR_CAUSE[code]
+
+
+def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
+    applies = APPLIES_TO_CAUSE.get((code, one)) or APPLIES.get(one)
+    if applies is not None and not applies(facts):
+        return None
+    if filled := FILLED.get(one):
+        return filled(facts)
+    doors = (*_OF_THE_TRAINER, *_OF_ANY_SCRIPT) if uses_trainer(facts) else _OF_ANY_SCRIPT
+    door = next((each for each in doors if each in one.spellings), None)
+    return remedy(one, door) if door else None
+
+
+def _only_runs(facts: TextFacts) -> bool:
+    """Return whether the frames are of a model that is used and not trained."""
+    frame = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
+    trains = facts.called(r"(?i)backward|train|optimizer|closure")
+    return frame is not None and trains is None

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainer_plugins.explain.switches import DECIDING
+from trainer_plugins.explain.deciding import DECIDING
 from trainer_plugins.explain.text.command import shown
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable

@@ -1,13 +1,10 @@
-"""Vendor: whose card ran out, and how its commands and settings are called.
+"""Vendor: how the maker of a card calls its commands, variables and modules.
 
-Causes and remedies are written for CUDA; what they say is translated in one place, here.
+Advice is written for CUDA; what it says is translated for other cards in one place, here.
 """
 
 import re
 from dataclasses import dataclass, replace
-
-from trainer_plugins.explain.answer import Cause, Remedy
-from trainer_plugins.explain.text.text_facts import TextFacts
 
 _PROCESSES = r"nvidia-smi --query-compute-apps=\S+ --format=csv"
 _MEMORY = r"nvidia-smi --query-gpu=\S+ --format=csv(?: -l 1)?"
@@ -19,7 +16,7 @@ class Vendor:
 
     name: str
     seen: str
-    """A pattern of the words by which it is known."""
+    """A pattern of the words by which a log shows it."""
 
     processes: str
     """The command that lists processes with their memory."""
@@ -36,7 +33,7 @@ class Vendor:
     module: str
     """torch's module for these cards."""
 
-    def said(self, words: str) -> str:
+    def translated(self, words: str) -> str:
         """Translate words for CUDA; empty if they need what does not exist there."""
         own = {
             _PROCESSES: self.processes,
@@ -48,7 +45,7 @@ class Vendor:
             r'"cuda"': f'"{self.module.removeprefix("torch.")}"',
             r"CUDA call": f"{self.name} call",
         }
-        for pattern, name in own.items():
+        for pattern, name in own.items() if self.name != "CUDA" or self.processes else ():
             if not name and re.search(pattern, words):
                 return ""
             words = re.sub(pattern, name, words)
@@ -58,7 +55,7 @@ class Vendor:
 # rocm-smi: rocm.docs.amd.com. npu-smi, ASCEND_RT_VISIBLE_DEVICES and PYTORCH_NPU_ALLOC_CONF:
 # hiascend.com (envref_07_0053). xpu-smi: intel.github.io/xpumanager; XPU's segments:
 # pytorch#166292. hl-smi: docs.habana.ai. HPU and MPS have no such segments.
-_VENDORS = (
+VENDORS = (
     Vendor(
         name="HIP",
         seen=r"\bHIP (?:out of memory|error)|hipError|\+rocm\d|/opt/rocm|\bamdgpu\b",
@@ -105,6 +102,8 @@ _VENDORS = (
         module="torch.mps",
     ),
 )
+"""Other makers than NVIDIA, in the order in which a log is searched for them."""
+
 CUDA = Vendor(
     name="CUDA",
     seen="",
@@ -115,33 +114,21 @@ CUDA = Vendor(
     module="torch.cuda",
 )
 # Windows does not tell nvidia-smi what each process holds, nor does WSL.
-_WINDOWS = replace(
+CUDA_ON_WINDOWS = replace(
     CUDA,
     processes="Task Manager, Details, with the column 'Dedicated GPU memory'",
     memory="nvidia-smi --query-gpu=memory.used,memory.total --format=csv",
 )
 
 
-def vendor_of(facts: TextFacts) -> Vendor:
-    """Tell whose card it is: by the message, else by frames and what else the text says."""
-    for read in (lambda words: re.search(words, facts.oom.text), facts.called, facts.says):
-        for one in _VENDORS:
-            if read(one.seen):
-                return one
-    return _WINDOWS if facts.is_windows or facts.is_wsl else CUDA
+def vendor_of(device: str, torch_version: str = "", *, is_windows: bool = False) -> Vendor:
+    """Tell whose card a device of torch is.
 
-
-def translated(
-    causes: tuple[Cause, ...], remedies: tuple[Remedy, ...], vendor: Vendor
-) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
-    """Say causes and remedies in the vendor's words; a remedy that needs others is left out."""
-    if vendor is CUDA:
-        return causes, remedies
-    return (
-        tuple(replace(one, doubt=vendor.said(one.doubt) or one.doubt) for one in causes),
-        tuple(
-            replace(one, do=do, effect=vendor.said(one.effect) or one.effect)
-            for one in remedies
-            if (do := vendor.said(one.do))
-        ),
-    )
+    Args:
+        device: as torch names it: `npu:0`.
+        torch_version: tells AMD's cards, which torch calls cuda too: `2.13.0+rocm7.0`.
+        is_windows: whether it is Windows or WSL.
+    """
+    kind = "hip" if "+rocm" in torch_version else device.partition(":")[0]
+    known = (each for each in VENDORS if each.name.lower() == kind)
+    return next(known, CUDA_ON_WINDOWS if is_windows else CUDA)

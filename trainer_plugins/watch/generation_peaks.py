@@ -1,4 +1,4 @@
-"""GenerationPeaks: the peak of `generate` is told apart from that of what it is part of."""
+"""GenerationPeaks: separates the peak of `generate` from that of the step around it."""
 
 from dataclasses import replace
 from time import time
@@ -11,9 +11,8 @@ from trainer_plugins.record.timeline import Sample
 class GenerationPeaks:
     """Reads the device before and after each generation, between two looks of a `MemoryWatch`.
 
-    However many there are, in an evaluation of a thousand batches or in the rollout of a step, they
-    come to one reading: the fullest. It costs two readings a generation, and nothing in a run that
-    does not generate.
+    All generations in between, such as those of an evaluation or of a rollout, become one reading:
+    the fullest. It costs two readings a generation, and nothing in a run that does not generate.
     """
 
     def __init__(self, device: Device) -> None:
@@ -26,13 +25,13 @@ class GenerationPeaks:
         self._ended_seconds = 0.0
 
     def begin(self) -> None:
-        """Begin a generation; one within another is part of that."""
+        """Begin a generation; one inside another belongs to the outer one."""
         self._depth += 1
         if self._depth == 1:
             self._around_bytes = max(self._around_bytes, self._read().peak_allocated_bytes)
 
     def end(self) -> None:
-        """End it; call it once for each `begin`, also if the generation or `begin` has raised."""
+        """End it; call it once for each `begin`, even if the generation or `begin` has raised."""
         self._depth -= 1
         if self._depth:
             return
@@ -56,8 +55,8 @@ class GenerationPeaks:
             num_readings=num,
         )
 
-    def with_what_was_around(self, reading: MemoryReading) -> MemoryReading:
-        """Return a reading whose peak is also that of the time before the last generation."""
+    def with_earlier_peak(self, reading: MemoryReading) -> MemoryReading:
+        """Return a reading whose peak includes the time before the last generation."""
         peak_bytes = max(self._around_bytes, reading.peak_allocated_bytes)
         self._around_bytes = 0
         return replace(reading, peak_allocated_bytes=peak_bytes)

@@ -1,0 +1,161 @@
+"""Advice: one thing that saves memory, with its spelling at each door where it can be typed."""
+
+import re
+from dataclasses import dataclass, fields
+from enum import Enum
+
+
+class Door(Enum):
+    """Names a place where a setting is typed, and which decides how it is spelled."""
+
+    TRAINER = "trainer"
+    """A flag of TrainingArguments on the command line of a script."""
+
+    ARGUMENTS = "arguments"
+    """An argument of TrainingArguments, SFTConfig and the like in Python."""
+
+    TRL = "trl"
+    """A flag of TRL's scripts that TrainingArguments does not have."""
+
+    CODE = "code"
+    """A line of Python in the script."""
+
+    ACCELERATE = "accelerate"
+    """A line of accelerate's YAML file."""
+
+    DEEPSPEED = "deepspeed"
+    """A key of DeepSpeed's JSON file."""
+
+    ENVIRONMENT = "environment"
+    """A variable that is exported before the launch."""
+
+    SHELL = "shell"
+    """A command."""
+
+    HYDRA = "hydra"
+    """An override on the command line of a Hydra app."""
+
+    VLLM = "vllm"
+    """A flag of `vllm serve`."""
+
+    SGLANG = "sglang"
+    """A flag of SGLang's server."""
+
+    VERL = "verl"
+    """An override of verl."""
+
+    PLAN = "plan"
+    """An option of `trainer-plugins plan`."""
+
+
+# What a caller fills in. Unfilled, the word tells a reader what belongs there.
+BLANKS = (
+    "ROWS", "STEPS", "LENGTH", "COMMAND", "OPTIONS", "PLACE", "PID", "CARD", "CARDS", "SHARE",
+    "SIZE", "WORKERS", "SEQUENCES", "LAYER", "LAYERS", "HOW", "MEGABYTES", "CHECKPOINT",
+)  # fmt: skip
+_BLANK = re.compile(rf"(?<![\w$])(?:{'|'.join(BLANKS)})(?!\w)")
+_FLAG = re.compile(r"--(\w+) (\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Advice:
+    """Describes one remedy. Each door has one spelling; an empty one cannot be typed there."""
+
+    effect: str
+    """What it does, as one clause: "only the inputs of layers are kept for the backward pass"."""
+
+    price: str = ""
+    """What it costs; empty if nothing."""
+
+    when: str = ""
+    """Where it applies, if that is not everywhere."""
+
+    only_on: tuple[str, ...] = ()
+    """The makers of cards (`vendors.py`) for which it is; empty if for all."""
+
+    keeps_result: bool = True
+    """Whether the run computes the same as before, except for rounding."""
+
+    extra_time: float | None = None
+    """What it adds to the time of a step, as a fraction of it; None if that is not known."""
+
+    unfilled: str = ""
+    """What to write at the door of the Trainer where the values are not known."""
+
+    trainer: str = ""
+    arguments: str = ""
+    trl: str = ""
+    code: str = ""
+    accelerate: str = ""
+    deepspeed: str = ""
+    environment: str = ""
+    shell: str = ""
+    hydra: str = ""
+    vllm: str = ""
+    sglang: str = ""
+    verl: str = ""
+    plan: str = ""
+
+    @property
+    def spellings(self) -> dict[Door, str]:
+        """Return each door's spelling, with its blanks unfilled."""
+        doors = {each.value for each in Door}
+        found = {
+            Door(each.name): text
+            for each in fields(self)
+            if each.name in doors and (text := getattr(self, each.name))
+        }
+        if self.trainer:
+            found.setdefault(Door.ARGUMENTS, as_arguments(self.trainer))
+        return found
+
+    def flag(self, door: Door, **values: object) -> str:
+        """Spell it for a door: `flag(Door.TRAINER, rows=4, steps=16)`.
+
+        Args:
+            door: where it is typed.
+            values: what to fill the blanks of its spelling with, by their names in small letters.
+
+        Raises:
+            ValueError: it cannot be typed there, or its spelling has no such blank.
+        """
+        text = self.spellings.get(door, "")
+        blanks = {each.lower() for each in _BLANK.findall(text)}
+        if not text or not values.keys() <= blanks:
+            raise ValueError(
+                f"{self.effect!r} has no {door.name} with {', '.join(values) or 'text'}"
+            )
+        if not values and self.unfilled and door in (Door.TRAINER, Door.ARGUMENTS):
+            return self.unfilled if door is Door.TRAINER else self.unfilled.replace("--", "")
+        return _BLANK.sub(lambda blank: str(values.get(blank[0].lower(), blank[0])), text)
+
+
+def as_arguments(flags: str) -> str:
+    """Write flags of a command line as arguments of Python.
+
+    >>> as_arguments("--optim adafactor --bf16 True")
+    'optim="adafactor", bf16=True'
+    """
+    plain = re.compile(r"True|False|[\d.]+|[A-Z]+")
+    return ", ".join(
+        f"{name}={value}" if plain.fullmatch(value) else f'{name}="{value}"'
+        for name, value in _FLAG.findall(flags)
+    )
+
+
+def flags_in(text: str) -> dict[str, str]:
+    """Read the flags of a spelling; there are none if it holds anything else.
+
+    >>> flags_in("--optim adafactor"), flags_in("loss.item()")
+    ({'optim': 'adafactor'}, {})
+    """
+    return dict(_FLAG.findall(text)) if re.fullmatch(r"(--\w+ \S+ ?)+", text) else {}
+
+
+def as_overrides(flags: str, prefix: str) -> str:
+    """Write flags of a command line as Hydra's overrides, each behind a prefix.
+
+    >>> as_overrides("--optim adafactor", "++trainer.args.")
+    '++trainer.args.optim=adafactor'
+    """
+    return " ".join(f"{prefix}{name}={value}" for name, value in flags_in(flags).items())

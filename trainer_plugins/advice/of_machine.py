@@ -1,0 +1,286 @@
+"""Remedies around the run: its card and allocator, inference engines, main memory; how to look."""
+
+from math import floor
+
+from trainer_plugins.advice.entry import Advice
+
+# Every torch reads this name; the newer PYTORCH_ALLOC_CONF is unknown to torch 2.9 and earlier
+# (pytorch#183387). Alone: max_split_size_mb with it lets reserved memory grow (pytorch#123548).
+EXPANDABLE_SEGMENTS = Advice(
+    effect="free pieces of the allocator's segments can be joined",
+    price="none as a rule; it does not go with vLLM's sleep mode",
+    when="on Linux without WSL, where it is not on already",
+    extra_time=0.0,
+    environment="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+)
+MAX_SPLIT_SIZE = Advice(
+    effect="large blocks are not split, and so stay whole",
+    price="more memory may stay reserved, and more calls of the driver take time",
+    environment="PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:MEGABYTES",
+)
+COLLECT_EARLIER = Advice(
+    effect="unused blocks are released before the card is full",
+    price="more memory may stay reserved, and more calls of the driver take time",
+    environment="PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8",
+    code="torch.cuda.set_per_process_memory_fraction(1.0)",
+)
+EXPORT_SETTINGS = Advice(
+    effect="the allocator settings that fit this machine are exported",
+    shell='eval "$(trainer-plugins env)"',
+)
+EXPORT_SETTINGS_FOR_VLLM = Advice(
+    effect="the allocator settings of the training process go with vLLM",
+    when="where vLLM runs in the training process",
+    shell='eval "$(trainer-plugins env --vllm)"',
+)
+# Its limit is what set_per_process_memory_fraction sets, and it is taken back after training.
+HEADROOM = Advice(
+    effect="torch releases its cache earlier, and leaves NCCL 1 to 2 GiB of a large card",
+    price="what is left free is lost for tensors",
+    when="where a Trainer trains",
+    code="trainer.add_callback(trainer_plugins.Headroom(leave_fraction=0.05))",
+)
+MEMORY_FRACTION = Advice(
+    effect=HEADROOM.effect,
+    price=HEADROOM.price,
+    when="where no Trainer trains",
+    code="torch.cuda.set_per_process_memory_fraction(0.95)",
+)
+SMALLER_NCCL_BUFFERS = Advice(
+    effect="NCCL's buffers are a quarter of the usual 4 MiB each",
+    price="slower collectives",
+    environment="NCCL_BUFFSIZE=1048576",
+)
+LIST_PROCESSES = Advice(
+    effect="shows which processes hold the card",
+    shell="nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv",
+)
+OTHER_CARD = Advice(
+    effect="takes another card",
+    when="where there is another card",
+    environment="CUDA_VISIBLE_DEVICES=CARD",
+    shell="CUDA_VISIBLE_DEVICES=CARD COMMAND",
+)
+ONE_CARD = Advice(
+    effect="one card, with per_device_train_batch_size rows instead of that many times the cards",
+    when="where one process drives several cards",
+    keeps_result=False,
+    environment="CUDA_VISIBLE_DEVICES=0",
+    shell="CUDA_VISIBLE_DEVICES=0 COMMAND",
+)
+END_PROCESS = Advice(
+    effect="frees the card, if the process is a dead run of your own",
+    price="whatever that process was doing",
+    when="where the process is yours",
+    shell="kill PID",
+)
+WATCH_THE_CARD = Advice(
+    effect="shows whether another process comes and goes while the run starts",
+    only_on=("CUDA", "NPU", "XPU", "HPU"),
+    shell="nvidia-smi --query-gpu=memory.used,memory.free --format=csv -l 1",
+)
+MAPPING_LIMITS = Advice(
+    effect="shows limits of mappings and of locked memory, which the driver reports as 'out of"
+    " memory'",
+    only_on=("CUDA", "NPU", "XPU", "HPU"),
+    shell="cat /proc/sys/vm/max_map_count; ulimit -v -l",
+)
+WSL_MEMORY = Advice(
+    effect="gives WSL more of main memory, half of which is the most it can pin",
+    when="under Windows and WSL",
+    shell="wsl --shutdown, then memory=... in .wslconfig",
+)
+ROCM_MEMORY = Advice(
+    effect="shows which memory the driver counts",
+    only_on=("HIP",),
+    shell="rocm-smi --showmeminfo vram gtt",
+)
+ROCM_LOG = Advice(
+    effect="shows why the driver refused",
+    only_on=("HIP",),
+    shell="dmesg | grep -i amdgpu",
+)
+CLOSE_OTHER_PROGRAMS = Advice(
+    effect="main memory and the card's are one on a Mac",
+    only_on=("MPS",),
+    shell="close other programs that draw or compute",
+)
+
+# The share of an engine is filled in from what the run has now (`smaller_share`): a constant would
+# raise it for a run that has less already.
+SMALLER_ENGINE_SHARE = Advice(
+    effect="the engine reserves this share of the card, for weights and KV cache together",
+    price="fewer sequences at once in the engine",
+    when="where the engine takes too much",
+    trl="--vllm_gpu_memory_utilization SHARE",
+    arguments="vllm_gpu_memory_utilization=SHARE",
+    code="gpu_memory_utilization=SHARE",
+    vllm="--gpu-memory-utilization SHARE",
+    sglang="--mem-fraction-static SHARE",
+    verl="actor_rollout_ref.rollout.gpu_memory_utilization=SHARE",
+    plan="--vllm-utilization SHARE",
+)
+LARGER_ENGINE_SHARE = Advice(
+    effect="what weights and graphs leave of this share is the KV cache",
+    price="less room for everything else on the card",
+    when="where the share leaves the engine no KV cache",
+    trl=SMALLER_ENGINE_SHARE.trl,
+    arguments=SMALLER_ENGINE_SHARE.arguments,
+    code=SMALLER_ENGINE_SHARE.code,
+    vllm=SMALLER_ENGINE_SHARE.vllm,
+    sglang=SMALLER_ENGINE_SHARE.sglang,
+    verl=SMALLER_ENGINE_SHARE.verl,
+    plan=SMALLER_ENGINE_SHARE.plan,
+)
+SHORTER_REQUESTS = Advice(
+    effect="the longest request that the KV cache holds as it is",
+    price="longer requests are refused",
+    when="where the engine says which length fits",
+    keeps_result=False,
+    trl="--vllm_max_model_length LENGTH",
+    vllm="--max-model-len LENGTH",
+)
+FEWER_SEQUENCES = Advice(
+    effect="the sampler and the graphs are warmed up for fewer sequences",
+    price="fewer sequences at once",
+    when="where an engine runs as a server",
+    vllm="--max-num-seqs SEQUENCES",
+    sglang="--cuda-graph-max-bs SEQUENCES",
+)
+TENSOR_PARALLEL = Advice(
+    effect="half of the weights on each of two cards; a quantised checkpoint helps too",
+    price="another card",
+    when="where the weights leave the engine no room",
+    vllm="--tensor-parallel-size 2",
+    sglang="--tp 2",
+)
+SLEEP_MODE = Advice(
+    effect="vLLM releases its memory while the training computes",
+    price="it loads weights again for each generation",
+    when="where vLLM runs in the training process",
+    trl="--vllm_enable_sleep_mode True",
+)
+_SHARE_STEP = 0.05
+
+
+def smaller_share(share: float, missing: float = 0.0) -> float:
+    """Lower an engine's share of a card, and never below half of it at once.
+
+    Args:
+        share: what it has now, as a fraction of the card.
+        missing: by how much it is known to be too large; 0 if that is unknown.
+    """
+    step = max(missing, _SHARE_STEP) if missing else max(share / 8, _SHARE_STEP)
+    return floor(round(100 * max(share - step, share / 2), 3)) / 100
+
+
+# Before a larger /dev/shm: it works wherever the run is launched, also where the user may not
+# restart the container.
+FEWER_WORKERS = Advice(
+    effect="each worker holds batches, libraries, a copy of the data set and /dev/shm",
+    price="loading does not overlap with training",
+    when="where dataloader workers run",
+    trainer="--dataloader_num_workers WORKERS",
+    unfilled="lower --dataloader_num_workers",
+    code="DataLoader(..., num_workers=WORKERS)",
+)
+NO_PINNED_BATCHES = Advice(
+    effect="batches are not page-locked",
+    price="copies to the card do not overlap with computing",
+    trainer="--dataloader_pin_memory False",
+    code="DataLoader(..., pin_memory=False)",
+)
+LARGER_SHM = Advice(
+    effect="/dev/shm is no longer docker's 64 MiB (Kubernetes: an emptyDir with medium: Memory)",
+    when="where the run is in a container",
+    shell="docker run --shm-size=SIZE",
+)
+MORE_MAIN_MEMORY = Advice(
+    effect="the container or the job may take more",
+    when="where a container or a job limits it",
+    shell="docker run --memory=SIZE (Slurm: --mem=SIZE; Kubernetes: resources.limits.memory)",
+)
+MORE_SLURM_MEMORY = Advice(
+    effect="the job's limit is higher",
+    when="where Slurm started the job",
+    shell="#SBATCH --mem=0   # all of the node, or a number above MaxRSS of sacct",
+)
+LARGER_PAGING_FILE = Advice(
+    effect="raises the limit; little of it is written",
+    when="on Windows",
+    shell="a larger paging file (System, Advanced, Performance, Virtual memory)",
+)
+LOCK_MORE_MEMORY = Advice(
+    effect="a process may lock as much as it asks for",
+    shell="ulimit -l unlimited; in Docker: --ulimit memlock=-1",
+)
+FIND_THE_KILL = Advice(
+    effect="says whether it was main memory, and how much the process had",
+    when="where nothing shows what took main memory",
+    shell="sudo dmesg -T | grep -i 'killed process'",
+)
+SHOW_MAIN_MEMORY = Advice(
+    effect="shows how much main memory is left",
+    when="where no line of the script is known",
+    shell="free -h   # while it runs",
+)
+CHECK_LAUNCH_FILE = Advice(
+    effect="compares what the offload needs of main memory with what there is",
+    when="where DeepSpeed offloads to main memory",
+    shell="trainer-plugins configs check your_launch_file.yaml",
+)
+
+OBSERVE = Advice(
+    effect="records memory at each step: a longest batch and a growth look different",
+    shell="trainer-plugins exec --preset observe -- COMMAND",
+)
+PLAN_THE_RUN = Advice(
+    effect="predicts this run, and tries what makes it fit",
+    shell="trainer-plugins plan OPTIONS",
+)
+PRINT_THE_OOM = Advice(
+    effect="prints the OOM itself, which says where it fails and what it asked for",
+    when="where auto_find_batch_size has caught it",
+    trainer="--auto_find_batch_size False --per_device_train_batch_size 1",
+)
+PRINT_SHAPES = Advice(
+    effect="shows which axis is not what it should be",
+    code="print the shapes and dtypes of the inputs before PLACE",
+)
+PRINT_BATCH = Advice(
+    effect="a request this large is a length or a number of rows; it went to main memory, so the"
+    " model is not on a card",
+    when="where one huge tensor was asked of main memory",
+    code="print(model.device, {name: rows.shape for name, rows in batch.items()})",
+)
+LOOK_AT = Advice(
+    effect="shows what was made there",
+    when="where a line of the script is known",
+    code="look at PLACE",
+)
+
+# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+JAX_SHARE = Advice(
+    effect="JAX takes 95 % of the card at its start, and not 75 %",
+    price="no room for another program",
+    when="under JAX on a GPU",
+    environment="XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+)
+JAX_GROWS = Advice(
+    effect="JAX takes only what it uses, where others are on the card",
+    price="slower, and more in pieces",
+    when="under JAX on a GPU",
+    environment="XLA_PYTHON_CLIENT_PREALLOCATE=false",
+)
+JAX_CHECKPOINT = Advice(
+    effect="activations are computed again in the backward pass",
+    price="about a third more time",
+    when="under JAX",
+    extra_time=1 / 3,
+    code="jax.checkpoint(layer)   # around each layer",
+)
+TENSORFLOW_GROWS = Advice(
+    effect="TensorFlow takes only what it uses, where others are on the card",
+    when="under TensorFlow",
+    environment="TF_FORCE_GPU_ALLOW_GROWTH=true",
+)

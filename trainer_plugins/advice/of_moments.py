@@ -1,0 +1,166 @@
+"""Remedies for what surrounds the steps: loading, evaluation, generation, saving, resuming."""
+
+from trainer_plugins.advice.entry import Advice
+
+SMALLER_EVAL_BATCH = Advice(
+    effect="metrics stay the same; the default is 8 rows",
+    price="the evaluation takes a little longer",
+    when="where an evaluation batch has more than one row",
+    trainer="--per_device_eval_batch_size ROWS",
+    unfilled="halve --per_device_eval_batch_size",
+    code="halve the rows of an evaluation batch, and keep outputs with .cpu()",
+)
+# It comes before OUTPUTS_TO_MAIN_MEMORY where sizes are unknown: an evaluation of 1,000 rows of
+# 1,024 tokens over 128,000 words keeps 524 GB of logits, which main memory does not hold either.
+ARGMAX_LOGITS = Advice(
+    effect="one number is kept a token instead of one for each word of the vocabulary",
+    price="compute_metrics gets predictions instead of logits",
+    when="where metrics need no logits",
+    # T5 and others return a tuple.
+    code="Trainer(..., preprocess_logits_for_metrics=lambda logits, labels: "
+    "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))",
+)
+EVALUATION_GUARD = Advice(
+    effect=ARGMAX_LOGITS.effect,
+    price=ARGMAX_LOGITS.price,
+    when=ARGMAX_LOGITS.when,
+    code='callbacks=[trainer_plugins.EvaluationGuard(logits_to="argmax")]',
+)
+OUTPUTS_TO_MAIN_MEMORY = Advice(
+    effect="outputs go to main memory after each batch",
+    price="main memory has to hold them all; a slower evaluation",
+    when="where the outputs fit in main memory",
+    trainer="--eval_accumulation_steps STEPS",
+    unfilled="--eval_accumulation_steps 1",
+)
+LOSS_ONLY = Advice(
+    effect="no logits are kept; only the loss is reported",
+    when="where no metric is needed",
+    keeps_result=False,
+    trainer="--prediction_loss_only True",
+)
+NO_GRAD = Advice(
+    effect="without it all activations are kept for a backward pass",
+    when="where a custom loop evaluates",
+    code="with torch.no_grad():  # around the evaluation",
+)
+METRICS_ON_CPU = Advice(
+    effect="what compute_metrics makes needs nothing of the card",
+    price="slower; or in parts, as eval_pred has all rows of the evaluation",
+    code='device="cpu" in compute_metrics',
+)
+SHORTER_ANSWERS = Advice(
+    effect="fewer tokens are in the cache of keys and values",
+    price="shorter answers",
+    when="where an evaluation of a Trainer generates",
+    keeps_result=False,
+    trainer="--generation_max_length LENGTH",
+    unfilled="--generation_max_length 256",
+)
+FEWER_BEAMS = Advice(
+    effect="the cache of keys and values grows with the beams",
+    price="a narrower search",
+    when="where generation uses several beams",
+    keeps_result=False,
+    trainer="--generation_num_beams 1",
+)
+OFFLOADED_CACHE = Advice(
+    effect="the cache of keys and values waits in main memory, except one layer",
+    price="slower generation",
+    code='model.generation_config.cache_implementation = "offloaded"',
+)
+FEWER_INPUTS = Advice(
+    effect="activations shrink with rows x length",
+    price="more passes",
+    when="where a model is used and not trained",
+    code="pass fewer rows at once, or shorter ones",
+)
+SHARDED_SAVE = Advice(
+    effect="each rank saves its own part (in accelerate's file); nothing is gathered on a card",
+    price="`accelerate merge-weights` joins the parts afterwards",
+    when="where FSDP runs",
+    accelerate="fsdp_state_dict_type: SHARDED_STATE_DICT",
+)
+SAVE_WITHOUT_GATHER = Advice(
+    effect="each rank saves its own part, and nothing is gathered (in DeepSpeed's file)",
+    price="`zero_to_fp32.py` joins the parts on the CPU",
+    when="where DeepSpeed runs ZeRO-3",
+    deepspeed='"stage3_gather_16bit_weights_on_model_save": false',
+)
+COPY_IN_MAIN_MEMORY = Advice(
+    effect="the copy is made in main memory",
+    when="where a line of the script copies tensors",
+    code=".cpu() HOW at PLACE",
+)
+SAVE_ONLY_MODEL = Advice(
+    effect="the optimizer states are not saved",
+    price="the run cannot be resumed from there",
+    when="where optimizer states are saved",
+    trainer="--save_only_model True",
+)
+FEWER_CHECKPOINTS = Advice(
+    effect="only the last checkpoint stays on the disk",
+    price="earlier checkpoints are deleted",
+    trainer="--save_total_limit 1",
+)
+EMPTY_CACHE_BEFORE_SAVE = Advice(
+    effect="saving needs a copy; what training has cached makes room for it",
+    when="where nothing is sharded",
+    code="gc.collect(); torch.cuda.empty_cache()  # before saving",
+)
+LOAD_INTO_MAIN_MEMORY = Advice(
+    effect="the checkpoint waits in main memory instead of on the card it was saved from",
+    when="where the script loads it",
+    code='torch.load(..., map_location="cpu")',
+)
+DROP_THE_COPY = Advice(
+    effect="the copy that was loaded does not stay on the card",
+    when="where the script loads it",
+    code="del checkpoint; gc.collect(); torch.cuda.empty_cache()  # after load_state_dict",
+)
+RESUME_WITHOUT_STATES = Advice(
+    effect="the states are not loaded in addition to those that are there",
+    price="the optimizer starts from scratch",
+    keeps_result=False,
+    shell="rm CHECKPOINT/optimizer.pt",
+)
+LOAD_ON_ONE_RANK = Advice(
+    effect="one rank loads the model into main memory, and the others get their shards (in"
+    " accelerate's file); do not move the model to a card before",
+    price="a slower start",
+    when="where FSDP shards the weights",
+    accelerate="fsdp_cpu_ram_efficient_loading: true   # with fsdp_sync_module_states: true",
+)
+LOAD_ONCE = Advice(
+    effect="a rank does not hold the weights twice while it loads (the default in transformers 5);"
+    " each rank still holds them once",
+    when="where from_pretrained fills main memory",
+    code="from_pretrained(..., low_cpu_mem_usage=True)",
+)
+CONVERT_IN_MAIN_MEMORY = Advice(
+    effect="what transformers 5 stacks and joins of a checkpoint is made in main memory",
+    price="main memory for the full model; a slower load",
+    when="where transformers 5 converts a checkpoint",
+    code='from_pretrained(..., device_map="cpu").to("cuda")',
+)
+RELEASED = Advice(
+    effect="empties the card of a Trainer of this process, and names what holds the rest",
+    price="main memory of their size, until the Trainer is gone",
+    when="where the earlier Trainer has a name",
+    code="from trainer_plugins import released; released(trainer)",
+)
+RESTART_KERNEL = Advice(
+    effect="frees what is left from before",
+    when="where no trials run",
+    code="restart the kernel, and run the cells once",
+)
+RELEASE_EARLIER_RUNS = Advice(
+    effect="what a trial has left is released before the next one",
+    when="where trials share a process",
+    code="callbacks=[trainer_plugins.ReleaseEarlierRuns()]",
+)
+EMPTY_CACHE_AFTER_EXCEPT = Advice(
+    effect="the exception's frames hold the tensors as long as the block runs",
+    when="where the script catches the OOM",
+    code="empty the cache after the `except` block, not in it",
+)

@@ -1,0 +1,247 @@
+"""Remedies for a training step: its batch, activations, optimizer, weights and shards."""
+
+from trainer_plugins.advice.entry import Advice
+
+SMALLER_MICRO_BATCH = Advice(
+    effect="activations shrink with the rows; the effective batch stays the same",
+    price="smaller steps keep the card less busy",
+    when="where a micro-batch has more than one row",
+    trainer="--per_device_train_batch_size ROWS --gradient_accumulation_steps STEPS",
+    unfilled="halve --per_device_train_batch_size and double --gradient_accumulation_steps",
+    code="halve the rows of a micro-batch and double the accumulation steps",
+)
+SURVIVE = Advice(
+    effect="a micro-batch that does not fit is finished in pieces, with the same gradient",
+    price="time for the micro-batches that are divided; nothing for the others",
+    when="where a Trainer trains and survive_oom has not refused the run",
+    shell="trainer-plugins exec --preset survive -- COMMAND",
+    code="trainer_plugins.survive_oom(trainer)",
+    hydra="+trainer_plugins=survive",
+)
+CHECKPOINTING = Advice(
+    effect="only the inputs of layers are kept for the backward pass",
+    price="each forward pass is computed twice, about a third more time",
+    when="where it is not on already",
+    # A backward pass costs two forward passes: 4 instead of 3 (arXiv:1604.06174, section 4.1).
+    extra_time=1 / 3,
+    trainer="--gradient_checkpointing True",
+    code="model.gradient_checkpointing_enable()",
+)
+NON_REENTRANT = Advice(
+    effect="checkpointing works with frozen inputs and with DDP",
+    when="where checkpointing is reentrant",
+    trainer="--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'",
+    arguments='gradient_checkpointing_kwargs={"use_reentrant": False}',
+)
+INPUTS_REQUIRE_GRADS = Advice(
+    effect="reentrant checkpointing reaches the adapters behind frozen embeddings",
+    when="where checkpointing is reentrant",
+    code="model.enable_input_require_grads()",
+)
+SHORTER_ROWS = Advice(
+    effect="rows are cut there (SFTConfig, or your tokenizer's max_length)",
+    price="the end of long rows is lost",
+    keeps_result=False,
+    trl="--max_length LENGTH",
+    arguments="max_length=LENGTH",
+    code="halve the longest length (max_length)",
+    plan="--seq-length LENGTH",
+)
+PAD_TO_FEW_LENGTHS = Advice(
+    effect="few different lengths leave few odd pieces",
+    price="some padding",
+    when="where the lengths of batches vary",
+    arguments="pad_to_multiple_of=64",
+    code="DataCollatorForSeq2Seq(..., pad_to_multiple_of=64)",
+)
+GROUP_BY_LENGTH = Advice(
+    effect="the longest rows come first, so an OOM happens in the first steps or not at all"
+    " (transformers 4: --group_by_length True)",
+    price="another order of the rows",
+    when="where the lengths of rows vary",
+    keeps_result=False,
+    trainer="--train_sampling_strategy group_by_length",
+)
+LIGER = Advice(
+    effect="the logits are never in memory all at once",
+    price="needs liger-kernel and a model that it supports; rounding differs a little",
+    when="where liger-kernel can be installed",
+    trainer="--use_liger_kernel True",
+)
+# sdpa comes with torch, takes every dtype and is transformers' default. FlashAttention-2 needs a
+# package and 16 bits; it is the remedy only where sdpa is on already and still made the table.
+SDPA_ATTENTION = Advice(
+    effect="the table of length x length scores is never made",
+    price="rounding differs a little",
+    when="where attention is eager",
+    arguments='model_init_kwargs={"attn_implementation": "sdpa"}',
+    code='from_pretrained(..., attn_implementation="sdpa")',
+)
+FLASH_ATTENTION = Advice(
+    effect="the table of length x length scores is never made",
+    price="needs flash-attn, and 16 bits; rounding differs a little",
+    when="where attention is sdpa already",
+    arguments='model_init_kwargs={"attn_implementation": "flash_attention_2"}',
+    code='from_pretrained(..., attn_implementation="flash_attention_2")',
+)
+FEWER_PATCHES = Advice(
+    effect="at most 512 patches a picture in Qwen-VL; attention falls with their square",
+    price="less detail",
+    keeps_result=False,
+    code="AutoProcessor.from_pretrained(..., max_pixels=512 * 28 * 28)",
+)
+FUSED_ADAMW = Advice(
+    effect="the step makes no temporaries of the size of the weights",
+    when="where a foreach step of AdamW runs",
+    extra_time=0.0,
+    trainer="--optim adamw_torch_fused",
+    code="torch.optim.AdamW(..., fused=True)",
+)
+# Not paged_adamw_8bit: its states move to main memory when the card is full, in managed memory
+# that no plan and no reading counts, and then each step waits for them.
+EIGHT_BIT_ADAMW = Advice(
+    effect="optimizer states take 2 instead of 8 bytes a parameter",
+    price="needs bitsandbytes; states are rounded to 8 bits",
+    when="where AdamW keeps its states in 32 bits",
+    keeps_result=False,
+    trainer="--optim adamw_bnb_8bit",
+    code="bitsandbytes.optim.AdamW8bit(...)",
+)
+ADAFACTOR = Advice(
+    effect="optimizer states are a row and a column of each weight",
+    price="another optimizer: the learning rate may have to change",
+    when="where the optimizer keeps a state for each weight",
+    keeps_result=False,
+    trainer="--optim adafactor",
+    code="torch.optim.Adafactor(...)",
+)
+HALF_PRECISION_WEIGHTS = Advice(
+    effect="weights take 2 bytes a parameter; float32, transformers 4's default, takes 4",
+    price="they are rounded: train an adapter, or keep a copy in float32 elsewhere",
+    when="where weights are in float32",
+    keeps_result=False,
+    code="from_pretrained(..., dtype=torch.bfloat16)",
+    plan="--dtype bfloat16",
+)
+FOUR_BITS = Advice(
+    effect="weights take about 0.6 bytes a parameter, except experts stored as one tensor",
+    price="an adapter is trained on rounded weights; needs bitsandbytes and peft",
+    when="where weights are not quantised",
+    keeps_result=False,
+    trl="--load_in_4bit True --use_peft True",
+    code="from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
+    plan="--load-in-4bit --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16",
+)
+UNPREPARED = Advice(
+    effect="what bitsandbytes does not quantise stays in 16 bits: prepare_model_for_kbit_training"
+    " makes embeddings, head and experts stored as one tensor float32",
+    price="norms compute in 16 bits; pass --gradient_checkpointing True, which it had switched on",
+    when="where prepare_model_for_kbit_training is called",
+    keeps_result=False,
+    code="leave out prepare_model_for_kbit_training(model)",
+    plan="--no-prepare-kbit",
+)
+ADAPTER = Advice(
+    effect="only an adapter has gradients and optimizer states",
+    price="an adapter is trained instead of the weights",
+    when="where all weights are trained",
+    keeps_result=False,
+    trl="--use_peft True --lora_r 16 --lora_target_modules all-linear",
+    plan="--lora-r 16 --lora-target all-linear",
+)
+STREAM_BASE = Advice(
+    effect="the frozen base waits in main memory, except a few layers",
+    price="copies to the card in each step",
+    when="where a frozen base carries an adapter",
+    trainer="--memory_stream_base always",
+    code="callbacks=[trainer_plugins.StreamBase()]",
+    plan="--stream-base LAYERS",
+)
+MERGE_IN_MAIN_MEMORY = Advice(
+    effect="the deltas are made in main memory, one layer at a time",
+    price="some minutes",
+    when="where an adapter is merged",
+    code='model.to("cpu").merge_and_unload()',
+)
+NO_DORA = Advice(
+    effect="only DoRA needs the full delta in each forward pass",
+    price="another adapter",
+    when="where the adapter is DoRA",
+    keeps_result=False,
+    code="LoraConfig(..., use_dora=False)",
+)
+NEWER_PEFT = Advice(
+    effect="since peft#3577 (2026-08) one adapter's delta of experts is never made",
+    when="where target_parameters names experts",
+    shell="pip install -U peft",
+)
+NO_EXPERTS = Advice(
+    effect="attention and dense layers are adapted, and no expert: linear layers need no delta",
+    price="another adapter",
+    when="where target_parameters names experts",
+    keeps_result=False,
+    code="LoraConfig(..., target_modules=[...], target_parameters=None)",
+)
+OFFLOAD_OPTIMIZER = Advice(
+    effect="optimizer states of 12 bytes a parameter go to main memory",
+    price="a slower step; the host needs that memory",
+    when="where DeepSpeed runs",
+    shell="trainer-plugins configs show zero3_offload_optimizer > accelerate.yaml",
+)
+OFFLOAD_TO_DISK = Advice(
+    effect="optimizer states (12 bytes a parameter) and parameters go to a disk",
+    price="much slower steps; needs a fast local disk",
+    when="where DeepSpeed offloads to main memory",
+    shell="trainer-plugins configs show zero3_offload_nvme > accelerate.yaml",
+)
+NO_PINNED_OFFLOAD = Advice(
+    effect="what is offloaded is not page-locked (the same for offload_param)",
+    price="slower copies",
+    when="where DeepSpeed offloads",
+    deepspeed='"offload_optimizer": {"device": "cpu", "pin_memory": false}',
+)
+FEWER_LIVE_PARAMETERS = Advice(
+    effect="fewer parameters are gathered at once than DeepSpeed's default of 1e9, which are 2 GB"
+    " in half precision (in its file)",
+    price="they are gathered more often, with less overlap of sending and computing",
+    when="where DeepSpeed runs ZeRO-3",
+    deepspeed='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
+)
+WRAP_LAYERS = Advice(
+    effect="one layer is gathered at a time, not the model (in accelerate's file)",
+    when="where FSDP runs",
+    accelerate="fsdp_transformer_layer_cls_to_wrap: LAYER",
+)
+ONE_PROCESS_A_CARD = Advice(
+    effect="one process a card (DDP): outputs and losses stay where they are made",
+    when="where one process drives several cards",
+    accelerate="distributed_type: MULTI_GPU",
+    shell="torchrun --nproc_per_node CARDS COMMAND",
+)
+OWN_CARD_FIRST = Advice(
+    effect="each rank opens a context on its own card only",
+    when="where ranks hold memory on the first card",
+    code='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
+)
+EMPTY_CACHE_EACH_STEP = Advice(
+    effect="torch's cache is released after each step, on all ranks at the same time",
+    price="about a tenth slower",
+    extra_time=0.1,  # transformers, TrainingArguments.torch_empty_cache_steps: "about 10% slower"
+    trainer="--torch_empty_cache_steps 1",
+    code="torch.cuda.empty_cache()  # after each step",
+)
+KEEP_NUMBERS = Advice(
+    effect="a number is kept instead of a tensor with its graph",
+    code="loss.item(), or .detach().cpu()",
+)
+NO_CACHE_IN_TRAINING = Advice(
+    effect="no training forward pass returns keys and values",
+    when="where training forward passes keep keys and values",
+    code="model.config.use_cache = False",
+)
+NO_PINNED_ACTIVATIONS = Advice(
+    effect='activations stay on the card; with "unsloth" each is kept in pinned main memory',
+    price="more of the card; or pip install -U unsloth_zoo, which pins less (unsloth-zoo#1257)",
+    when="where Unsloth's own checkpointing is on",
+    code='use_gradient_checkpointing=True   # in get_peft_model, not "unsloth"',
+)

@@ -1,0 +1,150 @@
+"""EvaluationCallback: tells a callback when evaluations begin and end."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.upkeep.generation import inside_training
+
+
+class EvaluationCallback(RunCallback):
+    """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it.
+
+    `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may not fire it, as
+    open-unlearning's FinetuneTrainer does not. `control.should_evaluate` is set before each
+    evaluation inside training, so the next event that no evaluation fires shows that it has ended.
+    Outside training, as in a final `trainer.evaluate()`, the wrapped method itself shows it. Inside
+    training the beginning is reported twice, by an event and by the method: other callbacks act in
+    between.
+    """
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        self._evaluating = self.is_inside = False
+        """Whether an end is due, and whether an `evaluate` of the Trainer is running."""
+        self.num_evaluations = 0
+        """How many evaluations and predictions have fired their event."""
+
+    def before_evaluation(
+        self, args: TrainingArguments, state: TrainerState, **event: object
+    ) -> None:
+        """Handle the beginning of an evaluation; inside training it may be called twice."""
+
+    def after_evaluation(
+        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+    ) -> None:
+        """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        _wrap_evaluate()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._evaluating = False
+        _wrap_evaluate()
+        if args.eval_on_start:
+            self._begin(args, state, **event)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._settle(args, state, **event)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        if control.should_evaluate:
+            self._begin(args, state, **event)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._settle(args, state, **event)
+        if control.should_evaluate:
+            self._begin(args, state, **event)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._end(args, state, "eval", **event)
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._end(args, state, "predict", **event)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._settle(args, state, **event)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self._settle(args, state, **event)
+
+    @contextmanager
+    def evaluating(
+        self, args: TrainingArguments, state: TrainerState, **event: object
+    ) -> Iterator[None]:
+        """Surround a call of the Trainer's `evaluate`, inside training or outside."""
+        self.is_inside = True
+        self._begin(args, state, **event)
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def _begin(self, args: TrainingArguments, state: TrainerState, **event: object) -> None:
+        self._evaluating = True
+        self.before_evaluation(args, state, **event)
+
+    def _end(
+        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+    ) -> None:
+        self._evaluating = False
+        self.num_evaluations += 1
+        self.after_evaluation(args, state, moment, **event)
+
+    def _settle(self, args: TrainingArguments, state: TrainerState, **event: object) -> None:
+        if self._evaluating:
+            self._evaluating = False
+            self.after_evaluation(args, state, "eval", **event)
+
+
+def _wrap_evaluate() -> None:
+    """Have `evaluate` tell the callbacks of its Trainer when it begins and ends."""
+    trainer = calling_trainer()
+    classes = () if trainer is None else type(trainer).__mro__
+    owner = next((each for each in classes if "evaluate" in vars(each)), Trainer)
+    wrap_once("evaluate", EvaluationCallback, _telling, owner)
+
+
+def _telling(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+        callbacks = [
+            each
+            for each in self.callback_handler.callbacks
+            if isinstance(each, EvaluationCallback) and not each.is_inside  # `super()` is one too
+        ]
+        before = [each.num_evaluations for each in callbacks]
+        event = {"model": self.model, "optimizer": self.optimizer}
+        with ExitStack() as stack:
+            for each in callbacks:
+                stack.enter_context(each.evaluating(self.args, self.state, **event))
+            metrics = evaluate(self, *args, **kwargs)
+        for each, num in zip(callbacks, before, strict=True):
+            # Inside training the next event shows the end; a place in the list may be empty now.
+            is_there = any(each is one for one in self.callback_handler.callbacks)
+            if is_there and each.num_evaluations == num and not inside_training():
+                each.on_evaluate(self.args, self.state, self.control, **event)
+        return metrics
+
+    return call

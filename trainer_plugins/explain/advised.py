@@ -1,0 +1,57 @@
+"""Turns advice into the remedies of an answer, with the numbers that a case has."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.vendors import Vendor
+from trainer_plugins.explain.answer import Grade, Remedy
+from trainer_plugins.printable import printable
+
+SURVIVAL_REFUSED = re.compile(
+    r"survive_oom (could not help|cannot help|does nothing in this run)"
+    r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
+)
+"""What `survive_oom` writes where it has tried, and cannot help."""
+
+
+def remedy(
+    advice: Advice,
+    do: str | Door,
+    effect: str = "",
+    *,
+    by_arithmetic: object = False,
+    price: str | None = None,
+) -> Remedy:
+    """Make a remedy of an advice.
+
+    Args:
+        advice: the entry of the table.
+        do: how it is typed, or the door where it is typed without any value.
+        effect: what it does in this case; empty for what it always does.
+        by_arithmetic: whether the effect follows from the case's own numbers.
+        price: what it costs in this case; None for what it always costs.
+    """
+    if isinstance(do, Door):
+        do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do)
+    grade: Grade = "arithmetic" if by_arithmetic else "known"
+    return Remedy(
+        do=printable(do),
+        effect=printable(effect or advice.effect),
+        grade=grade,
+        price=advice.price if price is None else price,
+    )
+
+
+def remedies_for(
+    cause: str, order: Iterable[Advice], made: Callable[[Advice], Remedy | None], vendor: Vendor
+) -> Iterator[Remedy]:
+    """Yield what `made` makes of each advice, in the vendor's words; None does not apply."""
+    for advice in order:
+        if advice.only_on and vendor.name not in advice.only_on:
+            continue
+        one = made(advice)
+        if one is not None and (do := vendor.translated(one.do)):
+            effect = vendor.translated(one.effect) or one.effect
+            yield replace(one, do=do, effect=effect, cause=cause)

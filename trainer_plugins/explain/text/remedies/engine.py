@@ -1,0 +1,168 @@
+"""An inference engine's share of the card: smaller, larger, or shorter requests."""
+
+from math import ceil, floor
+from typing import NamedTuple
+
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.explain.advised import remedy
+from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.units import GIB, size
+
+_SETTING = (
+    r"(?P<name>[\w.-]*(?:gpu[-_]memory[-_]utilization|vllm_gpu_util|mem[-_]fraction[-_]static))"
+    r"(?P<sep>[\"']?(?: ?[=:] ?| ))(?P<share>[01]?\.\d{1,4}|1)\b"
+)
+_WANTED = r"desired GPU memory utilization \((?P<share>[\d.]+),"
+_TOTAL = r"total_gpu_memory=([\d.]+)GiB"
+_KV_CACHE = r"Available KV cache memory: (-[\d.]+) GiB"
+_LENGTH = r"maximum model length is (\d+)|stored in KV cache \((\d+)\)"
+_LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
+
+
+class _Program(NamedTuple):
+    """Names a program with an engine, by the words that show it."""
+
+    words: str
+    door: Door
+    usual_share: float
+    """What it takes by default."""
+
+
+_PROGRAMS = (
+    _Program(r"\bverl\b|actor_rollout_ref", Door.VERL, 0.5),
+    _Program(r"sglang|mem.fraction.static", Door.SGLANG, 0.88),
+    _Program(r"(?i)\btrl\b|GRPO|colocate|use_vllm", Door.TRL, 0.3),
+    _Program(r"", Door.VLLM, 0.9),
+)
+
+
+def lower(facts: TextFacts) -> Remedy | None:
+    """Lower the share below the one in the text, by what is missing or to what is free."""
+    refuses_to_start = facts.oom.source == "engine"
+    if refuses_to_start and not is_startup(facts):
+        return None
+    share, default = _share(facts)
+    total, free, asked = _total(facts), facts.free, facts.asked
+    if refuses_to_start and total and free is not None:
+        new = floor(round(free / total * 100, 3)) / 100
+        effect = f"{size(new * total)} of the {size(free)} that are free"
+    elif total and free is not None and asked and asked > free:
+        missing = asked - free
+        new = advice.smaller_share(share, missing / total)
+        given = int((share - new) * total)
+        effect = f"releases {size(given)}; at least {size(missing)} are missing" + (
+            ", so the training has to take less too" * (given < missing)
+        )
+    else:
+        new, effect = advice.smaller_share(share), advice.SMALLER_ENGINE_SHARE.effect
+    if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
+        return None
+    return remedy(
+        advice.SMALLER_ENGINE_SHARE,
+        _spelled(facts, new),
+        effect + default,
+        by_arithmetic=total and free is not None,
+    )
+
+
+def higher(facts: TextFacts) -> Remedy | None:
+    """Raise the share, if there is room above it: weights and graphs have left no cache."""
+    if not _has_no_cache(facts):
+        return None
+    share, default = _share(facts)
+    total, missing = _total(facts), _missing(facts)
+    least = max(share + _STEP, share + missing / total if total else 0)
+    if share >= _LARGEST_SHARE or least > 1:
+        return None
+    new = min(_LARGEST_SHARE, ceil(round(least * 100, 3)) / 100)
+    known = f"; {size(missing)} are missing" if missing else ""
+    return remedy(
+        advice.LARGER_ENGINE_SHARE,
+        _spelled(facts, new),
+        f"more than {share:g}: what weights and graphs leave of it is the KV cache{known}{default}",
+        by_arithmetic=missing and total,
+    )
+
+
+def shorter(facts: TextFacts) -> Remedy | None:
+    """Take the length that the engine says would fit."""
+    told = facts.says(_LENGTH) if _has_no_cache(facts) else None
+    if not told:
+        return None
+    door = Door.TRL if _program(facts).door is Door.TRL else Door.VLLM
+    do = advice.SHORTER_REQUESTS.flag(door, length=told[1] or told[2])
+    return remedy(advice.SHORTER_REQUESTS, do, by_arithmetic=True)
+
+
+def fewer_sequences(facts: TextFacts) -> Remedy | None:
+    """Warm up for fewer sequences: the engine measures its activations with all of them."""
+    door = _program(facts).door
+    if door not in (Door.VLLM, Door.SGLANG) or is_startup(facts) or shorter(facts):
+        return None
+    usual = 64 if door is Door.VLLM else 32
+    name = advice.FEWER_SEQUENCES.flag(door).split()[0]
+    told = facts.rows(name.strip("-").replace("-", "[-_]"))
+    do = advice.FEWER_SEQUENCES.flag(door, sequences=max(1, told // 2) if told else usual)
+    return remedy(advice.FEWER_SEQUENCES, do)
+
+
+def spread_weights(facts: TextFacts) -> Remedy | None:
+    """Put less of the weights on each card."""
+    if not _has_no_cache(facts):
+        return None
+    door = Door.SGLANG if _program(facts).door is Door.SGLANG else Door.VLLM
+    return remedy(advice.TENSOR_PARALLEL, door)
+
+
+def settings(facts: TextFacts) -> Remedy | None:
+    """Keep the allocator settings of the training away from an engine in its process."""
+    is_inside = _program(facts).door in (Door.TRL, Door.VERL)
+    if facts.oom.source == "engine" or not is_inside:
+        return None
+    return remedy(advice.EXPORT_SETTINGS_FOR_VLLM, Door.SHELL)
+
+
+def is_startup(facts: TextFacts) -> bool:
+    """Return whether the engine found less free than the share that it was to take."""
+    return facts.oom.source == "engine" and " on startup" in facts.oom.text
+
+
+def _has_no_cache(facts: TextFacts) -> bool:
+    return facts.oom.source == "engine" and not is_startup(facts)
+
+
+def _share(facts: TextFacts) -> tuple[float, str]:
+    """Return the share in force, and a clause if it is only the program's default."""
+    told = facts.says(_WANTED) or facts.says(_SETTING)
+    if told:
+        return float(told["share"]), ""
+    usual = _program(facts).usual_share
+    return usual, f"; {usual:g} is the default"
+
+
+def _program(facts: TextFacts) -> _Program:
+    return next(each for each in _PROGRAMS if facts.says(each.words))
+
+
+def _spelled(facts: TextFacts, share: float) -> str:
+    """Write the setting as the text does, if it is a flag, an argument or an override there."""
+    told = facts.says(_SETTING)
+    if told and (told["name"].startswith("-") or told["sep"].strip() == "="):
+        return f"{told['name']}{told['sep']}{share:g}"
+    return advice.SMALLER_ENGINE_SHARE.flag(_program(facts).door, share=f"{share:g}")
+
+
+def _total(facts: TextFacts) -> int | None:
+    told = facts.says(_TOTAL)
+    cards = facts.cards[facts.oom.device or 0 :]
+    return facts.total or (int(float(told[1]) * GIB) if told else cards[0][1] if cards else None)
+
+
+def _missing(facts: TextFacts) -> int:
+    """Return how much more the KV cache needs, as far as the engine says it; else 0."""
+    if facts.asked and facts.free is not None:
+        return max(0, facts.asked - facts.free)
+    below = facts.says(_KV_CACHE)
+    return int(-float(below[1]) * GIB) if below else 0

@@ -1,0 +1,278 @@
+"""Runs modules in processes forked from a server that has imported what they need.
+
+Importing torch and transformers takes four seconds of CPU time; a process that is forked after the
+imports does not spend them. A server belongs to the process that started it, and ends with it.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trainer_plugins.forks.server import NUMBER, READY, kill_group
+
+logger = logging.getLogger(__name__)
+
+_MAY_DIFFER = re.compile(
+    r"TMPDIR|PYTEST_CURRENT_TEST|TORCHINDUCTOR_CACHE_DIR|PYTORCH_NVML_BASED_CUDA_CHECK"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SIMGPU_CARD|TRAINER_PLUGINS_\w+"
+    r"|ACCELERATE_(MIXED_PRECISION|TORCH_DEVICE|USE_CPU)"
+)
+"""The variables that may have another value in a forked process than in its server.
+
+torch, transformers and what they import read some 400 variables during the import. Any variable
+that is not listed here counts as one of these. The listed ones are read later, when they are used;
+for TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK, libraries set their own defaults.
+`tests/test_forks.py` checks what is read.
+"""
+
+_NO_THREADS = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS starts its threads when it is loaded
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so does pyarrow's allocator
+}
+"""Variables of the server's imports: a process with threads must not fork."""
+_SERVE = (
+    # a file in the current folder must not shadow a module of the standard library
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from trainer_plugins.forks import server; server.serve()"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Describes what to run: `python -m WORDS` in a folder and an environment."""
+
+    words: tuple[str, ...]
+    folder: str
+    environ: Mapping[str, str]
+    scratch: str = ""
+    """A folder to delete if the calling process is killed."""
+
+
+class ForkServer:
+    """Starts processes that need the same imports.
+
+    Where fork is not safe, it starts a new Python each time. The server process ends when the last
+    reference to this object goes.
+
+    Args:
+        imports: the modules that the server imports.
+        environ: the environment in which it imports them.
+    """
+
+    def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._needs = _needs(imports, environ)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refusal: str | None = None
+        """Why it does not fork; empty if it does; None during the imports."""
+        if sys.platform != "linux":
+            self._refuse(f"fork is not safe on {sys.platform}")
+            return
+        self._control, theirs = _socketpair()
+        command = [sys.executable, "-X", "faulthandler", "-c", _SERVE, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, *imports],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**environ, **_NO_THREADS},
+                cwd=os.sep,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt from the terminal is for the caller
+            )
+        weakref.finalize(self, _end_server, self._process, self._control, os.getpid())
+
+    def is_for(self, imports: Sequence[str], environ: Mapping[str, str]) -> bool:
+        """Return whether it can start processes with these imports and this environment."""
+        if self._refusal == "" and self._process and self._process.poll() is not None:
+            return False  # it was idle and has ended
+        return self._needs == _needs(imports, environ)
+
+    def is_ready(self, timeout: float) -> bool:
+        """Wait until the imports are over, and return whether they are."""
+        if self._refusal is None:
+            self._control.settimeout(timeout)
+            with contextlib.suppress(TimeoutError):
+                said = self._control.recv(4096).decode() or "the server ended while it imported"
+                self._refuse("" if said == READY else said)
+        return self._refusal is not None
+
+    def start(self, call: Call, stdin: int, output: int) -> "Running":
+        """Start a process that reads from one file descriptor and writes to the other."""
+        if self._refusal == "":
+            with contextlib.suppress(OSError):  # the server has just ended, idle
+                return Forked(self, self._control, call, stdin, output)
+        return NewPython(call, stdin, output)
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        if reason:
+            _say_once(reason)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.info("every plan starts a new Python and imports torch again: %s", reason)
+
+
+def _needs(imports: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
+    read = {name: value for name, value in environ.items() if not _MAY_DIFFER.fullmatch(name)}
+    return (*imports, read)
+
+
+def _end_server(process: subprocess.Popen[bytes], control: socket.socket, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # not in a fork of it
+        control.close()
+        process.kill()
+        process.wait()
+
+
+_current: ForkServer | None = None
+_lock = threading.Lock()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def server_for(imports: Sequence[str], environ: Mapping[str, str]) -> ForkServer:
+    """Return the server of this process; start it if there is none.
+
+    A server with other imports or another environment is replaced.
+    """
+    global _current
+    with _lock:
+        if _current is None or not _current.is_for(imports, environ):
+            _current = None
+            _current = ForkServer(imports, environ)
+        return _current
+
+
+def forget(server: ForkServer) -> None:
+    """Do not use this server again, for instance because its imports take too long."""
+    global _current
+    with _lock:
+        if _current is server:
+            _current = None
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets; the first is closed in every fork of this process.
+
+    Otherwise a fork that outlives it, such as a data loader's worker, would keep the server alive.
+    """
+    _close_sockets_in_forks()
+    ours, theirs = socket.socketpair()
+    _sockets.add(ours)
+    return ours, theirs
+
+
+@functools.cache
+def _close_sockets_in_forks() -> None:
+    os.register_at_fork(after_in_child=_become_a_fork)
+
+
+def _become_a_fork() -> None:
+    global _current, _lock
+    for ours in list(_sockets):
+        ours.close()
+    _current, _lock = None, threading.Lock()
+
+
+class Forked:
+    """Stands for a process that the server has forked: it leads a group of its own."""
+
+    def __init__(
+        self, server: ForkServer, control: socket.socket, call: Call, stdin: int, output: int
+    ) -> None:
+        self._server = server  # a reference, so that the server does not end first
+        self._code: int | None = None
+        self._answers, theirs = _socketpair()
+        with theirs, tempfile.TemporaryFile("w+") as asked:
+            json.dump([call.words, call.folder, dict(call.environ)], asked)
+            asked.seek(0)
+            fds = [theirs.fileno(), asked.fileno(), stdin, output]
+            socket.send_fds(control, [b"+", os.fsencode(call.scratch)], fds)
+        self.pid = self._read()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code, or the negative number of the signal that ended it.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self._code is None:
+            self._answers.settimeout(timeout)
+            try:
+                self._code = self._read()
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+            except ConnectionError:
+                kill_group(self.pid)
+                self._code = -signal.SIGKILL
+        return self._code
+
+    def end(self) -> None:
+        """Kill what is left of its group, and wait for it."""
+        if self._code is None:
+            with contextlib.suppress(OSError):
+                self._answers.shutdown(socket.SHUT_WR)
+            self.wait()
+        self._answers.close()
+
+    def _read(self) -> int:
+        found = self._answers.recv(NUMBER.size)
+        if not found:
+            raise ConnectionResetError("the server was ended")
+        number: int = NUMBER.unpack(found)[0]
+        return number
+
+
+class NewPython:
+    """Stands for a process that was started without a server: it leads a group of its own."""
+
+    def __init__(self, call: Call, stdin: int, output: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", *call.words],
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            env=dict(call.environ),
+            cwd=call.folder,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.wait = self._process.wait
+        # The connection closes when this process ends, however it ends.
+        kill = 'read _; kill -KILL -"$0"; [ -z "$1" ] || rm -rf "$1" || rm -rf "$1"'
+        self._lifeline, theirs = _socketpair()
+        with theirs:
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", kill, str(self.pid), call.scratch],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        """Kill what is left of its group, and wait for it."""
+        self._guard.kill()
+        self._guard.wait()
+        self._lifeline.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+Running: TypeAlias = Forked | NewPython

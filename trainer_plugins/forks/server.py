@@ -1,0 +1,196 @@
+"""The process that imports modules, then forks for each call."""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+READY = "ready"
+NUMBER = struct.Struct("=i")
+_IDLE_SECONDS = 60.0
+"""A server holds about 400 MiB of main memory, which a training that was planned may need."""
+
+
+_cpu_seconds_before = 0.0
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process, and of the imports before it was forked."""
+    return _cpu_seconds_before + time.process_time()
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and its group, if they still run."""
+    for kill in (os.killpg, os.kill):  # a process that was just forked leads no group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(leader, signal.SIGKILL)
+
+
+def serve() -> None:
+    """Import modules, then fork for each call: `python -c CODE SOCKET MODULES`.
+
+    A forked process returns from here when its module has ended.
+    """
+    global _cpu_seconds_before
+    control = socket.socket(fileno=int(sys.argv[1]))
+    reason = _import(sys.argv[2:])
+    control.sendall((reason or READY).encode())
+    if reason:
+        return
+    gc.collect()
+    gc.freeze()  # a collection would write to the pages that processes share
+    _cpu_seconds_before = time.process_time()
+    received = _Server(control).answer()
+    if received is not None:
+        _run(received)
+
+
+def _import(modules: Sequence[str]) -> str:
+    """Import modules, and return why this process must not be forked afterwards, if so."""
+    for module in modules:
+        with contextlib.suppress(ImportError):  # a forked module that needs it raises it again
+            importlib.import_module(module)
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        return "the imports initialised CUDA"
+    names = [_name_of_thread(thread) for thread in os.listdir("/proc/self/task")]
+    return f"the imports started threads ({', '.join(names)})" if len(names) > 1 else ""
+
+
+def _name_of_thread(thread: str) -> str:
+    with open(f"/proc/self/task/{thread}/comm") as file:
+        return file.read().strip()
+
+
+class _Received(NamedTuple):
+    """Holds what comes with a call: the folder to delete and file descriptors."""
+
+    scratch: bytes
+    answers: int
+    asked: int
+    stdin: int
+    output: int
+
+
+class _Child(NamedTuple):
+    pid: int
+    scratch: bytes
+
+
+class _Server:
+    """Forks for each call; tells the caller the process id and, when it ends, the exit code.
+
+    Each call comes with a connection. When the caller closes it, or ends, the server kills the
+    child and deletes its folder.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[socket.socket, _Child] = {}
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # it rings only with a handler
+        signal.set_wakeup_fd(self._ring.fileno())
+        self._waits = selectors.DefaultSelector()
+        self._waits.register(control, selectors.EVENT_READ)
+        self._waits.register(self._bell, selectors.EVENT_READ)
+
+    def answer(self) -> _Received | None:
+        """Return what came with the call in each child, and None in the server when it ends."""
+        has_caller = True
+        while has_caller or self._children:
+            ready = self._waits.select(None if self._children else _IDLE_SECONDS)
+            if not ready:
+                return None
+            for source in [key.fileobj for key, _ in ready]:
+                if source is self._bell:
+                    self._bell.recv(4096)
+                elif source in self._children:
+                    self._waits.unregister(source)
+                    kill_group(self._children[source].pid)
+                elif (received := _receive(self._control)) is None:
+                    self._waits.unregister(self._control)
+                    has_caller = False
+                elif self._fork(received):
+                    return received
+            self._tell_of_ends()
+        return None
+
+    def _fork(self, received: _Received) -> bool:
+        """Fork, and return whether this process is the child."""
+        answers = socket.socket(fileno=received.answers)
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes: the caller sees that the connection closes
+            pid = -1
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._waits.close()
+            for each in (answers, self._control, self._bell, self._ring, *self._children):
+                each.close()
+            return True
+        for fd in (received.asked, received.stdin, received.output):
+            os.close(fd)
+        if pid == -1:
+            answers.close()
+            return False
+        self._children[answers] = _Child(pid, received.scratch)
+        self._waits.register(answers, selectors.EVENT_READ)
+        _tell(answers, pid)
+        return False
+
+    def _tell_of_ends(self) -> None:
+        """Report the children that have ended, and kill what they left running."""
+        for answers, (pid, scratch) in list(self._children.items()):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            kill_group(pid)  # while it is a zombie, so no other group can have this number
+            _, status = os.waitpid(pid, 0)
+            if answers in self._waits.get_map():
+                self._waits.unregister(answers)
+            elif scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
+            _tell(answers, os.waitstatus_to_exitcode(status))
+            answers.close()
+            del self._children[answers]
+
+
+def _receive(control: socket.socket) -> _Received | None:
+    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 4)
+    return _Received(message[1:], *fds) if message else None
+
+
+def _tell(answers: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # its caller has ended
+        answers.sendall(NUMBER.pack(number))
+
+
+def _run(received: _Received) -> None:
+    """Become what `python -m` would have started, and run it."""
+    os.setsid()
+    for target, fd in ((0, received.stdin), (1, received.output), (2, received.output)):
+        os.dup2(fd, target)
+    os.close(received.stdin)
+    os.close(received.output)
+    with open(received.asked) as asked:
+        words, folder, environ = json.load(asked)
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None  # it was that of the server
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
