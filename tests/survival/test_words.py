@@ -107,8 +107,8 @@ def test_rows_that_may_not_be_divided_further_are(tmp_path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         Run(trainer, {0: [100]})
     (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert "a smaller per_device_train_batch_size" in told.finding.remedy
-    assert "gradient checkpointing" in told.finding.remedy
+    assert "halve per_device_train_batch_size" in told.finding.remedy
+    assert "gradient_checkpointing=True" in told.finding.remedy
 
 
 def test_one_row_that_survived_is_told_of_no_smaller_batch(tmp_path) -> None:

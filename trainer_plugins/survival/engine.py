@@ -29,7 +29,7 @@ from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.exact.losses import Family, family_of
-from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.micro_batch import ChangedLoss, Handed, MicroBatch, Piece
 from trainer_plugins.survival.ranks.alone import HowToRecover
@@ -93,7 +93,7 @@ class Engine:
         model: nn.Module,
         inputs: Inputs,
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: NumItems = None,
     ) -> Any:
         """Replace `trainer.compute_loss`.
 
@@ -115,11 +115,7 @@ class Engine:
             raise
 
     def _training_loss(
-        self,
-        run: TrainingRun,
-        model: nn.Module,
-        inputs: Inputs,
-        num_items: torch.Tensor | int | None,
+        self, run: TrainingRun, model: nn.Module, inputs: Inputs, num_items: NumItems
     ) -> torch.Tensor:
         run.memo.write_remarks(self._attached.trainer.args)
         run.gathers.begin()
@@ -233,9 +229,7 @@ class Engine:
         else:
             self._run = TrainingRun(attached, model)
 
-    def _run_of(
-        self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> TrainingRun | None:
+    def _run_of(self, model: nn.Module, inputs: Inputs, num_items: NumItems) -> TrainingRun | None:
         self._begin_run_if_new(model)
         run = self._run
         if run is None or run.is_refused:
@@ -248,9 +242,7 @@ class Engine:
         self._check_call_order(run)
         return run
 
-    def _meet_first_batch(
-        self, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> None:
+    def _meet_first_batch(self, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
         """Find out whether all ranks take part, and how many of the longest rows fit."""
         # The ranks have met if they have just gathered how many labels the window has.
         is_met = self._attached.trainer.args.average_tokens_across_devices and num_items is not None
@@ -278,7 +270,7 @@ class Engine:
         self._current, run.is_refused = None, True
         self._attached.refuse([why])
 
-    def _scale(self, num_items: torch.Tensor | int | None) -> float:
+    def _scale(self, num_items: NumItems) -> float:
         """Return what the Trainer multiplies the loss by: 1 if the window divides it already."""
         trainer = self._attached.trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import Seq2SeqTrainer
 
+from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
@@ -20,7 +21,7 @@ from trainer_plugins.survival.attempt.state import RestorePoint, State, full_sta
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
-from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, Weight
+from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.limit import cells, lower, sizes
 from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -28,6 +29,8 @@ from trainer_plugins.survival.training_run import Attached
 from trainer_plugins.survival.words import part_raised
 
 R = TypeVar("R")
+
+_SMALLER_BATCH = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS)
 
 
 class Part(NamedTuple):
@@ -118,7 +121,7 @@ def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_p
         summary=f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
         evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
         remedy="No action needed: loss and outputs are those of the undivided batch. "
-        "A smaller per_device_eval_batch_size avoids the failed attempts.",
+        f"To avoid the failed attempts, {_SMALLER_BATCH}.",
         amount=float(len(failures)),
     )
     memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
@@ -237,13 +240,8 @@ class Evaluation:
             self._are_outputs_wanted = True
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool,
-        num_items: torch.Tensor | int | None,
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: NumItems
     ) -> Result:
-
         def original(some: Inputs) -> Result:
             result: Result = self._attached.compute_loss(
                 model, some, return_outputs=return_outputs, num_items_in_batch=num_items

@@ -59,8 +59,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Those of the rungs that were switched on by us, in this process."""
         self.pace: Pace | None = None
         """Changes a limit that this rank has found for itself; None for a limit of all ranks."""
-        self.card: Card | None = None
-        """The card of the run, opened once."""
+        self._card: Card | None = None
         self.is_in_step = False
         """Whether a step is being computed: what others compute between steps is left alone."""
         self.roll_call = RollCall("survive_oom")
@@ -97,9 +96,9 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.listener = listener
         self.roll_call.sign()
         move_before_trackers(self)
-        self.card, self.is_in_step = card_of(args.device), False
+        self._card, self.is_in_step = None, False
         with self.harmless():
-            self._recall(state, model)
+            self._recall(args, state, model)
             if said := create_states(optimizer):
                 logger.warning("%s", said)
 
@@ -115,7 +114,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if self.pace is None:
             return
         with self.harmless():
-            reading = self.card.read() if self.card else None
+            reading = self.card_for(args).read()
             num_retries = reading.num_alloc_retries if reading else 0
             self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
             if is_thrashing:
@@ -173,7 +172,12 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
     def _listening(self) -> RunListener | None:
         return self.listener() if self.listener is not None else None
 
-    def _recall(self, state: HfState, model: nn.Module) -> None:
+    def card_for(self, args: HfArguments) -> Card:
+        """Return the card of the run, opened once."""
+        self._card = self._card or card_of(args.device)
+        return self._card
+
+    def _recall(self, args: HfArguments, state: HfState, model: nn.Module) -> None:
         # `restore_callback_states_from_checkpoint` is off by default, and the limit is not one of
         # the user's settings.
         name = type(self).__name__
@@ -184,7 +188,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
         self._num_logged = self.num_survived
-        reading = self.card.read() if self.card else None
+        reading = self.card_for(args).read()
         is_users_own = is_checkpointing(model) and not self.rungs
         learned_on = [reading.total_bytes if reading else 0, is_users_own]
         if learned_on != self.learned_on:

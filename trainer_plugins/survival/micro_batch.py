@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.finality import GradientMark
 from trainer_plugins.survival.exact.layouts import Layout
-from trainer_plugins.survival.exact.shares import Inputs, Weight
+from trainer_plugins.survival.exact.shares import Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.limit import cells
 
 
@@ -158,7 +158,7 @@ class MicroBatch:
     """Holds one call of `compute_loss` in training, and the `backward` that follows it."""
 
     whole: Piece
-    num_items: torch.Tensor | int | None
+    num_items: NumItems
     scale: float
     """What the Trainer multiplies the loss by between the two."""
 

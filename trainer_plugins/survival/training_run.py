@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfBackward, HfTrainer
-from trainer_plugins.survival.attempt.attempt import bytes_left_over, card_of, left_over
+from trainer_plugins.survival.attempt.attempt import bytes_left_over, left_over
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
@@ -24,7 +24,7 @@ from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout, Packed, find_layout
 from trainer_plugins.survival.exact.losses import VOUCH, Family
 from trainer_plugins.survival.exact.own_loss import Delegation
-from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
 from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.micro_batch import Start
@@ -82,9 +82,7 @@ class TrainingRun:
         self.ranks = kind_of(attached.trainer, model)(attached.trainer, model)
         self.gathers = Gathers(attached.trainer)
         self.model = self.ranks.bare
-        # The memo has none before a run has begun.
-        self.memo.card = self.memo.card or card_of(attached.trainer.args.device)
-        self.card = self.memo.card
+        self.card = self.memo.card_for(attached.trainer.args)
         self.certificate = Certificate(self.ranks, attached.family, self.full_state)
         self.has_met_batch = self.is_refused = self.leftover_is_said = False
         self.is_division_said = self.is_division_refused = False
@@ -105,7 +103,7 @@ class TrainingRun:
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
-        reading = self.card.read() if self.card else None
+        reading = self.card.read()
         return Start(
             RestorePoint(self.attached.trainer, state=State(self._owners)),
             GradientMark(self.ranks.kept(self._parameters)),
@@ -124,7 +122,7 @@ class TrainingRun:
             self.ranks.forget()
 
     def look_for_leftover(self, start: Start) -> None:
-        if self.card is None or self.leftover_is_said:
+        if self.leftover_is_said:
             return
         expected_bytes = start.allocated_bytes + start.mark.new_bytes()
         if left_bytes := bytes_left_over(self.card, expected_bytes):
@@ -142,9 +140,7 @@ class TrainingRun:
             )
         return layout
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: NumItems) -> torch.Tensor:
         """Call the Trainer's own `compute_loss` on a copy of the inputs: trainers change them."""
         attached = self.attached
         state = self.full_state() if self.what_moved is None and model.training else None
@@ -165,7 +161,7 @@ class TrainingRun:
         modules = dict(self.model.named_modules())
         return State(self._owners, modules, has_parameters=not self.ranks.forward_is_shared)
 
-    def tiny_pass(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
+    def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
         with self.attached.trainer.compute_loss_context_manager():
             loss = self.attached.compute_loss(self.model, tiny, num_items_in_batch=num_items)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.shares import IndivisibleError
@@ -9,6 +11,8 @@ from trainer_plugins.survival.micro_batch import Piece
 
 UNCHANGED = "No action needed: gradient, effective batch and schedule are unchanged."
 """What to do about a micro-batch that was finished in pieces."""
+
+SMALLER_MICRO_BATCH = advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)
 
 
 @dataclass(slots=True)
@@ -75,10 +79,7 @@ class Story:
             evidence.append(self.measured)
         remedy = UNCHANGED
         if sum(self.pieces) > 1:
-            remedy += (
-                " A smaller per_device_train_batch_size with more gradient_accumulation_steps "
-                "avoids the failed attempts."
-            )
+            remedy += f" To avoid the failed attempts, {SMALLER_MICRO_BATCH}."
         what = self.what(whole)
         which = "the micro-batch" if what == self.tried else f"the micro-batch of {what}"
         how = "".join(f", with {rung} switched on" for rung in self.switched_on)
@@ -116,17 +117,10 @@ class Story:
 
 def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
     """Say what is left to do when an example, or an indivisible micro-batch, does not fit."""
-    ways = [
-        "shorter sequences",
-        "fewer trainable parameters",
-        "a larger card, or weights spread over several",
-    ]
+    ways = [SMALLER_MICRO_BATCH] if is_divisible else []
     if not is_checkpointing:
-        ways.insert(0, "gradient checkpointing")
-    if is_divisible:
-        ways.insert(
-            0, "a smaller per_device_train_batch_size with more gradient_accumulation_steps"
-        )
+        ways.append(advice.CHECKPOINTING.flag(Door.ARGUMENTS))
+    ways += ["shorter sequences", "fewer trainable parameters", "a larger card"]
     return f"What is left: {', '.join(ways)}."
 
 
@@ -167,9 +161,8 @@ def thrashing(limit: float) -> Finding:
         "from now on",
         evidence="the allocator emptied its cache and tried again in two steps in a row, and "
         "waited for the card",
-        remedy="No action needed. A smaller per_device_train_batch_size with more "
-        "gradient_accumulation_steps, or expandable segments (trainer-plugins env), leave the "
-        "allocator more room.",
+        remedy=f"No action needed. To leave the allocator more room, {SMALLER_MICRO_BATCH}, or "
+        f"launch with {advice.EXPORT_SETTINGS.flag(Door.SHELL)}.",
     )
 
 
@@ -182,9 +175,8 @@ def in_doubt(first: int, last: int, why: str) -> Finding:
         summary="micro-batches are no longer divided, and the gradients of those that were divided "
         f"in {steps} are in doubt",
         evidence=why,
-        remedy=f"Resume from a checkpoint before step {first}, with a smaller "
-        "per_device_train_batch_size and without survive_oom: the loss of this run cannot be "
-        "divided.",
+        remedy="The loss of this run cannot be divided: resume from a checkpoint before step "
+        f"{first} without survive_oom, and {SMALLER_MICRO_BATCH}.",
     )
 
 

@@ -108,28 +108,31 @@ def _wait_for_backward_thread(device: torch.device) -> None:
 
 
 class Card:
-    """Wraps a device so that it never ends a training: after its first error it is left alone."""
+    """Wraps a device so that it never ends a training: after its first error it is left alone.
 
-    def __init__(self, device: Device) -> None:
-        self._device, self.name, self._has_failed = device, device.name, False
+    Without a device it reads nothing.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self._device, self.name = device, device.name if device is not None else ""
 
     def read(self) -> MemoryReading | None:
-        """Read the memory; None once a question has failed."""
-        return self._ask(self._device.read)
+        """Read the memory; None if nothing counts it, and once a question has failed."""
+        return self._ask(lambda device: device.read())
 
     def reset_peak(self) -> None:
-        self._ask(self._device.reset_peak)
+        self._ask(lambda device: device.reset_peak())
 
     def release_cached(self) -> None:
-        self._ask(self._device.release_cached)
+        self._ask(lambda device: device.release_cached())
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        if self._has_failed:
+    def _ask(self, question: Callable[[Device], T]) -> T | None:
+        if self._device is None:
             return None
         try:
-            return question()
+            return question(self._device)
         except Exception as error:  # noqa: BLE001 - a monitor's error must not end the training
-            self._has_failed = True
+            self._device = None
             logger.warning(
                 "survive_oom no longer reads the memory of %s: %s: %s. Training goes on, and "
                 "nothing more is rehearsed",
@@ -140,15 +143,15 @@ class Card:
             return None
 
 
-def card_of(device: torch.device) -> Card | None:
-    """Open the card of a run; None if torch counts no memory there, and for main memory."""
+def card_of(device: torch.device) -> Card:
+    """Open the card of a run; main memory, and what torch does not count, is never read."""
     if device.type == "cpu":
-        return None
+        return Card(None)
     try:
         return Card(open_device(device))
     # a ValueError if torch counts nothing, and whatever a driver raises
     except Exception:  # noqa: BLE001
-        return None
+        return Card(None)
 
 
 def bytes_left_over(card: Card, expected_bytes: int) -> int:

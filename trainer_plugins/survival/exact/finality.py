@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_plugins.advice import NON_REENTRANT, Door
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.wrapped import base_model
 
@@ -105,7 +106,7 @@ def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
     if is_reentrant(model) and (shared := _shared(model, watch)):
         return (
             f"`{shared}` is used more than once under reentrant checkpointing, which finishes its "
-            'gradient in parts: pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+            f"gradient in parts: pass {NON_REENTRANT.flag(Door.ARGUMENTS)}"
         )
     return ""
 

@@ -1,7 +1,7 @@
 """Layouts: find out how examples lie in a micro-batch, and take some of them out."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,30 +24,6 @@ _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
-class Layout(Protocol):
-    """Knows one way in which examples lie in a micro-batch."""
-
-    name: str
-    unit: str
-    """What is counted, in the plural."""
-
-    def count(self, inputs: Inputs) -> int:
-        """Count the examples; 0 if the micro-batch does not lie this way."""
-
-    def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
-        pass
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join a model's outputs for all parts, in order, to its output for the whole."""
-
-    def probe(self, inputs: Inputs, num: int) -> Batch:
-        """Take the first few examples, cut short, with their padding.
-
-        They are labelled so that no two weights are the same: the first one has the fewest labels,
-        and in a row one of them is on a token that the attention mask hides.
-        """
-
-
 class Rows:
     """Knows the layout in which every tensor has one row an example.
 
@@ -55,12 +31,14 @@ class Rows:
     """
 
     name, unit = "rows", "rows"
+    """The name of the layout, and what is counted, in the plural."""
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
         self._boundary = boundary
 
     def count(self, inputs: Inputs) -> int:
+        """Count the examples; 0 if the micro-batch does not lie this way."""
         num_rows = _num_rows(inputs)
         # Without position ids, positions go to the padded length of all rows.
         positions = inputs.get("position_ids")
@@ -100,9 +78,15 @@ class Rows:
         return picked
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Join a model's outputs for all parts, in order, to its output for the whole."""
         return torch.cat(parts)
 
     def probe(self, inputs: Inputs, num: int) -> Batch:
+        """Take the first few examples, cut short, with their padding.
+
+        They are labelled so that no two weights are the same: the first one has the fewest labels,
+        and in a row one of them is on a token that the attention mask hides.
+        """
         few = self.take(inputs, 0, num)
         labels: Any = few.get("labels")
         if num > 2 and _are_classes(labels) and bool((inputs["labels"] == IGNORED).any()):
@@ -244,6 +228,10 @@ class Packed:
             else:
                 taken[name] = value[:, columns.to(value.device)] if _dims(value) >= 2 else value
         return taken
+
+
+Layout = Rows | Packed
+"""A way in which examples lie in a micro-batch."""
 
 
 def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:

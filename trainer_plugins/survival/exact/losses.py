@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact import shares
-from trainer_plugins.survival.exact.layouts import Completions, Packed, Pairs, Rows
+from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
 from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
 from trainer_plugins.wrapped import base_model
@@ -23,7 +23,7 @@ from trainer_plugins.wrapped import base_model
 class Family:
     """Holds what losses of one kind have in common."""
 
-    layouts: tuple[Rows | Packed, ...]
+    layouts: tuple[Layout, ...]
     """How examples may lie, asked in order."""
 
     weights: tuple[shares.Weight, ...]

@@ -20,6 +20,9 @@ Inputs = Mapping[str, Any]
 Batch = dict[str, Any]
 """Some examples of a micro-batch, which may be changed."""
 
+NumItems = torch.Tensor | int | None
+"""How many labels the window has, if the Trainer has counted them."""
+
 ANSWERS = ("start_positions", "end_positions")
 """Names of the labels of question answering: a column each; beyond the last one none counts."""
 

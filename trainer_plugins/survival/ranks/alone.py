@@ -199,8 +199,7 @@ class Ranks:
 
     def _slack_bytes(self) -> int:
         """Return how much to leave free: `SLACK`, and no less than a segment of the allocator."""
-        card = card_of(self.trainer.args.device)
-        reading = card.read() if card else None
+        reading = card_of(self.trainer.args.device).read()
         return max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
 
     def _compute_holding(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_plugins.advice import SMALLER_MICRO_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.finality import GradientMark, frozen
@@ -149,7 +150,8 @@ class DDP(Ranks):
         if self._is_armed and not missing:
             raise RuntimeError(
                 "survive_oom could not help: the pass failed after DDP had sent every gradient, "
-                "and torch cannot undo the sums. A smaller per_device_train_batch_size avoids that"
+                "and torch cannot undo the sums. To avoid that, "
+                f"{SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)}"
             )
         # The last piece may not use a weight, such as an expert without a token. Those that DDP
         # found unused it has sent itself.

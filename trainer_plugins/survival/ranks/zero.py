@@ -156,8 +156,7 @@ class Zero(Together):
         self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]
     ) -> bool:
         card = card_of(self.trainer.args.device)
-        reading = card.read() if card else None
-        if card is None or reading is None:
+        if (reading := card.read()) is None:
             raise RuntimeError(self._stop("the memory of its card cannot be read"))
         room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
         if self.on_any(foreseen(peaks, size) > room_bytes):

@@ -204,10 +204,9 @@ def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> Rehe
         ranks.end()
         kept.restore()
         moments.clean_up()
-        if card is not None:
-            card.release_cached()  # failed attempts have cut it into small pieces
-            card.reset_peak()
-    reading = card.read() if card is not None else None
+        card.release_cached()  # failed attempts have cut it into small pieces
+        card.reset_peak()
+    reading = card.read()
     return RehearsalReport(
         moments=tuple(rehearsal.done),
         left_out=tuple(rehearsal.left_out),
@@ -227,7 +226,7 @@ class _Rehearsal:
 
     def moment(self, name: RunMoment, work: Callable[[], str]) -> None:
         started, does_not_fit, raises, left_out = perf_counter(), "", "", ""
-        self._moments.reset_peak()
+        self._moments.card.reset_peak()
         try:
             does_not_fit = work()
         except LeftOut as error:

@@ -15,7 +15,6 @@ from trainer_plugins.callbacks._run import callback_of
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
 from trainer_plugins.planner.trainer import text_of
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.attempt.attempt import Card, DidNotFit, attempt
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Packed, Rows, find_layout
@@ -52,8 +51,8 @@ class NoBatch(Exception):  # noqa: N818 - the user's rows raise it
 class Moments:
     """Computes the worst of each moment of one run, on this rank or with the others."""
 
-    def __init__(self, trainer: HfTrainer, ranks: Ranks, kept: Kept, card: Card | None) -> None:
-        self._trainer, self._ranks, self._kept, self._card = trainer, ranks, kept, card
+    def __init__(self, trainer: HfTrainer, ranks: Ranks, kept: Kept, card: Card) -> None:
+        self._trainer, self._ranks, self._kept, self.card = trainer, ranks, kept, card
         self._device = trainer.args.device
         self.what = ""
         """What the moment computes, in words."""
@@ -91,7 +90,7 @@ class Moments:
         trainer = self._trainer
         if callback_of(trainer, SurvivalMemo) is not None:
             raise LeftOut("survive_oom does it at its first micro-batch, and divides the rest")
-        if trainer.is_deepspeed_enabled and self._card is None:
+        if trainer.is_deepspeed_enabled and self.card.read() is None:
             raise LeftOut("ZeRO foresees what fits, and nothing counts the memory of its device")
         loader = trainer.callback_handler.train_dataloader
         rows = self._longest(loader, trainer._train_batch_size)
@@ -139,12 +138,8 @@ class Moments:
     def is_shared(self) -> bool:
         return self._ranks.forward_is_shared
 
-    def reset_peak(self) -> None:
-        if self._card is not None:
-            self._card.reset_peak()
-
     def peak_bytes(self) -> int | None:
-        reading = self._read()
+        reading = self.card.read()
         return None if reading is None else reading.peak_allocated_bytes
 
     def clean_up(self) -> None:
@@ -203,10 +198,10 @@ class Moments:
         args = self._trainer.args
         if self.is_shared and (too_much := self._foreseen(rows)):
             return too_much
-        self.reset_peak()
-        before = self._read()
+        self.card.reset_peak()
+        before = self.card.read()
         outputs = self._tried(partial(self._predicted, rows, len(rows)))
-        after = self._read()
+        after = self.card.read()
         if isinstance(outputs, DidNotFit):
             return outputs.first_line
         batch_bytes = args.world_size * kept_bytes(outputs)
@@ -223,9 +218,9 @@ class Moments:
 
     def _foreseen(self, rows: LongestRows) -> str:
         """Foresee by 1 row and 2 that a batch will not fit: its failure could not be undone."""
-        peaks, before = [], self._read()
+        peaks, before = [], self.card.read()
         for num in (1, 2) if before is not None and len(rows) > 2 else ():
-            self.reset_peak()
+            self.card.reset_peak()
             self._predicted(rows, num)
             peaks.append((num, self.peak_bytes() or 0))
         needed_bytes = int(foreseen(peaks, len(rows)))
@@ -253,9 +248,6 @@ class Moments:
     def _hold(self, sizes: tuple[int, ...]) -> None:
         held = [torch.empty(each, dtype=torch.uint8, device=self._device) for each in sizes]
         del held
-
-    def _read(self) -> MemoryReading | None:
-        return self._card.read() if self._card is not None else None
 
     def _load(self, checkpoint: str) -> None:
         trainer = self._trainer

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.printable import printable
@@ -21,16 +23,21 @@ _PLANNED: dict[RunMoment, tuple[Moment, ...]] = {
 """The moments of a plan that each of them covers."""
 
 _REMEDIES: dict[RunMoment, str] = {
-    "optimizer step": "Use an optimizer with smaller states (--optim adamw_8bit, adafactor),"
+    "optimizer step": "Use an optimizer with smaller states"
+    f" ({advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, {advice.ADAFACTOR.flag(Door.TRAINER)}),"
     " adapters, or shard them (FSDP2, ZeRO)",
-    "evaluation": "Use a smaller --per_device_eval_batch_size; if outputs pile up,"
-    " --eval_accumulation_steps 1, or a preprocess_logits_for_metrics that takes the argmax",
-    "training": "Use --gradient_checkpointing True, fewer rows with more accumulation, shorter"
-    " rows (max_length), or trainer_plugins.survive_oom, which divides what does not fit",
-    "save": "Save without a second copy on the card: merge adapters on the CPU; under FSDP"
-    " SHARDED_STATE_DICT, under ZeRO-3 stage3_gather_16bit_weights_on_model_save false",
-    "resume": "Load the checkpoint into main memory (torch.load(..., map_location='cpu')), and"
-    " move it part by part",
+    "evaluation": f"Try: {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER)}; if outputs pile up,"
+    f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)} or"
+    f" {advice.ARGMAX_LOGITS.flag(Door.CODE)}",
+    "training": f"Try: {advice.CHECKPOINTING.flag(Door.TRAINER)};"
+    f" {advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER)}; {advice.SHORTER_ROWS.flag(Door.CODE)}; or"
+    f" {advice.SURVIVE.flag(Door.CODE)}, which divides what does not fit",
+    "save": "Save without a second copy on the card:"
+    f" {advice.MERGE_IN_MAIN_MEMORY.flag(Door.CODE)}; under FSDP"
+    f" {advice.SHARDED_SAVE.flag(Door.ACCELERATE)}; under ZeRO-3"
+    f" {advice.SAVE_WITHOUT_GATHER.flag(Door.DEEPSPEED)}",
+    "resume": "Load the checkpoint into main memory"
+    f" ({advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}), and move it part by part",
 }
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit
-from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.limit import even, lower
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.ranks.alone import Window
@@ -32,9 +32,7 @@ class Planned(Recovery):
     _num_pieces = 1
 
     @classmethod
-    def begin_run(
-        cls, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> None:
+    def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
         """Prepare a run, at its first micro-batch: all ranks have one limit, which does not grow.
 
         If there is a limit, they measure together which weights make pieces add up.

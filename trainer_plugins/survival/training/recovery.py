@@ -20,7 +20,7 @@ from trainer_plugins.survival.attempt.state import (
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
 from trainer_plugins.survival.exact.finality import frozen, what_is_never_final
 from trainer_plugins.survival.exact.layouts import Layout
-from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, Weight
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING, is_checkpointing
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
@@ -61,12 +61,10 @@ class Recovery:
         """Numbers of examples of the failed attempts."""
 
     @classmethod
-    def begin_run(
-        cls, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> None:
+    def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
         """Prepare a run: the limit follows this rank's pace, up to what a rehearsal found."""
         ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
-        reading = run.card.read() if run.card else None
+        reading = run.card.read()
         num_retries = reading.num_alloc_retries if reading else 0
         run.memo.pace = Pace(too_much=ceiling, ceiling=ceiling, num_retries=num_retries)
 

@@ -7,18 +7,17 @@ they are computed, so that none has to fail first.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 
-import torch
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
 from trainer_plugins.survival.attempt.sources import Sources
 from trainer_plugins.survival.attempt.state import RestorePoint
-from trainer_plugins.survival.exact.layouts import Completions, Layout
-from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs
+from trainer_plugins.survival.exact.layouts import Completions, Layout, find_layout
+from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import foreseen
@@ -26,7 +25,7 @@ from trainer_plugins.survival.words import foreseen
 logger = logging.getLogger(__name__)
 
 
-def rehearse(run: TrainingRun, num_items: torch.Tensor | int | None, scale: float) -> None:
+def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
     """Set the limit of a run that has none yet, before its first micro-batch.
 
     Nothing is rehearsed if torch does not count memory, if the limit is known from a checkpoint, or
@@ -34,8 +33,8 @@ def rehearse(run: TrainingRun, num_items: torch.Tensor | int | None, scale: floa
     micro-batches may fail. A rehearsal costs one forward and backward pass if everything fits, and
     three to seven if not; the log says how many, and how long they took.
     """
-    card, ranks = run.card, run.ranks
-    if ranks.on_any(card is None or card.read() is None or run.memo.is_rehearsed) or card is None:
+    ranks = run.ranks
+    if ranks.on_any(run.card.read() is None or run.memo.is_rehearsed):
         return
     sources = None
     with run.memo.harmless():
@@ -64,7 +63,7 @@ def rehearse(run: TrainingRun, num_items: torch.Tensor | int | None, scale: floa
     elif not climbed:
         logger.info("%s: they fit at once", rehearsal.told())
         return
-    card.release_cached()  # failed attempts have cut it into small pieces
+    run.card.release_cached()  # failed attempts have cut it into small pieces
     summary = rehearsal.summary(num_fit, climbed)
     run.attached.say(foreseen(summary, rehearsal.told(), num_fit))
 
@@ -72,22 +71,16 @@ def rehearse(run: TrainingRun, num_items: torch.Tensor | int | None, scale: floa
 class _Rehearsal:
     """Tries the longest batch of a run."""
 
-    def __init__(
-        self, run: TrainingRun, num_items: torch.Tensor | int | None, scale: float
-    ) -> None:
+    def __init__(self, run: TrainingRun, num_items: NumItems, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
         self._inputs = _longest_batch(run)
         self._layout: Layout | None = None
         self.num = 0
         """How many examples it has; 0 if there is none, or it cannot be divided."""
-        for layout in run.attached.family.layouts if self._inputs else ():
-            try:
-                self._layout, self.num = layout, layout.count(self._inputs)
-            except IndivisibleError:
-                self.num = 0
-            if self.num:
-                break
+        with suppress(IndivisibleError):
+            self._layout = find_layout(run.attached.family.layouts, self._inputs)
+            self.num = self._layout.count(self._inputs)
 
     def find(self) -> tuple[int, list[str]]:
         """Find out how many fit at once, switching rungs on as long as none does; return both."""
@@ -182,5 +175,4 @@ def _without_trace(run: TrainingRun, sources: Sources) -> Iterator[None]:
         before.restore()
         with run.memo.harmless():
             sources.restore()
-        if run.card is not None:
-            run.card.reset_peak()
+        run.card.reset_peak()
