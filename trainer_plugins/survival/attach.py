@@ -92,10 +92,7 @@ def survive_oom(
     check_options(min_micro_batch, ladder, on_refusal)
     reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
-        reasons.append(
-            "a trial just now showed that this version of torch does not finish gradients one by "
-            "one: please report it"
-        )
+        reasons.append("a trial showed that this torch finishes no gradients one by one: report it")
     if not isinstance(family, Family):
         reasons.append(family.words)
     if isinstance(family, Family) and not reasons:

@@ -29,18 +29,13 @@ def cannot_be_taken_back(trainer: HfTrainer) -> list[str]:
 def _parallel(trainer: HfTrainer) -> Iterator[str]:
     yield from kind_of(trainer).refusals(trainer)
     if trainer.args.n_gpu > 1:
-        yield (
-            f"nn.DataParallel over {trainer.args.n_gpu} cards is not supported: start one process "
-            "a card, or show it one card"
-        )
+        num = trainer.args.n_gpu
+        yield f"nn.DataParallel over {num} cards is not supported: start one process a card"
     if trainer.is_model_parallel:
         yield "a model spread over several cards is not supported yet"
     tp_size = getattr(trainer.model, "_tp_size", None)
     if tp_size or trainer.accelerator.parallelism_config is not None:
-        yield (
-            "tensor, context and sequence parallelism are not supported: every rank would have to "
-            "divide alike"
-        )
+        yield "tensor, context and sequence parallelism are not supported"
 
 
 def _compiled(trainer: HfTrainer) -> Iterator[str]:
@@ -50,19 +45,13 @@ def _compiled(trainer: HfTrainer) -> Iterator[str]:
         for m in trainer.model.modules()
     )
     if trainer.args.torch_compile or backend != "NO" or is_compiled:
-        yield (
-            "torch.compile compiles again for every size of a piece, and keeps buffers of its own: "
-            "turn it off"
-        )
+        yield "torch.compile compiles again for every size of a piece: turn it off"
 
 
 def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
-        yield (
-            f"optim={optim} applies gradients inside the backward: weights would have moved when "
-            "a piece is retried"
-        )
+        yield f"optim={optim} applies gradients inside the backward, which a retry repeats"
     parameters = list(trainer.model.named_parameters())
     if name := next((n for n, p in parameters if _takes_gradient(p)), None):
         yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
@@ -83,10 +72,7 @@ def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     has_router_loss = any(getattr(c, "output_router_logits", False) for c in configs)
     if has_router_loss or getattr(trainer, "aux_loss_enabled", False):
-        yield (
-            "the router's auxiliary loss is not a sum over rows: set output_router_logits=False in "
-            "the model's config"
-        )
+        yield "the router's auxiliary loss is not a sum over rows: set output_router_logits=False"
 
 
 def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
@@ -94,10 +80,8 @@ def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
     names = _names_in(type(trainer), "training_step")
     if "backward" in names and "compute_loss" not in names:
         owner = next(c for c in type(trainer).__mro__ if "training_step" in vars(c))
-        yield (
-            f"{owner.__name__}.training_step never calls compute_loss: no part of the loss that it "
-            "computes itself can be computed alone"
-        )
+        name = f"{owner.__name__}.training_step"
+        yield f"{name} never calls compute_loss: no part of its own loss can be computed alone"
 
 
 def _names_in(kind: type, method: str) -> set[str]:
@@ -130,15 +114,9 @@ def _names_of(code: CodeType) -> Iterator[str]:
 
 def _rivals(trainer: HfTrainer) -> Iterator[str]:
     if trainer.args.auto_find_batch_size:
-        yield (
-            "auto_find_batch_size restarts training after the errors that this would survive: use "
-            "one of the two"
-        )
+        yield "auto_find_batch_size restarts training after an OOM: use one of the two"
     if getattr(trainer.args, "activation_offloading", False):
-        yield (
-            "activation_offloading counts tensors from forward to backward, and a failed attempt "
-            "upsets the count"
-        )
+        yield "activation_offloading counts tensors, and a failed attempt upsets the count"
 
 
 _LEAVES: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (

@@ -262,7 +262,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     if card:
         trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
     with (
-        patch("trainer_plugins.survival.training_run.card_of", lambda _: card),
+        patch("trainer_plugins.survival.memo.card_of", lambda _: card),
         as_torch_says(case.get("naive", False)),
         counted_votes() as votes,
     ):

@@ -118,11 +118,11 @@ OTHER: dict[str, dict[str, Any]] = {
         "fsdp_version": 1,
     },
     "torch 2.12": {
-        "refused_as": "no reset_iter_state, which came with torch 2.13",
+        "refused_as": "no reset_iter_state: use 2.13 or newer",
         "without": "reset_iter_state",
     },
     "TRL": {
-        "refused_as": "SFTTrainer.compute_loss gathers metrics over the ranks",
+        "refused_as": "SFTTrainer.compute_loss gathers metrics",
         "trainer": "SFTTrainer",
     },
     # The last: it ends both ranks. Not even a short example fits.

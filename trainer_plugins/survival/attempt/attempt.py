@@ -23,6 +23,8 @@ from trainer_plugins.units import size
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, graphs_held, tensors_held
 
 T = TypeVar("T")
+Release = Callable[[], object] | None
+"""Frees what the frames above an attempt hold."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +62,12 @@ DID_NOT_FIT_ELSEWHERE = DidNotFit("another rank ran out of memory", True, "", 0.
 
 
 def attempt(
-    work: Callable[[], T],
-    release: Callable[[], object] | None = None,
-    device: torch.device | None = None,
+    work: Callable[[], T], release: Release = None, device: torch.device | None = None
 ) -> T | DidNotFit:
     """Run work; if it does not fit, everything that its frames held is free on return.
 
-    Nothing is retried before the `except` block is left, where Python drops the exception. After a
-    failure `release` is called, to free what the frames above this one hold. `device` is that of
-    the backward pass, if there is one.
+    Nothing is retried before the `except` block is left, where Python drops the exception. `device`
+    is that of the backward pass, if there is one.
     """
     started = perf_counter()
     try:

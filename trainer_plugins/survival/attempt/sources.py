@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.attempt.users_code import is_known, is_of_project
 
@@ -65,6 +66,13 @@ class Sources:
                 for kind in filter(is_of_project, type(one).__mro__):
                     yield from (v for v in vars(kind).values() if _restore_of(v) or callable(v))
             yield from vars(one).values()
+
+
+def sources_of(trainer: HfTrainer, *names: str) -> Sources:
+    """Find what a Trainer, its training rows, and these attributes draw from and count with."""
+    loader = trainer.callback_handler.train_dataloader
+    rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
+    return Sources(*rows, *(getattr(trainer, name, None) for name in names), trainer)
 
 
 def _restore_of(one: Any) -> Callable[[], object] | None:

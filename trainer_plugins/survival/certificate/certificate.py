@@ -150,14 +150,6 @@ class Certificate:
         A rank without two examples lends itself to the others. There must be no gradient yet if
         ranks measure together.
 
-        Args:
-            layout: how the examples lie in `inputs`.
-            inputs: a micro-batch of the run.
-            num_fit: how many of its examples are computed at once, at most.
-            loss: computes the loss of some of its examples.
-            put_back: restores random numbers and metrics.
-            scale: what training multiplies the loss by before its backward pass.
-
         Raises:
             IndivisibleError: no weight fits, a part cannot be computed, or there was no room.
         """

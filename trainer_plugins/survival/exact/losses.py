@@ -134,15 +134,11 @@ def family_of(
     found = _family_of(trainer, compute_loss)
     if isinstance(found, NoFamily) and found.can_vouch and not is_vouched:
         found = _family_behind(trainer, compute_loss) or found
-    if (
-        isinstance(found, Family)
-        and shares.NEXT_TOKENS in found.weights
-        and _is_regularized(trainer)
-    ):
+    is_causal = isinstance(found, Family) and shares.NEXT_TOKENS in found.weights
+    if is_causal and _is_regularized(trainer):
         return NoFamily(
-            "AdaLoRA adds a term to the loss of each forward pass (orth_reg_weight), which does "
-            "not depend on rows: pieces of a sum over tokens would add it once each. Set "
-            "orth_reg_weight=0, or use LoRA"
+            "AdaLoRA adds a term to the loss of each forward pass (orth_reg_weight), even of each "
+            "piece: set orth_reg_weight=0, or use LoRA"
         )
     if isinstance(found, NoFamily):
         if not (found.can_vouch and is_vouched):
@@ -251,13 +247,10 @@ def _family_of_dpo(trainer: Any) -> Family | NoFamily:
     kinds = trainer.args.loss_type
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if unknown := [kind for kind in kinds if kind not in _DPO]:
-        return NoFamily(
-            f"the DPO loss {unknown[0]!r} is not a mean over pairs: it sorts, averages tokens or "
-            "keeps a running mean"
-        )
+        return NoFamily(f"the DPO loss {unknown[0]!r} is not a mean over pairs")
     if getattr(trainer.args, "rpo_alpha", None) is not None:
         return NoFamily(
-            "rpo_alpha adds a mean over tokens to a mean over pairs, and no one weight fits both"
+            "rpo_alpha adds a mean over tokens to a mean over pairs: no weight fits both"
         )
     if getattr(trainer, "padding_free", False):
         return NoFamily("DPO with padding_free is not supported yet")
@@ -270,20 +263,11 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
     if kind not in _GRPO:
         return NoFamily(f"the GRPO loss {kind!r} is not known to be a sum over completions")
     if trainer.top_entropy_quantile < 1.0:
-        return NoFamily(
-            "top_entropy_quantile compares the tokens of all completions of a micro-batch with "
-            "each other"
-        )
+        return NoFamily("top_entropy_quantile compares all completions of a micro-batch")
     if getattr(trainer, "_entropy_bonus_enabled", False):
-        return NoFamily(
-            "entropy_coef and use_adaptive_entropy add a mean over tokens that is not weighted by "
-            "completions"
-        )
+        return NoFamily("entropy_coef and use_adaptive_entropy add a mean that is over all tokens")
     if getattr(trainer, "use_liger_loss", False):
-        return NoFamily(
-            "GRPO with use_liger_loss is not supported: whether its kernel's loss can be divided "
-            "is not known"
-        )
+        return NoFamily("GRPO with use_liger_loss is not supported: its kernel's loss is not known")
     return _completions(_GRPO[kind])
 
 

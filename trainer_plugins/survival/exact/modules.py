@@ -61,21 +61,13 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
             "micro-batch",
         )
     if isinstance(module, _InstanceNorm) and has_running and is_training:
-        yield (
-            "running",
-            "each forward pass, even that of a piece, moves the running statistics of `{name}` "
-            "({kind})",
-        )
+        yield "running", "each forward pass moves the running statistics of `{name}` ({kind})"
     hooks = module._forward_pre_hooks.values()
     is_spectral = isinstance(module, _SpectralNorm) or any(
         isinstance(hook, SpectralNorm) for hook in hooks
     )
     if is_training and is_spectral:
-        yield (
-            "spectral",
-            "each forward pass takes a step of the power iteration of spectral_norm (`{name}`, "
-            "{kind})",
-        )
+        yield "spectral", "each forward pass iterates spectral_norm (`{name}`, {kind})"
     has_capacity = any(getattr(module, name, None) for name in _CAPACITIES)
     if has_capacity and type(module).__name__ not in _CAPACITY_OF_A_ROW:
         yield (
@@ -86,8 +78,7 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
     if any("dynamic" in kind for kind in _rope_types(module)):
         yield (
             "rope",
-            "dynamic RoPE (`{name}`, {kind}) keeps the longest length that it has met, even that "
-            "of a piece or a trial",
+            "dynamic RoPE (`{name}`, {kind}) keeps the longest length of any piece or trial",
         )
 
 

@@ -24,23 +24,15 @@ def create_states(optimizer: Any) -> str | None:
         Why nothing was done, to be logged; None if the states are there.
     """
     inner = inner_optimizer(optimizer)
+    name = type(inner).__name__
     if inner.state:
         return None  # a checkpoint brought them
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        return (
-            f"the states of {type(inner).__name__} appear in the first optimizer step: an OOM "
-            "there ends the run"
-        )
+        return f"{name} creates its states in the first step: an OOM there ends the run"
     if any(group.get("dampening") for group in inner.param_groups):
-        return (
-            "SGD with dampening makes its momentum from the first gradient: an OOM in the first "
-            "step ends the run"
-        )
+        return "SGD with dampening starts in the first step: an OOM there ends the run"
     if has_step_hooks(inner):
-        return (
-            "the optimizer has step hooks, so its states appear in the first step: an OOM there "
-            "ends the run"
-        )
+        return f"{name} has step hooks, and creates states in step 1: an OOM there ends the run"
     try:
         failed = attempt(lambda: _step_of_nothing(inner))
     except Exception:
@@ -48,10 +40,7 @@ def create_states(optimizer: Any) -> str | None:
         raise
     if isinstance(failed, DidNotFit):
         inner.state.clear()
-        return (
-            f"weights, gradients and the states of {type(inner).__name__} may not fit together: "
-            f"{failed.first_line}"
-        )
+        return f"weights, gradients and states of {name} may not fit together: {failed.first_line}"
     return None
 
 

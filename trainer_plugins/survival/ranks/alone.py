@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt, card_of
+from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt, card_of
 from trainer_plugins.survival.limit.limit import SLACK, most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
@@ -33,15 +32,6 @@ class HowToRecover(Enum):
     """All ranks compute all micro-batches of the step again, in equally many pieces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Holds what ranks compute again together: the micro-batches of this optimizer step."""
-
-    micros: list[MicroBatch]
-    clear: Callable[[], None]
-    """Throws away every gradient of this optimizer step, on all ranks."""
-
-
 class Ranks:
     """Handles a run of one process; each kind of several ranks overrides what it does differently.
 
@@ -58,11 +48,14 @@ class Ranks:
     measures_together = False
     """Whether ranks measure and judge together how pieces add up; they measure gradients then."""
 
+    micros: list[MicroBatch]
+    """The micro-batches of this optimizer step, if ranks compute them again after a failure."""
+
     options: Mapping[str, object] = {}
     """Options that the Trainer passes to `accelerator.backward` besides the loss."""
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
-        self.trainer, self.model = trainer, model
+        self.trainer, self.model, self.micros = trainer, model, []
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -75,11 +68,6 @@ class Ranks:
     def bare(self) -> nn.Module:
         """Return the model without its wrapper, if it can be computed without."""
         return self.model
-
-    @property
-    def window(self) -> Window | None:
-        """Return what is computed again after a failure, if all ranks have to compute it again."""
-        return None
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         """Say which ranks do not take part, where every one has to; empty if all do.
@@ -102,16 +90,11 @@ class Ranks:
         return parameters
 
     def attempt(
-        self,
-        work: Callable[[], T],
-        release: Callable[[], object] | None = None,
-        *,
-        is_end: bool = True,
+        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         """Run work that may not fit, here or on a rank that has to stop with this one.
 
-        After a failure `release` is called, to free what the frames above this one hold. After a
-        forward pass alone (`is_end` is False) the backward pass is still to come.
+        After a forward pass alone (`is_end` is False) the backward pass is still to come.
         """
         return attempt(work, release, self.trainer.args.device)
 
@@ -165,6 +148,9 @@ class Ranks:
             ]
 
         return attempt(work, device=self.trainer.args.device)
+
+    def clear(self) -> None:
+        """Throw away every gradient of this optimizer step, on all ranks."""
 
     def forget(self) -> None:
         """Drop the gradients that a measurement has computed."""

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_plugins.advice import SMALLER_MICRO_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit
+from trainer_plugins.survival.attempt.attempt import DidNotFit, Release
 from trainer_plugins.survival.exact.finality import GradientMark, frozen
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -73,18 +73,12 @@ class DDP(Ranks):
             yield from _settings(wrapped)
             yield from _state(wrapped)
         else:
-            yield (
-                f"several processes with {type(wrapped).__name__} around the model, and not "
-                "DistributedDataParallel"
-            )
+            yield f"several processes whose model {type(wrapped).__name__} wraps, and not DDP"
             return
         if trainer.args.label_smoothing_factor and type(trainer).__module__.startswith("trl."):
             yield "with label_smoothing_factor TRL calls DDP twice for a micro-batch"
         if not finishes_here():
-            yield (
-                "a trial just now showed that DDP of this version of torch cannot be finished in "
-                "pieces: please report it"
-            )
+            yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
 
     @property
     def bare(self) -> nn.Module:
@@ -98,11 +92,7 @@ class DDP(Ranks):
         self._sent, self._used = set(), set()
 
     def attempt(
-        self,
-        work: Callable[[], T],
-        release: Callable[[], object] | None = None,
-        *,
-        is_end: bool = True,
+        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         hooks = (
             self.model.register_forward_pre_hook(lambda *_: self._advance(_Progress.PREPARING)),
@@ -121,10 +111,7 @@ class DDP(Ranks):
         if self._is_armed:
             return ""
         if progress == _Progress.PREPARING:
-            return (
-                "it failed where DDP exchanges buffers or builds its buckets, which other ranks do "
-                "only once"
-            )
+            return "it failed where all ranks exchange buffers or build DDP's buckets, only once"
         if progress == _Progress.INSIDE:
             self.model.require_forward_param_sync = False  # DDP itself sets it again
         if progress == _Progress.ARMED and self._is_synced:
@@ -169,30 +156,17 @@ def _settings(made_with: object) -> Iterator[str]:
     if getattr(made_with, "static_graph", False):
         yield "DDP with static_graph repeats its first backward pass, and those of pieces differ"
     if getattr(made_with, "gradient_as_bucket_view", False):
-        yield (
-            "DDP with gradient_as_bucket_view has one version counter for all gradients of a "
-            "bucket, so it is not known which of them are final"
-        )
-    if str(getattr(made_with, "comm_hook", "no")) != "no" or bool(
-        getattr(made_with, "_comm_hooks", None)
-    ):
-        yield (
-            "a communication hook of DDP may not fit itself: its bucket is never sent then, and "
-            "the other ranks wait"
-        )
+        yield "DDP with gradient_as_bucket_view does not tell which gradients are final"
+    has_hook = str(getattr(made_with, "comm_hook", "no")) != "no"
+    if has_hook or getattr(made_with, "_comm_hooks", None):
+        yield "a communication hook of DDP may not fit itself, and the other ranks wait then"
 
 
 def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
     if wrapped.mixed_precision is not None or wrapped._delay_all_reduce_params:
-        yield (
-            "an exception leaves the state of DDP's own mixed_precision or delayed all-reduce half "
-            "done"
-        )
+        yield "DDP's own mixed_precision and delayed all-reduce keep state that an error breaks"
     if wrapped._use_python_reducer:
-        yield (
-            "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends the gradients of each "
-            "piece"
-        )
+        yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends those of each piece"
     if wrapped._join_config.enable:
         yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them"
 

@@ -17,19 +17,19 @@ No vote stands before a collective: the cost is one vote a micro-batch, whatever
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit
+from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import HowToRecover, Window
+from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.ranks.together import Together
 from trainer_plugins.wrapped import local_tensor
 
@@ -71,8 +71,7 @@ class Ledger:
         if is_sent and self._sent[self._next] is not collective:
             raise RuntimeError(
                 "survive_oom cannot finish the collectives of this rank: a short micro-batch has "
-                "them in another order than the one that failed, so training stops here. Detach "
-                "survive_oom for this model"
+                "them in another order. Training stops here; detach survive_oom for this model"
             )
         if not is_sent:
             if len(self._sent) == self.fail_at:
@@ -82,24 +81,12 @@ class Ledger:
         return is_sent
 
 
-class _Collective(Protocol):
-    """Describes what is used of an all-gather or reduce-scatter of FSDP."""
-
-    def allocate(self, *args: object, **kwargs: object) -> torch.Tensor: ...
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: object
-    ) -> object: ...
-
-
 class _Counted:
     """Lists an all-gather or reduce-scatter of FSDP; one that is not sent again gives zeros."""
 
-    def __init__(self, collective: _Collective, ledger: Ledger) -> None:
+    def __init__(self, collective: Any, ledger: Ledger) -> None:
         self.collective, self._ledger = collective, ledger
-
-    def allocate(self, *args: object, **kwargs: object) -> torch.Tensor:
-        return self.collective.allocate(*args, **kwargs)
+        self.allocate = collective.allocate
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: object
@@ -123,7 +110,6 @@ class FSDP2(Together):
         from torch.distributed.fsdp import FSDPModule  # not in a torch without torch.distributed
 
         super().__init__(trainer, model)
-        self._micros: list[MicroBatch] = []
         self._tiny: Callable[[], object] = list
         self._step, self._is_tried = -1, False
         self._ledger = Ledger()
@@ -144,20 +130,10 @@ class FSDP2(Together):
         if trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
             yield "FSDP 1 cannot be reset after an error half way: use FSDP 2 (fsdp_version: 2)"
         elif missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
-            yield (
-                f"FSDP 2 of torch {torch.__version__} has no {missing[0]}, which came with "
-                "torch 2.13"
-            )
+            yield f"FSDP 2 of torch {torch.__version__} has no {missing[0]}: use 2.13 or newer"
         owners = [c for c in type(trainer).__mro__ if "compute_loss" in vars(c)]
         if owner := next((c for c in owners if c.__module__.startswith("trl.")), None):
-            yield (
-                f"{owner.__name__}.compute_loss gathers metrics over the ranks: not supported "
-                "under FSDP yet"
-            )
-
-    @property
-    def window(self) -> Window:
-        return Window(self._micros, self.clear)
+            yield f"{owner.__name__}.compute_loss gathers metrics: not supported under FSDP yet"
 
     def prepare(self, tiny: Callable[[], object]) -> None:
         self._tiny = tiny
@@ -179,17 +155,13 @@ class FSDP2(Together):
     def begin(self, micro: MicroBatch) -> None:
         if self._step != self.trainer.state.global_step:
             self._step = self.trainer.state.global_step
-            self._micros.clear()
+            self.micros.clear()
             self._reset()
-        self._micros.append(micro)
+        self.micros.append(micro)
         self._settle()
 
     def attempt(
-        self,
-        work: Callable[[], T],
-        release: Callable[[], object] | None = None,
-        *,
-        is_end: bool = True,
+        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         outcome = super().attempt(work, release)
         has_failed = isinstance(outcome, DidNotFit)

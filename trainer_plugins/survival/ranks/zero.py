@@ -86,18 +86,12 @@ class Zero(Together):
         if plugin.zero_stage == 0:
             yield "DeepSpeed without ZeRO (stage 0) is not supported: use stage 1, 2 or 3, or DDP"
         if "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters:
-            yield (
-                "this accelerate lets DeepSpeed count pieces as micro-batches of the window: use "
-                "1.15 or newer"
-            )
+            yield "this accelerate counts pieces as micro-batches of the window: use 1.15 or newer"
         yield from _in_config(plugin.deepspeed_config)
         if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
             yield "pipeline parallelism is not supported: it cuts micro-batches itself"
         if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
-            yield (
-                "trainers of TRL gather metrics inside each micro-batch: under DeepSpeed that is "
-                "not supported"
-            )
+            yield "TRL gathers metrics inside each micro-batch: not supported under DeepSpeed"
         if (engine := getattr(trainer, "deepspeed", None)) is not None:
             yield from _in_engine(engine)  # at attach it is not there yet
 

@@ -16,6 +16,7 @@ from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.survival.attempt.attempt import card_of
+from trainer_plugins.survival.attempt.sources import sources_of
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.callback import SurviveOOM
 from trainer_plugins.survival.exact.layouts import Completions
@@ -23,7 +24,7 @@ from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import cannot_be_taken_back
-from trainer_plugins.survival.rehearsal.kept import Kept, attributes, put_back, sources_of
+from trainer_plugins.survival.rehearsal.kept import SOURCES, Kept, attributes, put_back
 from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch, first_words
 from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.upkeep.agreement import agreement_within, has_peers
@@ -260,7 +261,7 @@ class _Rehearsal:
 
 def _reasons(trainer: HfTrainer) -> Iterator[str]:
     yield from cannot_be_taken_back(trainer)
-    if why := sources_of(trainer).why_not:
+    if why := sources_of(trainer, *SOURCES).why_not:
         yield why
     family = family_of(trainer)
     if isinstance(family, Family) and any(isinstance(one, Completions) for one in family.layouts):

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.sources import Sources
+from trainer_plugins.survival.attempt.sources import sources_of
 from trainer_plugins.survival.attempt.state import RestorePoint, full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
@@ -18,6 +18,9 @@ from trainer_plugins.wrapped import local_tensor
 
 _ROOM = 0.8
 """How much of the free main memory the copies may take: beyond it the kernel may end the run."""
+
+SOURCES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+"""What of a Trainer the rows of a run and their outputs are drawn from."""
 
 
 class Kept:
@@ -35,7 +38,7 @@ class Kept:
         self._states = None if optimizer is None else States(optimizer)
         self._state = full_state(model, has_parameters=False)
         self._modes = [(module, module.training) for module in model.modules()]
-        self._sources = sources_of(trainer)
+        self._sources = sources_of(trainer, *SOURCES)
         self._metrics = [RestorePoint(trainer, mode) for mode in ("train", "eval")]
         self._owners = [(each, attributes(each)) for each in _owners(trainer)]
         self._callback_states = trainer.state.stateful_callbacks
@@ -67,14 +70,6 @@ class Kept:
         self._callback_states.update(self._values_of_callbacks)
         for metrics in self._metrics:
             metrics.restore_metrics()
-
-
-def sources_of(trainer: HfTrainer) -> Sources:
-    """Find what the rows of a run and their outputs are drawn from."""
-    names = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
-    loader = trainer.callback_handler.train_dataloader
-    roots = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
-    return Sources(*roots, *(getattr(trainer, name, None) for name in names), trainer)
 
 
 class States:

@@ -20,7 +20,6 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.limit import even, lower
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
-from trainer_plugins.survival.ranks.alone import Window
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import not_attached, part_raised
@@ -107,14 +106,8 @@ class Replay(Planned):
         self._ranks = run.ranks
         self._total: torch.Tensor | None = None
 
-    @property
-    def _window(self) -> Window:
-        window = self._ranks.window
-        assert window is not None  # ranks that recover so have one
-        return window
-
     def _at_stake(self) -> list[MicroBatch]:
-        return self._window.micros
+        return self._ranks.micros
 
     def failed(
         self,
@@ -133,19 +126,19 @@ class Replay(Planned):
         if self._run.has_exchanged_parameters():
             why_not = why_not or "the model has other parameters than when training began"
         self._agree_to_go_on(why_not or self._why_whole)
-        self._window.clear()
-        self._run.look_for_leftover(self._window.micros[0].start)
+        self._ranks.clear()
+        self._run.look_for_leftover(self._ranks.micros[0].start)
         self._make_room_for(piece if failure.is_here else None)
 
     def measure(self) -> None:
         """Do nothing yet: `finish` measures when it has to, and a rank may have one example now."""
 
     def finish(self) -> torch.Tensor:
-        before = self._window.micros[:-1]
+        before = self._ranks.micros[:-1]
         window = [*(type(self)(self._run, micro, **self._options) for micro in before), self]
         is_clear = bool(self._story.failures)
         if not is_clear and self._ranks.on_any(any(micro._lacks_weight() for micro in window)):
-            self._window.clear()  # a measurement needs the place of the gradients
+            self._ranks.clear()  # a measurement needs the place of the gradients
             is_clear = True
         todo = window if is_clear else [self]
         while not self._compute_all(todo, may_measure=is_clear):
@@ -218,7 +211,7 @@ class Replay(Planned):
         if self._layout is None or self._micro.whole.num < 2:
             return False
         inputs = self._micro.whole.inputs
-        if self._micro is self._window.micros[0]:
+        if self._micro is self._ranks.micros[0]:
             return certificate.wants(self._kind, inputs)
         return certificate.is_new(self._kind, inputs)
 

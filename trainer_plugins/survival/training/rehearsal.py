@@ -12,9 +12,8 @@ from time import perf_counter
 
 from torch import nn
 
-from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.survival.attempt.sources import Sources
+from trainer_plugins.survival.attempt.sources import Sources, sources_of
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.layouts import Completions, Layout, find_layout
 from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems
@@ -38,7 +37,7 @@ def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
         return
     sources = None
     with run.memo.harmless():
-        sources = _sources(run.attached.trainer)
+        sources = sources_of(run.attached.trainer)
     if sources is not None and sources.why_not:
         logger.info("nothing is rehearsed: %s", sources.why_not)
     if ranks.on_any(sources is None or bool(sources.why_not)) or sources is None:
@@ -157,12 +156,6 @@ def _longest_batch(run: TrainingRun) -> Inputs:
         return {}
     batch: Inputs = trainer._prepare_inputs(rows.batch(len(rows)))
     return batch
-
-
-def _sources(trainer: HfTrainer) -> Sources:
-    loader = trainer.callback_handler.train_dataloader
-    rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
-    return Sources(*rows, trainer)
 
 
 @contextmanager
