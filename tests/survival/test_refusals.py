@@ -383,6 +383,21 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
+def test_a_hook_that_a_later_callback_sets_is_seen_before_the_first_step(tmp_path) -> None:
+    """The run is judged when its step begins; the callbacks behind ours have not begun it then."""
+
+    class HooksGradients(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    trainer = small_trainer(tmp_path)
+    survive_oom(trainer)
+    trainer.add_callback(HooksGradients())
+    with pytest.raises(ValueError, match=r"takes the gradient of `lm_head\.weight`"):
+        Run(trainer)
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

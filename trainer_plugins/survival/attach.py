@@ -77,7 +77,7 @@ def survive_oom(
         plan_first: compute the longest rows before step 1, to know in advance how many fit at once.
             It leaves no trace.
         on_refusal: what to do if the result would not be exact, or is not known to be: "error"
-            raises, "warn" says so once and leaves training as it is.
+            raises, "warn" logs it once and leaves training as it is.
         vouch_for_loss: you say that a loss of your own (`compute_loss`, `compute_loss_func`, a
             `forward`, a hook) is a sum or a mean over examples. Which of them is measured before
             the first division; if it is neither, nothing is divided.

@@ -24,7 +24,7 @@ class SurviveOOM(RunCallback):
         ladder: as for `survive_oom`. With "stream" a frozen base that does not fit when the Trainer
             moves it to the card is streamed then.
         plan_first: as for `survive_oom`.
-        on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends
+        on_refusal: "warn" logs once why a run cannot be helped and leaves it as it is; "error" ends
             it before step 1.
         vouch_for_loss: as for `survive_oom`.
 

@@ -28,6 +28,7 @@ from trainer_plugins.hf_trainer import HfAccelerator
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.evaluation import Evaluation
+from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.memo import memo_of
@@ -246,10 +247,14 @@ class Engine:
         """Find out whether all ranks take part, and how many of the longest rows fit."""
         # The ranks have met if they have just gathered how many labels the window has.
         is_met = self._attached.trainer.args.average_tokens_across_devices and num_items is not None
+        # Callbacks that began the step after ours may have set hooks.
+        reasons = [*hooks_of_gradients(self._attached.trainer.model), *run.ranks.late_refusals()]
         if absent := run.ranks.absent(run.memo.roll_call, is_met=is_met):
+            reasons.append(absent)
+        if reasons:
             run.is_refused = True
             run.ranks.end()
-            self._attached.refuse([absent])
+            self._attached.refuse(reasons)
             return
         run.ranks.prepare(partial(run.tiny_pass, inputs, num_items))
         try:

@@ -62,7 +62,7 @@ class Parts:
             try:
                 return in_parts([])
             except IndivisibleError:
-                before.restore()  # the limit is that of other batches: this one is tried as it is
+                before.restore()  # the limit is that of other batches: try this one whole
         result = attempt(whole)
         if not isinstance(result, DidNotFit):
             return result

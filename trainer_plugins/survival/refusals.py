@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from torch import nn
-
 from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model
@@ -52,18 +51,7 @@ def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
         yield f"optim={optim} applies gradients inside the backward, which a retry repeats"
-    parameters = list(trainer.model.named_parameters())
-    if name := next((n for n, p in parameters if _takes_gradient(p)), None):
-        yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
-    if name := next((n for n, p in parameters if p._backward_hooks), None):
-        yield f"a hook changes the gradient of `{name}`: it would get pieces"
-
-
-def _takes_gradient(parameter: nn.Parameter) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    # DeepSpeed's hooks add what they take to what is there already: they are meant for several
-    # micro-batches in a window.
-    return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
+    yield from hooks_of_gradients(trainer.model)
 
 
 def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:

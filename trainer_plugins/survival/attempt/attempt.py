@@ -33,7 +33,7 @@ _NUM_FRAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class DidNotFit:
-    """Holds what the error of an attempt said; no tensor."""
+    """Holds the words of an attempt's error, and no tensor."""
 
     words: str
     is_certain: bool

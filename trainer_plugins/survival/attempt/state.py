@@ -278,7 +278,7 @@ def why_not_divided(moved: Iterable[Moved]) -> str:
 def why_rows_differ(
     first: Mapping[str, Moved], other: Mapping[str, Moved], overwritten: Iterable[str]
 ) -> str:
-    """Say why two passes over other rows have not moved a model alike; empty if they have."""
+    """Say why two passes over different rows moved a model differently; empty if not."""
     for key in (other.keys() | first.keys()) - set(overwritten):
         one, two = first.get(key), other.get(key)
         if not is_same(one and one.value, two and two.value):

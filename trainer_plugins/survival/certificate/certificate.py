@@ -23,7 +23,7 @@ from trainer_plugins.survival.certificate.comparison import (
     Loss,
     NotAdditiveError,
     Passes,
-    Told,
+    Measurement,
 )
 from trainer_plugins.survival.certificate.held import held
 from trainer_plugins.survival.certificate.samples import SHORT
@@ -147,7 +147,7 @@ class Certificate:
     ) -> None:
         """Find out which weights make pieces add up, on every rank that measures with this one.
 
-        A rank without two examples lends itself to the others. There must be no gradient yet if
+        A rank without two examples joins the passes of the others. There must be no gradient yet if
         ranks measure together.
 
         Raises:
@@ -209,7 +209,9 @@ class Certificate:
             finally:
                 state.restore()
 
-    def _judged(self, comparison: Comparison, asked: _Asked) -> tuple[list[Told], list[Weight]]:
+    def _judged(
+        self, comparison: Comparison, asked: _Asked
+    ) -> tuple[list[Measurement], list[Weight]]:
         """Return what samples have shown, and the weights that fit, the same on all ranks.
 
         Both are empty if samples show nothing, and batches of this kind were measured before.
@@ -217,7 +219,7 @@ class Certificate:
         told = self._told(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
-                raise IndivisibleError(comparison.why_untold)
+                raise IndivisibleError(comparison.why_inconclusive)
             return [], []
         for one in told:
             if self._ranks.on_any(not _fits(asked, one)):
@@ -229,7 +231,7 @@ class Certificate:
             raise NotAdditiveError(comparison.why_moved)
         return told, remaining
 
-    def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
+    def _told(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
         """Collect what samples of a micro-batch show; empty if none fits or tells."""
         layout, inputs = asked.layout, asked.inputs
         is_gradient = self._is_trained and (
@@ -238,48 +240,48 @@ class Certificate:
         is_first = self._ranks.on_any(not self.knows(layout))
         is_vouched = self._family.is_vouched
         halves = samples.real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
-        told = comparison.first_that_tells(halves, is_gradient=is_gradient)
+        told = comparison.first_conclusive(halves, is_gradient=is_gradient)
         if self._is_trained and not is_gradient and not (told and _fits(asked, told)):
             is_gradient = True  # it decides: a loss may have a term without a gradient
-            told = comparison.first_that_tells(halves, is_gradient=True)
+            told = comparison.first_conclusive(halves, is_gradient=True)
         found = [told]
         if is_first or told is None:  # made so that the weights differ most
             cut = samples.short(layout, inputs)
-            found.append(comparison.first_that_tells(cut, is_gradient=is_gradient))
+            found.append(comparison.first_conclusive(cut, is_gradient=is_gradient))
         if is_gradient:
             found.append(self._of_all(comparison, asked))
         found.extend(self._of_classes(comparison, asked))
         return [one for one in found if one is not None]
 
-    def _of_all(self, comparison: Comparison, asked: _Asked) -> Told | None:
+    def _of_all(self, comparison: Comparison, asked: _Asked) -> Measurement | None:
         """Measure all rows at once: cut short, or their loss alone, which keeps no activations."""
         layout, inputs = asked.layout, asked.inputs
         if not self._ranks.on_any(layout.count(inputs) > max(asked.num_fit, SHORT[0])):
             return None  # others had as many
         sample = samples.all_rows(layout, inputs)
         if self._ranks.on_any(cells(sample.whole) < cells(inputs)):
-            told = comparison.first_that_tells([sample], is_gradient=True)
+            told = comparison.first_conclusive([sample], is_gradient=True)
             if told is not None:
                 return told
         if self._ranks.measures_together:
             return None
-        told = comparison.first_that_tells([sample], is_gradient=False)
+        told = comparison.first_conclusive([sample], is_gradient=False)
         if told is not None and not _fits(asked, told):
             few = samples.real(layout, inputs, asked.num_fit, asked.known)
-            small = comparison.first_that_tells(few, is_gradient=False)
+            small = comparison.first_conclusive(few, is_gradient=False)
             if small is None or not _fits(asked, small):
                 return None  # it has a term without a gradient
         return told
 
-    def _of_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Told]:
+    def _of_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
         """Measure a row of each class that is new next to one of another."""
         new = self.new_classes(asked.inputs)
         pairs = samples.of_classes(asked.layout, asked.inputs, new)
         for place in range(self._ranks.highest(len(pairs))):
             pair = pairs[place : place + 1]
-            told = comparison.first_that_tells(pair, is_gradient=self._is_trained)
+            told = comparison.first_conclusive(pair, is_gradient=self._is_trained)
             if told is None:
-                raise IndivisibleError(comparison.why_untold)
+                raise IndivisibleError(comparison.why_inconclusive)
             yield told
 
 
@@ -291,11 +293,11 @@ def _in_question(family: Family, inputs: Inputs) -> tuple[Weight, ...]:
     return unlabelled or family.weights
 
 
-def _fits(asked: _Asked, told: Told) -> bool:
+def _fits(asked: _Asked, told: Measurement) -> bool:
     return any(map(told.fits, asked.known))
 
 
-def _known(told: list[Told]) -> str:
+def _known(told: list[Measurement]) -> str:
     by_how: dict[str, list[str]] = {}
     for one in told:
         by_how.setdefault(one.how, []).append(one.sample.words)

@@ -74,7 +74,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Measurement:
     """Holds what a sample has shown."""
 
     sample: Sample
@@ -102,13 +102,13 @@ class Comparison:
         self._ranks, self._passes, self._lent = ranks, passes, lent
         self.weights = weights
         """The weights that are compared."""
-        self.why_untold = "it takes two examples to measure that they add up"
+        self.why_inconclusive = "it takes two examples to measure that they add up"
         self.cost = 0.0
         """Cells that were computed forward and backward."""
         self.why_moved = ""
         """Why what passes have moved forbids a division; empty if nothing does."""
         self.overwritten: set[str] = set()
-        """Places that a pass overwrites, whatever it finds there (`_look_at_state`)."""
+        """Places that a pass overwrites completely (`_look_at_state`)."""
         self._is_gradient = True
 
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:
@@ -125,7 +125,7 @@ class Comparison:
                 return
         raise IndivisibleError("there was no room to measure how its metrics add up")
 
-    def first_that_tells(self, samples: list[Sample], *, is_gradient: bool) -> Told | None:
+    def first_conclusive(self, samples: list[Sample], *, is_gradient: bool) -> Measurement | None:
         """Measure the largest sample that fits and tells; None, on every rank, if none does."""
         self._is_gradient = is_gradient
         for sample in self._in_turn(samples):
@@ -138,7 +138,7 @@ class Comparison:
         for place in range(self._ranks.highest(len(samples))):
             yield samples[min(place, len(samples) - 1)] if samples else self._lent
 
-    def said(self, told: Told, *, is_vouched: bool) -> str:
+    def said(self, told: Measurement, *, is_vouched: bool) -> str:
         """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
         self._is_gradient = told.is_gradient
         first, second = (self._pass(told.sample.whole) for _ in range(2))
@@ -162,7 +162,7 @@ class Comparison:
         )
         return f"{said}; {self.why_moved}" if self.why_moved else said
 
-    def _said_of_weights(self, told: Told) -> str:
+    def _said_of_weights(self, told: Measurement) -> str:
         passed = []
         for some in (told.sample.whole, *told.sample.parts):
             one = self._pass(some)
@@ -190,20 +190,20 @@ class Comparison:
     def _is_loss_of_training(self) -> bool:
         return not self._is_gradient and self._ranks.bare.training
 
-    def _told(self, sample: Sample, *, is_idle: bool) -> Told | None:
+    def _told(self, sample: Sample, *, is_idle: bool) -> Measurement | None:
         measured = self._measured(sample)
         if self._ranks.on_any(isinstance(measured, DidNotFit)) or isinstance(measured, DidNotFit):
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
-            self.why_untold = (
+            self.why_inconclusive = (
                 f"there was no room to measure whether its loss can be divided ({line})"
             )
             return None
         whole, parts = measured
-        tells = not is_idle and self._tells(
+        tells = not is_idle and self._is_conclusive(
             [whole, *(one for some in parts.values() for one in some)]
         )
         if not self._ranks.on_any(tells):
-            self.why_untold = (
+            self.why_inconclusive = (
                 f"its {self._what} is 0, or not a number, on {sample.num} examples, so it cannot "
                 "be measured whether it is the sum of its parts'"
             )
@@ -212,10 +212,10 @@ class Comparison:
             weight: self._farthest(_error(whole, some) if tells else 0.0)
             for weight, some in parts.items()
         }
-        told = Told(sample, errors, self._tolerance(), self._how(), self._is_gradient)
+        told = Measurement(sample, errors, self._tolerance(), self._how(), self._is_gradient)
         return None if self._is_rounding(told, whole, tells=tells) else told
 
-    def _is_rounding(self, told: Told, whole: _Measured, *, tells: bool) -> bool:
+    def _is_rounding(self, told: Measurement, whole: _Measured, *, tells: bool) -> bool:
         """Tell whether an error that no weight explains is only rounding: it proves nothing then.
 
         The gradients of chosen and rejected answers that are alike cancel, for one.
@@ -227,7 +227,7 @@ class Comparison:
             again = self._pass(told.sample.whole)
         # Without room for that it is not known, and a smaller sample has to tell.
         noise = math.inf if isinstance(again, DidNotFit) else _error(whole, [again])
-        self.why_untold = (
+        self.why_inconclusive = (
             f"its {self._what} is nothing but rounding on {told.sample.num} examples, so it cannot "
             "be measured whether it is the sum of its parts'"
         )
@@ -240,7 +240,7 @@ class Comparison:
             how += f", but {name}, which draws by numpy or Python, without its children"
         return f"{how}, by the loss alone" if self._is_loss_of_training else how
 
-    def _tells(self, measured: list[_Measured]) -> bool:
+    def _is_conclusive(self, measured: list[_Measured]) -> bool:
         sizes = [max(float(one.norm()) for one in some) for some in measured]
         if not math.isfinite(sizes[0]):
             return False
@@ -285,8 +285,8 @@ class Comparison:
     def _look_at_state(self, sample: Sample, moved: list[dict[str, Moved]]) -> None:
         """Find out whether pieces that each begin with the same state leave that of the whole.
 
-        They do if a pass moves it alike whatever its rows are, as a counter, or overwrites it
-        whatever it was before, as the last output.
+        They do if each pass moves it the same way for any rows, as a counter, or overwrites it
+        completely, as the last output.
         """
         again = self._pass(sample.parts[1], goes_on=True)
         after = self._passes.state.moved()

@@ -88,6 +88,22 @@ def holds_here() -> bool:
     )
 
 
+def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
+    """Give every reason why hooks of parameters would see the gradients of pieces."""
+    parameters = list(model.named_parameters())
+    if name := next((n for n, p in parameters if _takes_gradient(p)), None):
+        yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
+    if name := next((n for n, p in parameters if p._backward_hooks), None):
+        yield f"a hook changes the gradient of `{name}`: it would get pieces"
+
+
+def _takes_gradient(parameter: nn.Parameter) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    # DeepSpeed's hooks add what they take to what is there already: they are meant for several
+    # micro-batches in a window.
+    return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
+
+
 def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
     """Say why a backward pass that failed half way cannot be resumed; empty if it can."""
 

@@ -148,7 +148,7 @@ class Completions(Rows):
                 few[name] = value[:, :PROBE_TOKENS]
         few["completion_mask"] = torch.ones_like(few["completion_mask"])
         few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
-        # If a group was rewarded alike they are all 0, and there would be no gradient to measure.
+        # If a group has equal rewards they are all 0, and there would be no gradient to measure.
         few["advantages"] = torch.ones_like(few["advantages"])
         return few
 

@@ -103,10 +103,10 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
     return low if low >= least else 0
 
 
-def foreseen(peaks: list[tuple[int, int]], size: int) -> float:
-    """Foresee the peak of a size, in bytes, by the line through the last two peaks; 0 without two.
+def predicted_peak(peaks: list[tuple[int, int]], size: int) -> float:
+    """Predict the peak of a size, in bytes, by the line through the last two peaks; 0 without two.
 
-    >>> foreseen([(1, 30), (2, 50)], 8), foreseen([(1, 30)], 8)
+    >>> predicted_peak([(1, 30), (2, 50)], 8), predicted_peak([(1, 30)], 8)
     (170.0, 0.0)
     """
     if len(peaks) < 2:

@@ -64,6 +64,10 @@ class Ranks:
         if kind != "NO":
             yield f"several processes ({kind}) are not supported yet"
 
+    def late_refusals(self) -> Iterator[str]:
+        """Give what a callback may have set since the run began, and which forbids a division."""
+        yield from ()
+
     @property
     def bare(self) -> nn.Module:
         """Return the model without its wrapper, if it can be computed without."""

@@ -80,6 +80,10 @@ class DDP(Ranks):
         if not finishes_here():
             yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
 
+    def late_refusals(self) -> Iterator[str]:
+        yield from _settings(self.model)
+        yield from _state(self.model)
+
     @property
     def bare(self) -> nn.Module:
         """Return the model without its wrapper: computing on it reaches no other rank."""

@@ -173,7 +173,7 @@ class FSDP2(Together):
         self._settle()
         if not failed_anywhere:
             return outcome
-        self._drop()  # what was reduced since is worth nothing
+        self._drop()  # what was reduced since is invalid
         return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
@@ -283,11 +283,11 @@ class FSDP2(Together):
         self._settle()
 
     def _forget_pass(self) -> None:
-        if self.model._get_fsdp_state()._is_root is not None:  # has come to a forward pass before
+        if self.model._get_fsdp_state()._is_root is not None:  # it has run a forward pass
             self.model.reset_iter_state()
 
     def _settle(self) -> None:
-        """Let the next pass begin alike on every rank: nothing sent, and no weight gathered."""
+        """Let the next pass begin the same on every rank: nothing sent, and no weight gathered."""
         self._ledger.clear()
         for unit in self._units:
             unit.reshard()

@@ -1,12 +1,12 @@
-"""Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide alike before a micro-batch begins.
+"""Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide the same way before a micro-batch begins.
 
 The engine reduces gradients, and in stage 3 gathers weights, inside hooks of the forward and
 backward pass. What a failed pass leaves in them cannot be undone, and the other ranks wait inside
 the same hooks. So nothing is retried:
 
-* what fits is measured before step 1, with sizes that grow and are foreseen to fit, the same on all
+* what fits is measured before step 1, with growing sizes that are predicted to fit, the same on all
   ranks (`most`);
-* a micro-batch is divided on all ranks alike, into as many pieces as the rank that needs most;
+* a micro-batch is divided on all ranks into as many pieces as the rank with most needs;
 * every piece goes through the engine as a micro-batch of a window does, and only the last one may
   be the window's last;
 * if one still does not fit, every rank stops and logs why (`failed`). The peers of that rank wait
@@ -34,7 +34,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
-from trainer_plugins.survival.limit.limit import SLACK, foreseen, most
+from trainer_plugins.survival.limit.limit import SLACK, most, predicted_peak
 from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.ranks.together import Together
 
@@ -54,7 +54,7 @@ _BRAKE = "trainer_plugins/brake"
 """The key of the store."""
 _THREAD = "trainer_plugins-brake"
 _GRACE_SECONDS = 5.0
-"""Time that a rank has to end by itself, by an exception, after one of them cannot go on."""
+"""Time that a rank has to end with an exception after one of them stops."""
 
 _ZERO_PLUS_PLUS = (
     "zero_quantized_weights",
@@ -116,7 +116,7 @@ class Zero(Together):
             accelerator.sync_gradients = is_step
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Find out how many examples fit at once; a size is foreseen to fit before it is tried."""
+        """Find out how many examples fit at once; a size is predicted to fit before it is tried."""
         peaks: list[tuple[int, int]] = []
         try:
             with self.piece(is_last=False) as model:
@@ -153,7 +153,7 @@ class Zero(Together):
         if (reading := card.read()) is None:
             raise RuntimeError(self._stop("the memory of its card cannot be read"))
         room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
-        if self.on_any(foreseen(peaks, size) > room_bytes):
+        if self.on_any(predicted_peak(peaks, size) > room_bytes):
             return False
         card.reset_peak()
         failure = self.attempt(partial(compute, size))
@@ -226,7 +226,7 @@ def watch_brake() -> None:
 
 
 def pull_brake(why: str) -> None:
-    """Tell every rank why this one cannot go on, and end this process if nothing else does."""
+    """Tell every rank why this one stops, and end this process if nothing else does."""
     _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{why}")
 
 
@@ -245,7 +245,7 @@ def _watch() -> None:
         threading.main_thread().join(_GRACE_SECONDS)
         if threading.main_thread().is_alive():
             sys.stderr.write(
-                f"rank {rank} ends now: {_GRACE_SECONDS:.0f} s later it had not ended by itself\n"
+                f"rank {rank} ends now: it was still running {_GRACE_SECONDS:.0f} s later\n"
             )
             sys.stderr.flush()
             os._exit(1)

@@ -19,7 +19,7 @@ from trainer_plugins.survival.attempt.attempt import Card, DidNotFit, attempt
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Packed, Rows, find_layout
 from trainer_plugins.survival.exact.shares import IndivisibleError
-from trainer_plugins.survival.limit.limit import SLACK, cells, foreseen
+from trainer_plugins.survival.limit.limit import SLACK, cells, predicted_peak
 from trainer_plugins.survival.limit.optimizer_states import has_step_hooks, inner_optimizer
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -91,7 +91,9 @@ class Moments:
         if callback_of(trainer, SurvivalMemo) is not None:
             raise LeftOut("survive_oom does it at its first micro-batch, and divides the rest")
         if trainer.is_deepspeed_enabled and self.card.read() is None:
-            raise LeftOut("ZeRO foresees what fits, and nothing counts the memory of its device")
+            raise LeftOut(
+                "ZeRO has to predict what fits, and nothing counts the memory of its device"
+            )
         loader = trainer.callback_handler.train_dataloader
         rows = self._longest(loader, trainer._train_batch_size)
         num = self._ranks.lowest(len(rows))
@@ -217,17 +219,17 @@ class Moments:
         return _failure(attempt(partial(self._hold, held)))
 
     def _foreseen(self, rows: LongestRows) -> str:
-        """Foresee by 1 row and 2 that a batch will not fit: its failure could not be undone."""
+        """Predict from 1 and 2 rows that a batch will not fit: its failure could not be undone."""
         peaks, before = [], self.card.read()
         for num in (1, 2) if before is not None and len(rows) > 2 else ():
             self.card.reset_peak()
             self._predicted(rows, num)
             peaks.append((num, self.peak_bytes() or 0))
-        needed_bytes = int(foreseen(peaks, len(rows)))
+        needed_bytes = int(predicted_peak(peaks, len(rows)))
         room_bytes = before.total_bytes - before.non_torch_bytes if before is not None else 0
         if not self._ranks.on_any(needed_bytes > (1 - SLACK) * room_bytes):
             return ""
-        return f"1 row and 2 foresee {size(needed_bytes)} here, and a rank has no room"
+        return f"predicted from 1 and 2 rows: {size(needed_bytes)} here, and a rank has no room"
 
     def _predicted(self, rows: LongestRows, num: int) -> tuple[Any, Any]:
         trainer, gathers = self._trainer, Gathers(self._trainer)

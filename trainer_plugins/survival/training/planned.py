@@ -1,11 +1,11 @@
-"""Planned: recovery on ranks that divide alike, into equally many pieces.
+"""Planned: recovery on ranks that divide together, into equally many pieces.
 
 `Planned` divides before a micro-batch is computed. `Replay` computes a whole window again, that is
 the micro-batches of one optimizer step. If one rank fails, the gradients of the micro-batches
 before are thrown away with those of the failure: nothing distinguishes a sum to which one rank
 brought nothing from a good one. So no parameter is frozen, and all of them see the same dropout
 masks. Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the
-same order, whatever it holds.
+same order, independent of its rows.
 """
 
 import math
@@ -233,4 +233,4 @@ class Replay(Planned):
 
     def _agree_to_go_on(self, why_not: str) -> None:
         if self._ranks.on_any(bool(why_not)):
-            self._give_up(why_not or "another rank cannot go on, and logs why")
+            self._give_up(why_not or "another rank cannot continue, and logs why")

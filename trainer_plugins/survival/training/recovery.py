@@ -255,7 +255,7 @@ class Recovery:
     def _cut(self, piece: Piece) -> list[Piece]:
         try:
             return self._divide(piece, self._run.memo.limit)
-        except IndivisibleError:  # the limit is that of another micro-batch: try this one as it is
+        except IndivisibleError:  # the limit is that of another micro-batch: try this one whole
             return [piece]
 
     def _divide(self, piece: Piece, limit: float) -> list[Piece]:
