@@ -65,7 +65,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.roll_call = RollCall("survive_oom")
         """Signed when training begins, and answered at its first micro-batch."""
         self._remarks: list[Remark] = []
-        """Findings that are not in the timeline yet: no file is written inside a micro-batch."""
+        """What micro-batches survived, until it is in the timeline."""
 
     def at_rest(self) -> None:
         super().at_rest()
@@ -150,11 +150,16 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
                 self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
         return rung
 
-    def remark(self, args: HfArguments, step: int, finding: Finding) -> None:
-        """Log a finding, and write it into the timeline of the run: after the micro-batch."""
+    def remark(
+        self, args: HfArguments, step: int, finding: Finding, *, is_later: bool = False
+    ) -> None:
+        """Log a finding, and write it into the timeline of the run: now, or after the micro-batch.
+
+        What a micro-batch survived can wait: no file is written in the middle of its passes.
+        """
         logger.log(finding.severity, "step %d: %s", step, finding)
         self._remarks.append(Remark(step=step, finding=finding))
-        if not self.is_in_step:
+        if not is_later:
             self.write_remarks(args)
 
     def leave_step(self, args: HfArguments) -> None:
@@ -163,7 +168,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.write_remarks(args)
 
     def write_remarks(self, args: HfArguments) -> None:
-        """Write the findings of micro-batches into the timeline."""
+        """Write what is not in the timeline yet."""
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             with self.harmless():

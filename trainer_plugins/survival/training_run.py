@@ -68,10 +68,10 @@ class Attached:
             raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
         self.say(not_attached(reasons))
 
-    def say(self, finding: Finding) -> None:
+    def say(self, finding: Finding, *, is_later: bool = False) -> None:
         """Log a finding and write it into the timeline, at the step that is being computed."""
         step = self.trainer.state.global_step + 1
-        memo_of(self.trainer).remark(self.trainer.args, step, finding)
+        memo_of(self.trainer).remark(self.trainer.args, step, finding, is_later=is_later)
 
 
 class TrainingRun:

@@ -188,9 +188,9 @@ class Recovery:
             limit = f"{story.count(num_fit)} of this length at once"
         if story.failures:
             run.memo.num_survived += 1
-            self._attached.say(story.survived(whole, limit))
+            self._attached.say(story.survived(whole, limit), is_later=True)
         elif is_divided and not run.is_division_said:
-            self._attached.say(story.divided(whole, limit))
+            self._attached.say(story.divided(whole, limit), is_later=True)
         run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:
