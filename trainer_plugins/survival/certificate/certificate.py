@@ -21,9 +21,9 @@ from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
+    Measurement,
     NotAdditiveError,
     Passes,
-    Measurement,
 )
 from trainer_plugins.survival.certificate.held import held
 from trainer_plugins.survival.certificate.samples import SHORT
