@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
@@ -26,10 +26,12 @@ from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch import lint
 from trainer_plugins.oom import classify
+from trainer_plugins.planner.compare.changes import SWITCHES
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord, Process, Shape
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Flush
+from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
@@ -214,12 +216,34 @@ def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:
             yield Said(room, CAUSE_OF_FINDING.get(each.code, each.code), (each.remedy,))
 
 
+def planned() -> Iterator[Said]:
+    """What `plan --explain-change` says of each switch."""
+    for switch in SWITCHES:
+        yield Said("plan", switch.name, (switch.how.format(ALLOC_CONF="PYTORCH_CUDA_ALLOC_CONF"),))
+
+
+def rehearsed() -> Iterator[Said]:
+    """What a rehearsal says of a moment that does not fit."""
+    for moment in get_args(RunMoment):
+        run_out = Rehearsed(
+            moment=moment,
+            what="8 rows",
+            seconds=1,
+            peak_bytes=None,
+            failure="OOM",
+            has_run_out=True,
+        )
+        yield from findings("rehearsal", iter(RehearsalReport(moments=(run_out,)).findings))
+
+
 def all_said(folder: Path) -> Iterator[Said]:
-    """Ask every room. What the planner proposes is asked by its own tests."""
+    """Ask every room."""
     yield from itertools.chain(
         corpus(),
         records(),
         snapshots(folder),
         findings("watch", watched()),
         findings("check", checked()),
+        planned(),
+        rehearsed(),
     )

@@ -240,6 +240,30 @@ def test_another_framework_gets_its_own_settings(message: str, first: str) -> No
     assert not [word for word in ("--per_device", "trainer-plugins") if word in todo(answer)]
 
 
+@pytest.mark.parametrize(
+    ("path", "function", "source", "code"),
+    [
+        ("/v/torch/nn/functional.py", "cross_entropy", "return torch._C._nn.cross_entropy_loss(", "logits-loss"),
+        ("/v/torch/optim/adamw.py", "step", "state['exp_avg'] = torch.zeros_like(p)", "optimizer-state"),
+        ("/v/transformers/cache_utils.py", "update", "torch.cat([self.key_cache[layer_idx], key_states])", "generate-cache"),
+        ("/app/eval.py", "evaluate", "outputs = net(images)", "eval-batch"),
+        ("/app/net.py", "forward", "return self.layers(x)", "capacity"),
+    ],
+)  # fmt: skip
+def test_a_loop_without_a_trainer_gets_no_flag_of_one(
+    path: str, function: str, source: str, code: str
+) -> None:
+    loop = frame("/app/loop.py", "<module>", "main()")
+    answer = explained(loop + frame(path, function, source) + FULL)
+
+    assert answer.causes[0].code == code
+    assert answer.remedies
+    advised = [one.do for one in answer.remedies]
+    assert not [do for do in advised if do.startswith(("--", "trainer")) or "Trainer" in do], (
+        advised
+    )
+
+
 def test_who_tried_one_row_is_not_told_to_halve_it() -> None:
     gave_up = "RuntimeError: No executable batch size found, reached zero."
     answer = explained(TRAINER + gave_up)

@@ -80,7 +80,7 @@ def test_what_is_free_lies_in_pieces(trained) -> None:
 
     said = explained(folder)
     assert said.code == "fragmentation"
-    assert "enough was free, but in pieces" in said.text
+    assert "there was enough memory, but in pieces" in said.text
     assert said.do.startswith("export ")
     ended, folder = trained("joined", said.do)
     assert ended

@@ -540,5 +540,6 @@ def test_what_a_plan_had_said_is_told(died, tmp_path) -> None:
     )
     said = explained(tmp_path / "planned", replace(died, plan=plan))
     assert (
-        "plan.json had said: 3.00 GiB of 8.00 GiB at its peak, in backward: it fits" in said.facts
+        "plan.json had predicted 3.00 GiB of 8.00 GiB at its peak, in backward: it fits"
+        in said.facts
     )

@@ -246,6 +246,8 @@ def test_gathered_logits_of_an_evaluation_are_named(tmp_path):
 
     found = explained(RecordedCard(600 * MIB), run, tmp_path / "snapshot.pickle")
     assert found.causes[0].code == "eval-logits"
+    assert "preprocess_logits_for_metrics" in found.remedies[0].do
+    assert [each.grade for each in found.remedies][:2] == ["known", "known"]
 
 
 def test_a_card_that_others_fill_meanwhile_is_foreign(tmp_path):

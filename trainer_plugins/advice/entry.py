@@ -8,44 +8,19 @@ from enum import Enum
 class Door(Enum):
     """Names a place where a setting is typed, and which decides how it is spelled."""
 
-    TRAINER = "trainer"
-    """A flag of TrainingArguments on the command line of a script."""
-
-    ARGUMENTS = "arguments"
-    """An argument of TrainingArguments, SFTConfig and the like in Python."""
-
-    TRL = "trl"
-    """A flag of TRL's scripts that TrainingArguments does not have."""
-
-    CODE = "code"
-    """A line of Python in the script."""
-
-    ACCELERATE = "accelerate"
-    """A line of accelerate's YAML file."""
-
-    DEEPSPEED = "deepspeed"
-    """A key of DeepSpeed's JSON file."""
-
-    ENVIRONMENT = "environment"
-    """A variable that is exported before the launch."""
-
-    SHELL = "shell"
-    """A command."""
-
-    HYDRA = "hydra"
-    """An override on the command line of a Hydra app."""
-
-    VLLM = "vllm"
-    """A flag of `vllm serve`."""
-
-    SGLANG = "sglang"
-    """A flag of SGLang's server."""
-
-    VERL = "verl"
-    """An override of verl."""
-
-    PLAN = "plan"
-    """An option of `trainer-plugins plan`."""
+    TRAINER = "trainer"  # a flag of TrainingArguments on the command line of a script
+    ARGUMENTS = "arguments"  # an argument of TrainingArguments, SFTConfig and the like in Python
+    TRL = "trl"  # a flag of TRL's scripts that TrainingArguments does not have
+    CODE = "code"  # a line of Python in the script
+    ACCELERATE = "accelerate"  # a line of accelerate's YAML file
+    DEEPSPEED = "deepspeed"  # a key of DeepSpeed's JSON file
+    ENVIRONMENT = "environment"  # a variable that is exported before the launch
+    SHELL = "shell"  # a command
+    HYDRA = "hydra"  # an override on the command line of a Hydra app
+    VLLM = "vllm"  # a flag of `vllm serve`
+    SGLANG = "sglang"  # a flag of SGLang's server
+    VERL = "verl"  # an override of verl
+    PLAN = "plan"  # an option of `trainer-plugins plan`
 
 
 # What a caller fills in. Unfilled, the word tells a reader what belongs there.
@@ -80,7 +55,7 @@ class Advice:
     """What it adds to the time of a step, as a fraction of it; None if that is not known."""
 
     unfilled: str = ""
-    """What to write at the door of the Trainer where the values are not known."""
+    """What to write at its first door where the values are not known."""
 
     trainer: str = ""
     arguments: str = ""
@@ -114,19 +89,20 @@ class Advice:
 
         Args:
             door: where it is typed.
-            values: what to fill the blanks of its spelling with, by their names in small letters.
+            values: what fills the blanks of its spelling, by their names in small letters.
 
         Raises:
             ValueError: it cannot be typed there, or its spelling has no such blank.
         """
-        text = self.spellings.get(door, "")
+        spellings = self.spellings
+        text = spellings.get(door, "")
         blanks = {each.lower() for each in _BLANK.findall(text)}
         if not text or not values.keys() <= blanks:
             raise ValueError(
                 f"{self.effect!r} has no {door.name} with {', '.join(values) or 'text'}"
             )
-        if not values and self.unfilled and door in (Door.TRAINER, Door.ARGUMENTS):
-            return self.unfilled if door is Door.TRAINER else self.unfilled.replace("--", "")
+        if not values and self.unfilled and door in (next(iter(spellings)), Door.ARGUMENTS):
+            return self.unfilled.replace("--", "") if door is Door.ARGUMENTS else self.unfilled
         return _BLANK.sub(lambda blank: str(values.get(blank[0].lower(), blank[0])), text)
 
 

@@ -1,180 +1,101 @@
+# ruff: noqa: F405 (the names of the table come in whole)
 """For each cause of an OOM its remedies in order, and where a room begins with another one."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from trainer_plugins.advice import of_machine as machine
-from trainer_plugins.advice import of_moments as moments
-from trainer_plugins.advice import of_training as training
 from trainer_plugins.advice.entry import Advice
+from trainer_plugins.advice.of_machine import *  # noqa: F403
+from trainer_plugins.advice.of_moments import *  # noqa: F403
+from trainer_plugins.advice.of_training import *  # noqa: F403
 
 Room = Literal["text", "record", "snapshot", "watch", "check", "plan", "rehearsal"]
 """Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ..."""
 
-_LESS_OF_THE_BATCH = (
-    training.SMALLER_MICRO_BATCH,
-    training.SURVIVE,
-    training.CHECKPOINTING,
-    machine.PLAN_THE_RUN,
-)
-_LESS_MAIN_MEMORY = (
-    machine.FEWER_WORKERS,
-    machine.CHECK_LAUNCH_FILE,
-    training.OFFLOAD_TO_DISK,
-    moments.LOAD_ONCE,
-    machine.MORE_MAIN_MEMORY,
-)
-_SMALLER_STATES = (
-    training.FUSED_ADAMW,
-    training.OFFLOAD_OPTIMIZER,
-    training.EIGHT_BIT_ADAMW,
-    training.ADAFACTOR,
-)
+_LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
+_LESS_MAIN_MEMORY = (FEWER_WORKERS, CHECK_LAUNCH_FILE, OFFLOAD_TO_DISK, LOAD_ONCE, MORE_MAIN_MEMORY)
+_SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
-ONE_ROW = (
-    training.CHECKPOINTING,
-    training.SURVIVE,
-    training.SHORTER_ROWS,
-    machine.PRINT_THE_OOM,
-    machine.PLAN_THE_RUN,
-)
+ONE_ROW = (CHECKPOINTING, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
 """What helps where a micro-batch has one row, which cannot be divided."""
 
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
-    "adapter-delta": (
-        training.MERGE_IN_MAIN_MEMORY,
-        training.NO_DORA,
-        training.NEWER_PEFT,
-        training.NO_EXPERTS,
-    ),
-    "api-misuse": (machine.PRINT_SHAPES,),
+    "adapter-delta": (MERGE_IN_MAIN_MEMORY, NO_DORA, NEWER_PEFT, NO_EXPERTS),
+    "api-misuse": (PRINT_SHAPES,),
     "capacity": _LESS_OF_THE_BATCH,
-    "contradictory": (
-        machine.ROCM_MEMORY,
-        machine.ROCM_LOG,
-        machine.WATCH_THE_CARD,
-        machine.MAPPING_LIMITS,
-        machine.WSL_MEMORY,
-    ),
-    "data-parallel": (training.ONE_PROCESS_A_CARD, machine.ONE_CARD),
-    "ddp-gpu0": (moments.LOAD_INTO_MAIN_MEMORY, training.OWN_CARD_FIRST),
+    "contradictory": (ROCM_MEMORY, ROCM_LOG, WATCH_THE_CARD, MAPPING_LIMITS, WSL_MEMORY),
+    "data-parallel": (ONE_PROCESS_A_CARD, ONE_CARD),
+    "ddp-gpu0": (LOAD_INTO_MAIN_MEMORY, OWN_CARD_FIRST),
     "engine-share": (
-        machine.SHORTER_REQUESTS,
-        machine.SMALLER_ENGINE_SHARE,
-        machine.LARGER_ENGINE_SHARE,
-        machine.FEWER_SEQUENCES,
-        machine.TENSOR_PARALLEL,
-        machine.EXPORT_SETTINGS_FOR_VLLM,
-        machine.LIST_PROCESSES,
-        machine.END_PROCESS,
+        SHORTER_REQUESTS,
+        SMALLER_ENGINE_SHARE,
+        LARGER_ENGINE_SHARE,
+        FEWER_SEQUENCES,
+        TENSOR_PARALLEL,
+        EXPORT_SETTINGS_FOR_VLLM,
+        LIST_PROCESSES,
+        END_PROCESS,
     ),
-    "eval-batch": (
-        moments.NO_GRAD,
-        moments.SMALLER_EVAL_BATCH,
-        moments.OUTPUTS_TO_MAIN_MEMORY,
-        training.SURVIVE,
-    ),
-    "eval-logits": (moments.ARGMAX_LOGITS, moments.OUTPUTS_TO_MAIN_MEMORY, moments.LOSS_ONLY),
-    "eval-metrics": (moments.METRICS_ON_CPU,),
-    "foreign": (machine.LIST_PROCESSES, machine.OTHER_CARD, machine.END_PROCESS),
-    "fragmentation": (
-        machine.EXPANDABLE_SEGMENTS,
-        training.PAD_TO_FEW_LENGTHS,
-        *_LESS_OF_THE_BATCH,
-    ),
-    "generate-cache": (
-        moments.SMALLER_EVAL_BATCH,
-        moments.SHORTER_ANSWERS,
-        moments.OFFLOADED_CACHE,
-    ),
+    "eval-batch": (NO_GRAD, SMALLER_EVAL_BATCH, OUTPUTS_TO_MAIN_MEMORY, SURVIVE),
+    "eval-logits": (ARGMAX_LOGITS, OUTPUTS_TO_MAIN_MEMORY, LOSS_ONLY),
+    "eval-metrics": (METRICS_ON_CPU,),
+    "foreign": (LIST_PROCESSES, OTHER_CARD, END_PROCESS),
+    "fragmentation": (EXPANDABLE_SEGMENTS, PAD_TO_FEW_LENGTHS, *_LESS_OF_THE_BATCH),
+    "generate-cache": (SMALLER_EVAL_BATCH, SHORTER_ANSWERS, OFFLOADED_CACHE),
     "host-alloc": (
-        training.SDPA_ATTENTION,
-        training.SMALLER_MICRO_BATCH,
-        machine.PRINT_BATCH,
-        machine.LOOK_AT,
-        machine.SHOW_MAIN_MEMORY,
+        SDPA_ATTENTION,
+        SMALLER_MICRO_BATCH,
+        PRINT_BATCH,
+        LOOK_AT,
+        SHOW_MAIN_MEMORY,
         *_LESS_MAIN_MEMORY,
     ),
-    "host-commit": (machine.FEWER_WORKERS, machine.LARGER_PAGING_FILE),
-    "host-kill": (machine.FIND_THE_KILL, *_LESS_MAIN_MEMORY),
-    "host-limit": (machine.MORE_SLURM_MEMORY, machine.MORE_MAIN_MEMORY, *_LESS_MAIN_MEMORY),
-    "image-size": (training.FEWER_PATCHES, training.FLASH_ATTENTION),
-    "impossible-size": (machine.PRINT_SHAPES,),
-    "leak": (moments.EMPTY_CACHE_AFTER_EXCEPT, training.KEEP_NUMBERS),
-    "leftover": (
-        moments.RELEASE_EARLIER_RUNS,
-        moments.RELEASED,
-        moments.RESTART_KERNEL,
-        training.SMALLER_MICRO_BATCH,
-    ),
+    "host-commit": (FEWER_WORKERS, LARGER_PAGING_FILE),
+    "host-kill": (FIND_THE_KILL, *_LESS_MAIN_MEMORY),
+    "host-limit": (MORE_SLURM_MEMORY, MORE_MAIN_MEMORY, *_LESS_MAIN_MEMORY),
+    "image-size": (FEWER_PATCHES, FLASH_ATTENTION),
+    "impossible-size": (PRINT_SHAPES,),
+    "leak": (EMPTY_CACHE_AFTER_EXCEPT, KEEP_NUMBERS),
+    "leftover": (RELEASE_EARLIER_RUNS, RELEASED, RESTART_KERNEL, SMALLER_MICRO_BATCH),
     "load-too-large": (
-        training.UNPREPARED,
-        moments.LOAD_ON_ONE_RANK,
-        training.HALF_PRECISION_WEIGHTS,
-        training.FOUR_BITS,
-        moments.CONVERT_IN_MAIN_MEMORY,
-        machine.PLAN_THE_RUN,
+        UNPREPARED,
+        LOAD_ON_ONE_RANK,
+        HALF_PRECISION_WEIGHTS,
+        FOUR_BITS,
+        CONVERT_IN_MAIN_MEMORY,
+        PLAN_THE_RUN,
     ),
-    "logits-loss": (
-        training.LIGER,
-        training.SMALLER_MICRO_BATCH,
-        training.SURVIVE,
-        machine.PLAN_THE_RUN,
-    ),
-    "long-sample": (
-        training.SURVIVE,
-        training.SMALLER_MICRO_BATCH,
-        training.SHORTER_ROWS,
-        training.GROUP_BY_LENGTH,
-        machine.OBSERVE,
-    ),
-    "mps-other": (training.EMPTY_CACHE_EACH_STEP, machine.CLOSE_OTHER_PROGRAMS),
-    "nccl": (machine.HEADROOM, machine.MEMORY_FRACTION, machine.SMALLER_NCCL_BUFFERS),
-    "optimizer-state": (*_SMALLER_STATES, machine.PLAN_THE_RUN),
-    "pinned": (
-        training.NO_PINNED_OFFLOAD,
-        training.NO_PINNED_ACTIVATIONS,
-        machine.NO_PINNED_BATCHES,
-    ),
-    "quadratic-attention": (
-        training.SDPA_ATTENTION,
-        training.FLASH_ATTENTION,
-        training.SHORTER_ROWS,
-        *_LESS_OF_THE_BATCH,
-    ),
-    "resume-load": (
-        moments.LOAD_INTO_MAIN_MEMORY,
-        moments.DROP_THE_COPY,
-        moments.RESUME_WITHOUT_STATES,
-    ),
+    "logits-loss": (LIGER, SMALLER_MICRO_BATCH, SURVIVE, PLAN_THE_RUN),
+    "long-sample": (SURVIVE, SMALLER_MICRO_BATCH, SHORTER_ROWS, GROUP_BY_LENGTH, OBSERVE),
+    "mps-other": (EMPTY_CACHE_EACH_STEP, CLOSE_OTHER_PROGRAMS),
+    "nccl": (HEADROOM, MEMORY_FRACTION, SMALLER_NCCL_BUFFERS),
+    "optimizer-state": (*_SMALLER_STATES, PLAN_THE_RUN),
+    "pinned": (NO_PINNED_OFFLOAD, NO_PINNED_ACTIVATIONS, NO_PINNED_BATCHES),
+    "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *_LESS_OF_THE_BATCH),
+    "resume-load": (LOAD_INTO_MAIN_MEMORY, DROP_THE_COPY, RESUME_WITHOUT_STATES),
     "save-gather": (
-        moments.COPY_IN_MAIN_MEMORY,
-        moments.SHARDED_SAVE,
-        moments.SAVE_WITHOUT_GATHER,
-        moments.SAVE_ONLY_MODEL,
-        moments.EMPTY_CACHE_BEFORE_SAVE,
+        COPY_IN_MAIN_MEMORY,
+        SHARDED_SAVE,
+        SAVE_WITHOUT_GATHER,
+        SAVE_ONLY_MODEL,
+        EMPTY_CACHE_BEFORE_SAVE,
         *_SMALLER_STATES,
     ),
-    "shm": (machine.FEWER_WORKERS, machine.LARGER_SHM),
-    "zero3-gather": (training.FEWER_LIVE_PARAMETERS, training.WRAP_LAYERS, *_LESS_OF_THE_BATCH),
+    "shm": (FEWER_WORKERS, LARGER_SHM),
+    "zero3-gather": (FEWER_LIVE_PARAMETERS, WRAP_LAYERS, *_LESS_OF_THE_BATCH),
 }
 """The first that applies leads. An entry without `when` always applies."""
 
-CACHE_FLUSHES = (training.EMPTY_CACHE_EACH_STEP, training.SMALLER_MICRO_BATCH)
+CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
 """What helps where torch releases its cache again and again, and no OOM ends the run."""
 
 OTHER_FRAMEWORKS: Mapping[str, tuple[Advice, ...]] = {
-    "JAX": (
-        machine.JAX_SHARE,
-        moments.FEWER_INPUTS,
-        machine.JAX_CHECKPOINT,
-        machine.JAX_GROWS,
-    ),
-    "TensorFlow": (moments.FEWER_INPUTS, machine.TENSORFLOW_GROWS),
+    "JAX": (JAX_SHARE, FEWER_INPUTS, JAX_CHECKPOINT, JAX_GROWS),
+    "TensorFlow": (FEWER_INPUTS, TENSORFLOW_GROWS),
 }
 """What helps where another framework than torch finds no room on the card."""
 
-ONLY_RUN = (moments.FEWER_INPUTS, training.HALF_PRECISION_WEIGHTS)
+ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)
 """What helps where a model is used and not trained."""
 
 
@@ -191,49 +112,49 @@ OTHERWISE = (
     Otherwise(
         "record",
         "foreign",
-        machine.END_PROCESS,
+        END_PROCESS,
         "the driver has listed the process, and that it belongs to the user",
     ),
     Otherwise(
         "record",
         "eval-logits",
-        moments.OUTPUTS_TO_MAIN_MEMORY,
+        OUTPUTS_TO_MAIN_MEMORY,
         "it shows how large the outputs are, and one flag is done sooner than a function",
     ),
     Otherwise(
         "record",
         "logits-loss",
-        training.SMALLER_MICRO_BATCH,
+        SMALLER_MICRO_BATCH,
         "it knows the rows, and counts how many of them fit; no package has to be installed",
     ),
     Otherwise(
         "record",
         "host-kill",
-        machine.FEWER_WORKERS,
+        FEWER_WORKERS,
         "a dead worker or the kernel's counter has shown the kill already",
     ),
     Otherwise(
         "check",
         "shm",
-        machine.LARGER_SHM,
+        LARGER_SHM,
         "it counts how large /dev/shm has to be, before the container is started for the run",
     ),
     Otherwise(
         "text",
         "leftover",
-        moments.RESTART_KERNEL,
+        RESTART_KERNEL,
         "it does not show which object holds the memory",
     ),
     Otherwise(
         "snapshot",
         "logits-loss",
-        training.SMALLER_MICRO_BATCH,
+        SMALLER_MICRO_BATCH,
         "it names only what fits when its trace is repeated",
     ),
     Otherwise(
         "snapshot",
         "long-sample",
-        training.SMALLER_MICRO_BATCH,
+        SMALLER_MICRO_BATCH,
         "it names only what fits when its trace is repeated",
     ),
 )

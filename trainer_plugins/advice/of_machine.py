@@ -55,6 +55,15 @@ LIST_PROCESSES = Advice(
     effect="shows which processes hold the card",
     shell="nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv",
 )
+SHOW_CARDS = Advice(
+    effect="shows how full each card is",
+    shell="nvidia-smi --query-gpu=index,memory.used,memory.total --format=csv",
+)
+LARGER_CARD = Advice(
+    effect="the failing request fits",
+    price="what the step would have asked for after it is not counted",
+    shell="run where this process can hold SIZE",
+)
 OTHER_CARD = Advice(
     effect="takes another card",
     when="where there is another card",
@@ -194,6 +203,7 @@ LARGER_SHM = Advice(
     effect="/dev/shm is no longer docker's 64 MiB (Kubernetes: an emptyDir with medium: Memory)",
     when="where the run is in a container",
     shell="docker run --shm-size=SIZE",
+    unfilled="docker run --shm-size=16g",
 )
 MORE_MAIN_MEMORY = Advice(
     effect="the container or the job may take more",

@@ -65,7 +65,7 @@ GROUP_BY_LENGTH = Advice(
 LIGER = Advice(
     effect="the logits are never in memory all at once",
     price="needs liger-kernel and a model that it supports; rounding differs a little",
-    when="where liger-kernel can be installed",
+    when="where a Trainer trains, and liger-kernel can be installed",
     trainer="--use_liger_kernel True",
 )
 # sdpa comes with torch, takes every dtype and is transformers' default. FlashAttention-2 needs a
@@ -211,6 +211,7 @@ WRAP_LAYERS = Advice(
     effect="one layer is gathered at a time, not the model (in accelerate's file)",
     when="where FSDP runs",
     accelerate="fsdp_transformer_layer_cls_to_wrap: LAYER",
+    unfilled="fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer  # your model's layer",
 )
 ONE_PROCESS_A_CARD = Advice(
     effect="one process a card (DDP): outputs and losses stay where they are made",

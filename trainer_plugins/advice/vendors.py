@@ -15,23 +15,12 @@ class Vendor:
     """Names what stands for CUDA's words; what is empty does not exist there."""
 
     name: str
-    seen: str
-    """A pattern of the words by which a log shows it."""
-
-    processes: str
-    """The command that lists processes with their memory."""
-
-    memory: str
-    """The command that shows how full the cards are."""
-
-    visible: str
-    """The variable that chooses cards."""
-
-    expandable: str
-    """The variable that makes the segments of torch's allocator expandable."""
-
-    module: str
-    """torch's module for these cards."""
+    seen: str  # a pattern of the words that show it in a log
+    processes: str  # the command that lists processes with their memory
+    memory: str  # the command that shows how full the cards are
+    visible: str  # the variable that chooses cards
+    expandable: str  # the variable that makes the segments of torch's allocator expandable
+    module: str  # torch's module for these cards
 
     def translated(self, words: str) -> str:
         """Translate words for CUDA; empty if they need what does not exist there."""

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.vendors import Vendor
-from trainer_plugins.explain.answer import Grade, Remedy
+from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.printable import printable
 
 SURVIVAL_REFUSED = re.compile(
     r"survive_oom (could not help|cannot help|does nothing in this run)"
     r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
 )
-"""What `survive_oom` writes where it has tried, and cannot help."""
+"""What `survive_oom` writes where it cannot help."""
 
 
 def remedy(
@@ -22,25 +22,24 @@ def remedy(
     effect: str = "",
     *,
     by_arithmetic: object = False,
-    price: str | None = None,
+    **values: object,
 ) -> Remedy:
     """Make a remedy of an advice.
 
     Args:
         advice: the entry of the table.
-        do: how it is typed, or the door where it is typed without any value.
+        do: how it is typed, or the door where it is typed.
         effect: what it does in this case; empty for what it always does.
         by_arithmetic: whether the effect follows from the case's own numbers.
-        price: what it costs in this case; None for what it always costs.
+        values: what fills its spelling at the door.
     """
     if isinstance(do, Door):
-        do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do)
-    grade: Grade = "arithmetic" if by_arithmetic else "known"
+        do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do, **values)
     return Remedy(
         do=printable(do),
         effect=printable(effect or advice.effect),
-        grade=grade,
-        price=advice.price if price is None else price,
+        grade="arithmetic" if by_arithmetic else "known",
+        price=advice.price,
     )
 
 

@@ -1,13 +1,10 @@
-"""Explanation: causes in order, with what shows them, and remedies with how well they are known."""
+"""Explanation: causes in order, with evidence, and remedies, with where their effect is from."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Certainty = Literal["certain", "likely", "possible"]
 Grade = Literal["predicted", "replayed", "arithmetic", "known"]
-
-IMPOSSIBLE_BYTES = 1 << 40
-"""No card has so much: whoever asks for more at once has a wrong shape or index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +18,13 @@ class Cause:
     """How sure it is: `certain` follows from the numbers or words, `possible` is a guess."""
 
     summary: str
-    """What is so, as one sentence without a full stop."""
+    """What is wrong, as one sentence without a full stop."""
 
     evidence: tuple[str, ...]
     """The numbers, words and frames that it rests on, each as one sentence."""
 
     doubt: str = ""
-    """What the text cannot decide, and what would settle it; empty if nothing is open."""
+    """What cannot be decided here, and what would settle it; empty if nothing is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

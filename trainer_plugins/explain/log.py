@@ -1,4 +1,4 @@
-"""explain_log: a log is answered by the record that its run wrote, where the log names one."""
+"""explain_log: answers a log by the record that its run wrote, where the log names one."""
 
 import re
 import shlex
@@ -12,9 +12,9 @@ from trainer_plugins.explain.text.excerpt import Excerpt, find_first
 from trainer_plugins.explain.text.explain import explain_excerpt
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of, places_of_run
-from trainer_plugins.record.oom_record import OomRecord, read_oom_record
+from trainer_plugins.record.oom_record import read_oom_record
 
-# What `upkeep/post_mortem.py` says of a record. No other name is followed, whatever a log says.
+# How `upkeep/post_mortem.py` names a record. No other name is followed, whatever a log holds.
 _NAMED = re.compile(
     r"trainer_plugins: (rank \d+ ran out of memory in .{1,80}?):"
     r" see (.*?oom-rank\d+(?:-\d+)?\.json), or trainer-plugins explain (.+)"
@@ -22,21 +22,18 @@ _NAMED = re.compile(
 
 
 class _Named(NamedTuple):
-    """Holds what a log says of a record."""
+    """Holds how a log names a record."""
 
-    words: str
-    """Which rank it is of, and when that ran out of memory."""
-
+    words: str  # which rank it is of, and when that ran out of memory
     record: str
-    folder: str
-    """The output_dir of the run."""
+    folder: str  # the output_dir of the run
 
 
 def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Explanation:
     """Explain the first OOM of a log of any size.
 
-    If the log names a record of `OOMReporter`, and that is there, the record is explained: as the
-    log has its path, or from the folder of the log on. Only regular files are read.
+    If the log names a record of `OOMReporter` that is there, the record is explained: by the path
+    in the log, or by one from the log's folder on. Only regular files are read.
 
     Args:
         stream: the log.
@@ -53,14 +50,18 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
             record = read_oom_record(path)
             # One of an earlier or later run may have the same path.
             if record is not None and record.words == each.words:
-                return _of_record(record, path, folder, subject, predicts)
-    said = explain_excerpt(excerpt, subject)
+                from trainer_plugins.explain.run import explain_record
+
+                found = explain_record(record, folder, predicts)
+                where = printable(f"the log names the record of its run, which was read: {path}")
+                return replace(found, subject=printable(subject), facts=(where, *found.facts))
+    found = explain_excerpt(excerpt, subject)
     lost = tuple(
-        f"what the run wrote down itself: the log names {printable(each.record)}, which is not"
-        " here, or of another run; explain it where it is"
+        f"what the run itself wrote: the log names {printable(each.record)}, which is not here, or"
+        " of another run; explain it where it is"
         for each in named
     )
-    return replace(said, unknown=(*said.unknown, *lost))
+    return replace(found, unknown=(*found.unknown, *lost))
 
 
 def _named(excerpt: Excerpt) -> Iterator[_Named]:
@@ -73,19 +74,9 @@ def _named(excerpt: Excerpt) -> Iterator[_Named]:
             yield _Named(words, record, folder)
 
 
-def _places(named: _Named, beside: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield where a record may be, and the output_dir that it is of; the log may lie in that."""
-    for base in (beside, Path()):
+def _places(named: _Named, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield where a record may be, and its output_dir, in which the log may lie."""
+    for base in (folder, Path()):
         yield base / named.record, base / named.folder
-    for place in places_of_run(beside):
+    for place in places_of_run(folder):
         yield place / Path(named.record).name, output_dir_of(place)
-
-
-def _of_record(
-    record: OomRecord, path: Path, folder: Path, subject: str, predicts: bool
-) -> Explanation:
-    from trainer_plugins.explain.run import explain_record
-
-    said = explain_record(record, folder, predicts)
-    where = printable(f"the log names the record of its run, which was read: {path}")
-    return replace(said, subject=printable(subject), facts=(where, *said.facts))

@@ -1,4 +1,4 @@
-"""is_ours: whether a file of a traceback belongs to this package, wherever it is installed."""
+"""Whose file a frame of a traceback is: this package's, the user's, or a library's."""
 
 import re
 from itertools import pairwise
@@ -7,12 +7,32 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = {path.name for path in _PACKAGE.iterdir()}
 
+# A folder of the user's may be called torch too.
+OF_TORCH = re.compile(
+    r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
+    r"|/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
+)
+_OF_LIBRARIES = re.compile(
+    r"(?:site|dist)-packages|/lib/python3|/python3\.\d+/|/Lib/|/usr/lib/|/bin/"
+    r"|^<(?!ipython|stdin)"
+)
+
 
 def is_ours(path: str) -> bool:
-    """Say whether a path leads to a file of this package, and not of a project that has its name.
+    """Return whether a path leads to a file of this package, not of a project with its name.
 
     >>> is_ours("/src/trainer_plugins/callbacks/oom_reporter.py"), is_ours("/trainer_plugins/me.py")
     (True, False)
     """
     parts = re.split(r"[/\\]", path) if _PACKAGE.name in path else []
     return any(name == _PACKAGE.name and room in _ROOMS for name, room in pairwise(parts))
+
+
+def is_users(path: str) -> bool:
+    """Return whether a file is outside installed packages and the standard library.
+
+    >>> is_users("/app/train.py"), is_users("/v/lib/python3.12/site-packages/peft/peft_model.py")
+    (True, False)
+    """
+    name = path.replace("\\", "/")
+    return bool(name) and not _OF_LIBRARIES.search(name) and not OF_TORCH.search(name)

@@ -1,9 +1,11 @@
-"""Case: one rank's out-of-memory error, with the numbers that the rules of causes go by."""
+"""Case: one rank's out-of-memory error, with the numbers that the rules of causes use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
@@ -13,10 +15,10 @@ ROUNDING_BYTES = 2 * MIB
 """The allocator asks the driver for multiples of this (c10, CUDACachingAllocator: kRoundLarge)."""
 
 _LARGEST_COUNT = 1 << 20
-"""More rows, steps or workers are in no run, and to look for their divisors would take hours."""
+"""No run has more rows, steps or workers; to look for their divisors would take hours."""
 
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
-"""Optimizer states as a multiple of what is trained; Adam's two states are the rule."""
+"""Optimizer states as a multiple of what is trained; the default is Adam's two states."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,7 @@ class Case:
     """Joins a record with what its rank had noted before; sizes in bytes."""
 
     record: OomRecord
-    entries: Sequence[Entry] = ()
-    """The timeline of this rank in this run, oldest first."""
+    entries: Sequence[Entry] = ()  # the timeline of this rank in this run, oldest first
 
     @property
     def asked(self) -> int:
@@ -41,19 +42,19 @@ class Case:
     @property
     def free(self) -> int:
         """Return what no process held."""
-        return self._of_error_or_reading("free_bytes")
+        return self._first_known(self.record.error.free_bytes, lambda each: each.free_bytes)
 
     @property
     def live(self) -> int:
         """Return what tensors of this process held."""
-        return self._of_error_or_reading("allocated_bytes")
+        error = self.record.error
+        return self._first_known(error.allocated_bytes, lambda each: each.allocated_bytes)
 
     @property
     def unused(self) -> int:
         """Return what the allocator held under no tensor."""
-        told = self.record.error.unused_bytes
-        reading = self.record.reading
-        return told if told is not None else max(0, reading.cached_bytes) if reading else 0
+        error = self.record.error
+        return self._first_known(error.unused_bytes, lambda each: max(0, each.cached_bytes))
 
     @property
     def outside(self) -> int:
@@ -92,7 +93,7 @@ class Case:
         return None
 
     def argument(self, name: str, default: int) -> int:
-        """Return a count of the TrainingArguments; the default if nobody can have meant it."""
+        """Return a count of the TrainingArguments; the default if the value is implausible."""
         value = self.record.run.arguments.get(name)
         return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else default
 
@@ -116,18 +117,28 @@ class Case:
         return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
 
     @property
+    def trained(self) -> int:
+        """Return what is trained: as much as the gradients, where they were there."""
+        return self.category("gradient") or self.category("parameter")
+
+    @property
+    def states(self) -> int:
+        """Return what the optimizer's states take of what is trained."""
+        return int(self._state_factor * self.trained)
+
+    @property
     def to_come(self) -> int:
         """Return what training still adds to `fixed`: gradients and states not yet made."""
-        trained = self.category("gradient") or self.category("parameter")
+        trained = self.trained
         if not self.is_first_step:
             trained = self.category("optimizer") // 2 or trained
         missing = max(0, trained - self.category("gradient"))
         if self.is_first_step and self.record.part != "optimizer":
-            missing += int(self.state_factor * trained)
+            missing += int(self._state_factor * trained)
         return missing
 
     @property
-    def state_factor(self) -> float:
+    def _state_factor(self) -> float:
         """Return how large the optimizer's states are, as a multiple of what is trained."""
         name = str(self.record.run.arguments.get("optim", "adamw_torch"))
         factor = next((f for known, f in _STATE_FACTOR.items() if known in name), 2.0)
@@ -141,9 +152,8 @@ class Case:
     @property
     def is_expandable(self) -> bool:
         """Return whether the run was told to use expandable segments."""
-        return any(
-            "expandable_segments:True" in text for text in self.record.run.allocator.values()
-        )
+        option = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
+        return any(option in text for text in self.record.run.allocator.values())
 
     def is_size_of(self, num_bytes: int) -> bool:
         """Return whether exactly this was asked for, as the allocator rounds it."""
@@ -151,17 +161,16 @@ class Case:
 
     @property
     def foreign(self) -> int:
-        """Return what other processes held, as far as that is plain; 0 if it may be our own."""
+        """Return what other processes held, as far as that is sure; 0 if it may be our own."""
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)
-        told = sum(size for pid, size in self.record.error.process_bytes if pid is not None)
+        named = sum(size for pid, size in self.record.error.process_bytes if pid is not None)
         may_be_ours = max(min(2 * GIB, self.total // 4), 0.15 * self.total)
-        return max(told, self.outside if self.outside > may_be_ours else 0)
+        return max(named, self.outside if self.outside > may_be_ours else 0)
 
-    def _of_error_or_reading(self, name: str) -> int:
-        told = getattr(self.record.error, name)
-        reading: MemoryReading | None = self.record.reading
-        if told is not None:
-            return int(told)
-        return int(getattr(reading, name)) if reading else 0
+    def _first_known(self, by_error: int | None, read: Callable[[MemoryReading], int]) -> int:
+        """Return what the error states, else what the reading after it states, else 0."""
+        if by_error is not None:
+            return by_error
+        return read(self.record.reading) if self.record.reading else 0

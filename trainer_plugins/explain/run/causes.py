@@ -4,11 +4,17 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause, Certainty
+from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.known_causes import (
+    FRAGMENTED_FRACTION,
+    IMPOSSIBLE_BYTES,
+    cause,
+    is_in_pieces,
+    is_refused_though_free,
+)
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.printable import printable
 from trainer_plugins.record.timeline import Remark
-from trainer_plugins.units import GIB, size
+from trainer_plugins.units import size
 
 _FEWEST_STEPS = 5
 _WARM_UP_STEPS = 2
@@ -23,72 +29,47 @@ _ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
 
 _KILLED = "is killed by signal: Killed"
 
-_BY_SOURCE = {
-    "nccl": ("nccl", "a buffer of a collective found no room on the card"),
-    "pinned": ("pinned", "page-locked main memory ran out; the card had nothing to do with it"),
-    "shared": ("shm", "/dev/shm ran out, through which dataloader workers pass batches"),
-    "host": ("host-alloc", "main memory ran out, and not the card's"),
-}
+_BY_SOURCE = {"nccl": "nccl", "pinned": "pinned", "shared": "shm", "host": "host-alloc"}
+"""The causes that the source of an error decides."""
 
 
 def causes_of(case: Case) -> tuple[Cause, ...]:
     """Return the causes that the record shows, the one that decides first; at least one."""
     found = [one for rule in RULES if (one := rule(case)) is not None] or [_capacity(case)]
-    if _is_in_pieces(case) and all(each.code != "fragmentation" for each in found):
-        found.append(_in_pieces(case, "possible", "whether the rest of the step would have fitted"))
+    if _has_pieces(case) and all(each.code != "fragmentation" for each in found):
+        found.append(_in_pieces(case, "possible"))
     return tuple(found)
 
 
-def cause(code: str, grade: Certainty, summary: str, *evidence: str, doubt: str = "") -> Cause:
-    """Make a cause whose words are harmless, and leave out evidence that there is not."""
-    return Cause(
-        code=code,
-        grade=grade,
-        summary=printable(summary),
-        evidence=tuple(printable(each) for each in evidence if each),
-        doubt=doubt,
-    )
-
-
 def _impossible(case: Case) -> Cause | None:
-    if case.asked <= IMPOSSIBLE_BYTES:
-        return None
-    return cause(
-        "impossible-size",
-        "certain",
-        "no card has what was asked for: a shape or an index is wrong",
-        f"{size(case.asked)} were asked for in one piece",
-    )
+    asked = f"{size(case.asked)} were asked for in one piece"
+    return cause("impossible-size", asked) if case.asked > IMPOSSIBLE_BYTES else None
 
 
 def _other_memory(case: Case) -> Cause | None:
-    known = _BY_SOURCE.get(case.record.error.source)
-    if known is None:
+    words, _, _ = case.record.error.text.partition("\n")
+    code = _BY_SOURCE.get(case.record.error.source)
+    if code is None:
         return None
+    is_kill = _KILLED in words
     host = case.record.host
-    said, _, _ = case.record.error.text.partition("\n")
-    if _KILLED in said:
-        known = ("host-kill", "a dataloader worker was killed, as when main memory is full")
     return cause(
-        known[0],
-        "likely" if known[0] == "host-kill" else "certain",
-        known[1],
-        f"the error says: {said[:200]}",
+        "host-kill" if is_kill else code,
+        f"the error reads: {words[:200]}",
         f"main memory had {size(host.free_bytes)} free of {size(host.total_bytes)}, /dev/shm"
         f" {size(host.shm_free_bytes)} of {size(host.shm_total_bytes)}"
         if host
         else "",
-        doubt="dmesg tells whether the kernel did it" if known[0] == "host-kill" else "",
+        summary="a dataloader worker was killed, as when main memory is full" if is_kill else "",
+        doubt="dmesg shows whether the kernel did it" if is_kill else "",
     )
 
 
 def _contradictory(case: Case) -> Cause | None:
-    if not case.asked or case.free <= 1.05 * case.asked + GIB // 4:
+    if not case.asked or not is_refused_though_free(case.asked, case.free, 0.05 * case.asked):
         return None
     return cause(
         "contradictory",
-        "certain",
-        "the driver refused although memory was free: a limit that is not the card's size",
         f"{size(case.asked)} were refused with {size(case.free)} free of {size(case.total)}",
     )
 
@@ -102,14 +83,11 @@ def _foreign(case: Case) -> Cause | None:
     is_engine = any(_ENGINE.search(name) for name in names)
     return cause(
         "engine-share" if is_engine else "foreign",
-        "certain" if listed else "likely",
-        "an inference engine holds its share of the card"
-        if is_engine
-        else "another process holds part of the card",
         f"of {size(case.total)}, {size(foreign)} are others', {size(case.live)} were in tensors of"
         f" this run and {size(case.free)} free",
         ", ".join(names),
         f"without it the {size(case.asked)} that were refused would have fitted",
+        grade="certain" if listed else "likely",
     )
 
 
@@ -121,42 +99,26 @@ def _leftover(case: Case) -> Cause | None:
         return None
     return cause(
         "leftover",
-        "certain",
-        f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier run, or a"
-        " second copy, is still held",
-        f"the others take {size(held)} besides the {size(copies[0].num_bytes)} of the largest",
+        f"the others take {size(held)} in addition to the {size(copies[0].num_bytes)} of the"
+        " largest",
+        summary=f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier"
+        " run, or a second copy, is still held",
     )
 
 
 def _by_moment(case: Case) -> Cause | None:
-    record = case.record
-    if record.moment == "resume":
-        return cause(
-            "resume-load",
-            "certain",
-            "a checkpoint was loaded beside the model that was on the card already",
-            f"it happened in {record.where}, before training went on",
-        )
-    if record.moment == "save":
-        return cause(
-            "save-gather",
-            "certain",
-            "saving made or gathered a copy of the state on the card",
-            f"it happened in {record.where}; {size(case.asked)} were asked for",
-        )
-    if record.moment == "generate":
-        return cause(
-            "generate-cache",
-            "certain",
-            "generation with its cache did not fit beside what training keeps",
-            f"it happened in {record.where}; training keeps {size(case.fixed)} on the card",
-        )
-    if record.moment == "begin" and record.call == "train":
+    moment, where = case.record.moment, f"it happened in {case.record.where}"
+    if moment == "resume":
+        return cause("resume-load", f"{where}, before training went on")
+    if moment == "save":
+        return cause("save-gather", f"{where}; {size(case.asked)} were asked for")
+    if moment == "generate":
+        return cause("generate-cache", f"{where}; training keeps {size(case.fixed)} on the card")
+    if moment == "begin" and case.record.call == "train":
         return cause(
             "load-too-large",
-            "likely",
-            "the model alone did not fit on the card",
             f"no step had begun; {size(case.live)} of {size(case.total)} were in tensors",
+            grade="likely",
         )
     return None
 
@@ -169,24 +131,18 @@ def _evaluation(case: Case) -> Cause | None:
         *_, last = record.frames
         return cause(
             "eval-metrics",
-            "certain",
-            "compute_metrics, which is yours, did not fit beside what training keeps",
             f"{size(case.asked)} were asked for in {last.function} ({last.file}, line {last.line})",
         )
-    kept = kept_logits(case)
-    if kept or case.functions & _KEPT_LOGITS:
+    kept, is_collecting = kept_logits(case), bool(case.functions & _KEPT_LOGITS)
+    if kept or is_collecting:
         return cause(
             "eval-logits",
-            "certain",
-            "an evaluation keeps the outputs of all its batches on the card",
             f"{size(kept)} of earlier batches were alive" if kept else "",
-            f"it was collecting them in {record.where}" if case.functions & _KEPT_LOGITS else "",
+            f"it was collecting them in {record.where}" if is_collecting else "",
         )
     rows = case.argument("per_device_eval_batch_size", 8)
     return cause(
         "eval-batch",
-        "certain",
-        "a batch of the evaluation is too large beside what training keeps",
         f"it happened in {record.where}, with {rows} rows{_shape(case)}",
         f"training keeps {size(case.fixed)} on the card meanwhile",
     )
@@ -206,11 +162,6 @@ def kept_logits(case: Case) -> int:
 
 
 def _leak(case: Case) -> Cause | None:
-    noted = [
-        entry
-        for entry in case.entries
-        if isinstance(entry, Remark) and entry.finding.code == "leak-tensors"
-    ]
     steps = [(each.step, each.reading.allocated_bytes) for each in case.samples][_WARM_UP_STEPS:]
     if len(steps) < _FEWEST_STEPS:
         return None
@@ -219,13 +170,17 @@ def _leak(case: Case) -> Cause | None:
     if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
         return None
     a_step = risen / max(1, steps[-1][0] - steps[0][0])
+    is_noted = any(
+        isinstance(each, Remark) and each.finding.code == "leak-tensors" for each in case.entries
+    )
     return cause(
         "leak",
-        "certain" if noted else "likely",
-        f"live memory has risen from step to step since step {steps[0][0]}: something is kept",
         f"{size(a_step)} more after each step, {size(risen)} from step {steps[0][0]} to"
         f" {steps[-1][0]}",
         *(f"{what} held by {holder}" for what, holder in kept_in(case)[:2]),
+        summary=f"live memory has risen from step to step since step {steps[0][0]}: something is"
+        " kept",
+        grade="certain" if is_noted else "likely",
     )
 
 
@@ -248,15 +203,14 @@ def _optimizer(case: Case) -> Cause | None:
     is_temporary = any("multi_tensor" in name for name in case.functions)
     return cause(
         "optimizer-state",
-        "certain",
-        "the optimizer's temporaries, of the size of the weights, did not fit"
-        if is_temporary
-        else "the optimizer's states did not fit",
         "it was the first step of the run, in which the states are made"
         if case.is_first_step
         else f"it happened in {case.record.where}",
         f"{size(case.category('parameter'))} of parameters, {size(case.category('gradient'))} of"
         f" gradients, {size(case.category('optimizer'))} of states were there",
+        summary="the optimizer's temporaries, as large as the weights, do not fit"
+        if is_temporary
+        else "the optimizer's states do not fit",
     )
 
 
@@ -265,40 +219,34 @@ def _zero3(case: Case) -> Cause | None:
         return None
     return cause(
         "zero3-gather",
-        "likely",
-        "ZeRO-3 gathered the parameters of a module, for which there was no room",
         f"it happened in {case.record.where}; {size(case.asked)} were asked for",
+        grade="likely",
     )
 
 
 def _fragmentation(case: Case) -> Cause | None:
-    if not _is_in_pieces(case):
+    if not _has_pieces(case):
         return None
     fitted_before = case.live + case.asked <= case.highest_peak
-    # Where no step was as large before, a little of the card in pieces may just as well be chance.
+    # Where no step was as large before, little of the card in pieces may be chance.
     if not fitted_before and case.unused < 0.1 * case.total:
         return None
-    return _in_pieces(
-        case,
-        "certain" if fitted_before else "likely",
-        "" if fitted_before else "whether the rest of the step would have fitted",
-    )
+    return _in_pieces(case, "certain" if fitted_before else "likely")
 
 
-def _is_in_pieces(case: Case) -> bool:
-    enough = case.unused >= 0.5 * case.asked and case.unused + case.free >= case.asked
-    return bool(case.asked) and enough and case.unused >= 0.04 * case.total
+def _has_pieces(case: Case) -> bool:
+    return is_in_pieces(case.asked, case.unused, case.free, case.total)
 
 
-def _in_pieces(case: Case, grade: Certainty, doubt: str) -> Cause:
+def _in_pieces(case: Case, grade: Certainty) -> Cause:
+    is_certain = grade == "certain"
     return cause(
         "fragmentation",
-        grade,
-        "enough was free, but in pieces",
         f"{size(case.asked)} were asked for in one piece; {size(case.unused)} lay unused in the"
         f" allocator's segments, and {size(case.free)} were free",
-        f"steps before it needed as much, {size(case.highest_peak)}" if not doubt else "",
-        doubt=doubt,
+        f"earlier steps needed as much, {size(case.highest_peak)}" if is_certain else "",
+        grade=grade,
+        doubt="" if is_certain else "whether the rest of the step would have fitted",
     )
 
 
@@ -307,20 +255,19 @@ def _logits(case: Case) -> Cause | None:
     if not vocabulary or tokens is None:
         return None
     rows, length = tokens
-    exact = any(
+    is_exact = any(
         case.is_size_of(rows * seen * vocabulary * width)
         for seen in (length, length - 1)
         for width in (2, 4)
     )
-    is_much = rows * length * vocabulary * 4 >= 0.1 * case.total
-    if not is_much or (not exact and not case.functions & _LOSS):
+    num_bytes = rows * length * vocabulary * 4
+    if num_bytes < 0.1 * case.total or (not is_exact and not case.functions & _LOSS):
         return None
     return cause(
         "logits-loss",
-        "certain" if exact else "likely",
-        "the logits and their loss did not fit",
         f"{size(case.asked)} were asked for; logits of {rows} rows of {length} tokens over"
-        f" {vocabulary:,} words are {size(rows * length * vocabulary * 4)} in fp32",
+        f" {vocabulary:,} words are {size(num_bytes)} in fp32",
+        grade="certain" if is_exact else "likely",
     )
 
 
@@ -335,8 +282,6 @@ def _quadratic(case: Case) -> Cause | None:
         return None
     return cause(
         "quadratic-attention",
-        "certain",
-        "attention makes a whole table of scores, which grows with the square of the length",
         f"{size(case.asked)} were asked for: {rows} rows x {heads} heads x {length} x {length}",
     )
 
@@ -348,31 +293,29 @@ def _long_sample(case: Case) -> Cause | None:
         return None
     return cause(
         "long-sample",
-        "likely",
-        "this batch needed more than any before it: a long sample, or many at once",
         f"{num_steps} steps before it needed at most {size(case.highest_peak)}; this one at least"
         f" {size(needed)}{_shape(case)}",
         "what stays from step to step has not grown",
+        summary="this batch needed more than any before it: a long sample, or many at once",
+        grade="likely",
     )
 
 
 def _capacity(case: Case) -> Cause:
-    alive = case.record.alive
-    activations = case.live - case.fixed
+    is_counted = case.record.alive is not None
     return cause(
         "capacity",
-        "likely" if alive else "possible",
-        "the run needs more than the card has",
         f"{size(case.asked)} more were asked for in {case.record.where}; {size(case.live)} of"
         f" {size(case.total)} were in tensors, {size(case.free)} free",
-        f"{size(case.fixed)} are weights, gradients and states, {size(activations)} the batch"
-        f"{_shape(case)}"
-        if alive
+        f"{size(case.fixed)} are weights, gradients and states, {size(case.live - case.fixed)} the"
+        f" batch{_shape(case)}"
+        if is_counted
         else "",
-        ""
-        if case.unused >= 0.04 * case.total
-        else f"not fragmentation: {size(case.unused)} unused",
-        doubt="" if alive else "what was alive could not be counted",
+        f"not fragmentation: {size(case.unused)} unused"
+        if case.unused < FRAGMENTED_FRACTION * case.total
+        else "",
+        grade="likely" if is_counted else "possible",
+        doubt="" if is_counted else "what was alive could not be counted",
     )
 
 

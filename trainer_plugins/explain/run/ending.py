@@ -3,15 +3,20 @@
 from datetime import datetime
 from pathlib import Path
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
-from trainer_plugins.record.timeline import Beginning, Failure, Remark, Sample
+from trainer_plugins.record.timeline import Beginning, Entry, Failure, Remark, Sample
+
+_SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host")
+"""Findings of a run that may have foreseen its kill."""
 
 
 def how_it_ended(history: History, folder: Path) -> Finding | None:
     """Judge the last run of a folder; None if it noted its end or an error, or still runs."""
-    if not history.runs or not _has_no_end(history.runs[-1]):
+    if not history.runs or not _silent_ranks(history.runs[-1]):
         return None
     # Only for such a run: it imports torch, which takes seconds.
     from trainer_plugins.launch.place import is_running, place
@@ -25,29 +30,26 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
     return _cut_off(last, facts, here)
 
 
-def _has_no_end(run: Run) -> bool:
-    """Return whether a rank of a run began training, and noted neither its end nor an error."""
-    return bool(_silent_ranks(run))
-
-
 def _silent_ranks(run: Run) -> list[int]:
+    """Return the ranks that began training, and noted neither its end nor an error."""
+
+    def began(entry: Entry) -> bool:
+        is_sample = isinstance(entry, Sample) and entry.moment in ("begin", "train")
+        return isinstance(entry, Beginning) or is_sample
+
+    def ended(entry: Entry) -> bool:
+        is_sample = isinstance(entry, Sample) and entry.moment == "end"
+        return isinstance(entry, Failure) or is_sample
+
     return sorted(
         rank
         for rank, entries in run.timelines.items()
-        if any(
-            isinstance(entry, Beginning)
-            or (isinstance(entry, Sample) and entry.moment in ("begin", "train"))
-            for entry in entries
-        )
-        and not any(
-            isinstance(entry, Failure) or (isinstance(entry, Sample) and entry.moment == "end")
-            for entry in entries
-        )
+        if any(map(began, entries)) and not any(map(ended, entries))
     )
 
 
 def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
-    """Judge a run that has no end, and whose process is not there any more, or not known.
+    """Judge a run that has no end, and whose process is gone or unknown.
 
     Args:
         run: what its ranks wrote.
@@ -55,30 +57,7 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
         here: where this is read; kills are counted only on the same machine, boot and container.
     """
     silent = _silent_ranks(run)
-    last = max(
-        (entry for rank in silent for entry in run.timelines[rank]),
-        key=lambda entry: entry.time_seconds,
-    )
-    when = datetime.fromtimestamp(last.time_seconds).isoformat(" ", "seconds")
-    moment = f" ({last.moment})" if isinstance(last, Sample) else ""
-    evidence = [
-        f"the last entry is of step {last.step}{moment}, {when}, without an end or an error"
-    ]
-    evidence += [
-        f"rank {rank} raised in step {entry.step}: {entry.words}"
-        for rank, entries in sorted(run.timelines.items())
-        for entry in entries
-        if isinstance(entry, Failure)
-    ]
-    evidence += sorted(
-        {
-            f"step {entry.step}: {entry.finding.summary}"
-            for entries in run.timelines.values()
-            for entry in entries
-            if isinstance(entry, Remark)
-            and entry.finding.code in ("host-memory-pressure", "host-oom-kill", "leak-host")
-        }
-    )
+    evidence = _evidence(run, silent)
     if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
         num_kills = here.num_oom_kills - facts.place.num_oom_kills
         if num_kills > 0:
@@ -92,14 +71,14 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
                 summary="the run was killed, and the kernel has killed for main memory since it"
                 " began",
                 evidence="; ".join(evidence),
-                remedy="Raise the container's memory limit, lower dataloader_num_workers, or"
-                " offload less.",
+                remedy="Raise the container's memory limit,"
+                f" {advice.FEWER_WORKERS.flag(Door.ARGUMENTS)}, or offload less.",
                 amount=float(num_kills),
             )
         evidence.append("its process is gone, and this container has no new oom_kill")
-    who = "the run"
-    if len(silent) < len(run.timelines):
-        who = f"rank {', '.join(map(str, silent))} of {len(run.timelines)}"
+    is_part = len(silent) < len(run.timelines)
+    ranks = ", ".join(map(str, silent))
+    who = f"rank {ranks} of {len(run.timelines)}" if is_part else "the run"
     return Finding(
         code="run-cut-off",
         severity=Severity.WARNING,
@@ -108,3 +87,21 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
         remedy="Look for its exit code (137 is SIGKILL) where it was launched, and for oom-kill in"
         " the kernel's log (dmesg) or the scheduler's (sacct, kubectl describe pod).",
     )
+
+
+def _evidence(run: Run, silent: list[int]) -> list[str]:
+    last = max(
+        (entry for rank in silent for entry in run.timelines[rank]),
+        key=lambda entry: entry.time_seconds,
+    )
+    when = datetime.fromtimestamp(last.time_seconds).isoformat(" ", "seconds")
+    moment = f" ({last.moment})" if isinstance(last, Sample) else ""
+    failed, signs = [], set()
+    for rank, entries in sorted(run.timelines.items()):
+        for entry in entries:
+            if isinstance(entry, Failure):
+                failed.append(f"rank {rank} raised in step {entry.step}: {entry.words}")
+            elif isinstance(entry, Remark) and entry.finding.code in _SIGNS:
+                signs.add(f"step {entry.step}: {entry.finding.summary}")
+    end = f"the last entry is of step {last.step}{moment}, {when}, without an end or an error"
+    return [end, *failed, *sorted(signs)]

@@ -1,4 +1,4 @@
-"""explain_run: why the last run of a folder ran out of memory, from what it wrote down."""
+"""explain_run: why the last run of a folder ran out of memory, from what it wrote."""
 
 import re
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import as_overrides, flags_in
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import cause, causes_of
+from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
 from trainer_plugins.explain.text import explain_text
@@ -27,7 +28,7 @@ _SLACK_SECONDS = 1.0
 
 _SHOWN_FRACTION = 0.01
 _TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-size", "mps-other")
-"""Causes that words and frames show, and for which the record has no numbers of its own."""
+"""Causes that words and frames show, without numbers of the record."""
 
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
@@ -87,7 +88,7 @@ def _history(folder: Path) -> History | None:
 
 
 def _of_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
-    """Return the records of the ranks of the run of one, which died first at the front."""
+    """Return the records of all ranks of the run of one, the rank that died first at the front."""
     began = one.run.time_seconds
     of_run = [each for each in records if abs(each.run.time_seconds - began) <= _SLACK_SECONDS]
     last = {each.rank: each for each in of_run}
@@ -102,29 +103,29 @@ def _explained(
     predicts: bool,
 ) -> Explanation:
     first = records[0]
-    entries = _entries(history, first)
-    case = Case(first, entries)
+    case = Case(first, _entries(history, first))
     causes = causes_of(case)
-    told: tuple[Remedy, ...] = ()
+    from_text: tuple[Remedy, ...] = ()
     if causes[0].code == "capacity":
-        causes, told = _by_text(first, causes)
-    remedies = tuple({each.do: each for each in (*told, *remedies_of(causes, case))}.values())
-    said = Explanation(
+        causes, from_text = _by_text(first, causes)
+    remedies = {each.do: each for each in (*from_text, *remedies_of(causes, case))}
+    later = [f"{len(begun_later)} later run(s) into this folder left no such record"]
+    found = Explanation(
         subject=printable(folder),
         causes=causes,
-        remedies=remedies,
-        facts=(*_facts(case), *_ranks(records, history), *_later(begun_later)),
+        remedies=tuple(remedies.values()),
+        facts=(*_facts(case), *_ranks(records, history), *(later if begun_later else ())),
         unknown=_unknown(case),
     )
     if predicts:
         from trainer_plugins.explain.run.predicted import predicted
 
-        said = predicted(said, case)
-    return replace(said, remedies=tuple(_as_typed(each, first.run) for each in said.remedies))
+        found = predicted(found, case)
+    return replace(found, remedies=tuple(_as_typed(each, first.run) for each in found.remedies))
 
 
 def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
-    """Write TrainingArguments as overrides, and a preset as a word, if Hydra made the run."""
+    """Write flags and the preset as overrides, if Hydra made the run."""
     if not run.override:
         return remedy
     if remedy.do.startswith(advice.SURVIVE.shell.partition(" -- ")[0]):
@@ -138,19 +139,22 @@ def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
 def _by_text(
     record: OomRecord, causes: tuple[Cause, ...]
 ) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
-    """Ask what the text of the error tells, where its numbers tell no more than that it is full."""
-    said = explain_text(as_text(record), "record")
-    better = [each for each in said.causes if each.code in _TEXT_ALONE and each.grade != "possible"]
-    helps = [each for each in said.remedies if each.cause in {one.code for one in better}]
+    """Ask what the text of the error shows, where its numbers show only that the card is full."""
+    found = explain_text(_as_text(record), "record")
+    better = [
+        each for each in found.causes if each.code in _TEXT_ALONE and each.grade != "possible"
+    ]
+    helps = [each for each in found.remedies if each.cause in {one.code for one in better}]
     return (*better, *causes), tuple(helps)
 
 
-def as_text(record: OomRecord) -> str:
+def _as_text(record: OomRecord) -> str:
     """Render a record as the traceback that it was."""
     lines = ["Traceback (most recent call last):"]
     for frame in record.frames:
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-        lines += [f"    {frame.code}"] * bool(frame.code)
+        if frame.code:
+            lines.append(f"    {frame.code}")
     return "\n".join([*lines, record.error.text])
 
 
@@ -165,14 +169,13 @@ def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
 
 def _facts(case: Case) -> tuple[str, ...]:
     record, run = case.record, case.record.run
-    card = run.card or run.device
     found = [
         f"rank {record.rank} of {run.world_size} ran out of memory in {record.where}, in"
         f" {record.call}(): {record.error_class}"
     ]
     if case.total:
         found.append(
-            f"{card}: {size(case.total)}, of which {size(case.live)} in tensors,"
+            f"{run.card or run.device}: {size(case.total)}, of which {size(case.live)} in tensors,"
             f" {size(case.unused)} unused by the allocator, {size(case.free)} free; asked for"
             f" {size(case.asked)}"
         )
@@ -186,7 +189,7 @@ def _facts(case: Case) -> tuple[str, ...]:
             if each.num_bytes >= _SHOWN_FRACTION * case.live
         ]
     if record.batch:
-        shapes = ", ".join(f"{name} {list(its.shape)}" for name, its in record.batch.items())
+        shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in record.batch.items())
         found.append(f"batch: {shapes}")
     if run.strategy is not None:
         found.append(f"runs as {run.strategy}")
@@ -204,7 +207,7 @@ def _of_plan(plan: Planned) -> str:
     verdict = {True: "it fits", False: "it does not fit", None: "no card was named"}[plan.fits]
     of_card = f" of {size(plan.capacity_bytes)}" if plan.capacity_bytes is not None else ""
     return (
-        f"{plan.source} had said: {size(plan.nvidia_smi_peak_bytes)}{of_card} at its peak, in"
+        f"{plan.source} had predicted {size(plan.nvidia_smi_peak_bytes)}{of_card} at its peak, in"
         f" {plan.moment}: {verdict}"
     )
 
@@ -226,21 +229,13 @@ def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, 
     return tuple(printable(each) for each in found)
 
 
-def _later(begun_later: Sequence[RunFacts]) -> tuple[str, ...]:
-    if not begun_later:
-        return ()
-    return (f"{len(begun_later)} later run(s) into this folder left no such record",)
-
-
 def _unknown(case: Case) -> tuple[str, ...]:
-    found = []
-    if not case.samples:
-        found.append("whether memory had risen before: there are no readings of steps before it")
-    if case.record.alive is None:
-        found.append("what was alive: it could not be counted")
-    if case.record.processes is None:
-        found.append("who else was on the card: the driver does not list it")
-    return tuple(found)
+    missing = {
+        "whether memory had risen before: no step before it was read": not case.samples,
+        "what was alive: it could not be counted": case.record.alive is None,
+        "who else was on the card: the driver does not list it": case.record.processes is None,
+    }
+    return tuple(words for words, is_missing in missing.items() if is_missing)
 
 
 def _without_record(
@@ -249,8 +244,6 @@ def _without_record(
     """Explain a run that was killed, or whose dataloader worker was; None if it was neither."""
     if history is None or not history.runs:
         return None
-    workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
-    num_workers = workers if isinstance(workers, int) else 0
     dead = [
         entry
         for entries in history.runs[-1].timelines.values()
@@ -263,30 +256,30 @@ def _without_record(
         found = _of_kill(finding)
     else:
         return None
+    workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
     return Explanation(
         subject=printable(folder),
         causes=(found,),
-        remedies=less_main_memory(found.code, num_workers),
+        remedies=less_main_memory(found.code, workers if isinstance(workers, int) else 0),
         unknown=("what the process held: a process that is killed writes no record",),
     )
 
 
 def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
     """Judge a dead dataloader worker: a bus error is /dev/shm's, a kill is main memory's."""
-    said = f"step {failure.step}: {failure.words}"
+    words = f"step {failure.step}: {failure.words}"
     if "Bus error" in failure.words:
-        return cause("shm", "certain", "a dataloader worker died because /dev/shm was full", said)
+        return cause("shm", words)
     before = facts[-1].place.num_oom_kills if facts and facts[-1].place else failure.num_oom_kills
     num_kills = failure.num_oom_kills - before
     return cause(
         "host-kill",
-        "certain" if num_kills > 0 else "likely",
-        "a dataloader worker was killed, as the kernel does when main memory is full",
-        said,
+        words,
         f"the kernel killed {num_kills} process(es) of this container for main memory meanwhile"
         if num_kills > 0
         else "",
-        doubt="" if num_kills > 0 else "dmesg tells whether the kernel did it",
+        summary="a dataloader worker was killed, as the kernel does when main memory is full",
+        doubt="" if num_kills > 0 else "dmesg shows whether the kernel did it",
     )
 
 
@@ -294,8 +287,8 @@ def _of_kill(finding: Finding) -> Cause:
     is_counted = finding.code == "host-oom-kill"
     return cause(
         "host-kill",
-        "likely" if is_counted else "possible",
-        finding.summary,
         *finding.evidence.split("; "),
+        summary=finding.summary,
+        grade="likely" if is_counted else "possible",
         doubt="" if is_counted else finding.remedy.rstrip("."),
     )

@@ -1,4 +1,4 @@
-"""predicted: what the planner says of the remedies of a run, by the run's own config and arguments.
+"""predicted: what the planner predicts of the remedies of a run, from its config and arguments.
 
 It imports no torch; the planner's subprocess does, which takes seconds.
 """
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from trainer_plugins import advice
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
@@ -23,24 +24,24 @@ from trainer_plugins.units import size
 _OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _OF_EVALUATION = {"eval-batch", "eval-logits"}
 
-_OF_THE_MODEL = "model_init_kwargs="
+_OF_THE_MODEL = advice.SDPA_ATTENTION.arguments.partition("{")[0]
+_SURVIVE = advice.SURVIVE.shell.partition("COMMAND")[0]
 _LONGEST_SECONDS = 300
 _KNOWN_ERROR_OF_WEIGHTS = 0.05
-"""So far the parameters of a plan and of its run may be apart; another model is further."""
+"""The parameters of a plan and of its run differ by less; a larger difference is another model."""
 
 _ROWS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 _SOUGHT = _ROWS | {"per_device_eval_batch_size", "eval_accumulation_steps"}
-"""Arguments of which the planner looks for the best value itself."""
+"""Arguments for which the planner searches the best value itself."""
 
-_TYPED = {
-    "--seq-length": "--max_length",
-    "--lora-r": "--use_peft True --lora_r",
-    "--lora-target": "--lora_target_modules",
-    "--load-in-4bit": "--load_in_4bit True",
-    " --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16": "",
+_PLANNED_AS_TYPED = {
+    **{
+        one.plan.removesuffix("LENGTH"): one.trl.removesuffix("LENGTH")
+        for one in (advice.SHORTER_ROWS, advice.ADAPTER, advice.FOUR_BITS)
+    },
     "--accelerate-config": "accelerate launch --config_file",
 }
-"""Options of `trainer-plugins plan`, and what is typed for a run in their place (TRL's flags)."""
+"""Options of `trainer-plugins plan`, and what is typed for a run instead (TRL's flags)."""
 
 Outcomes = Mapping[str, MemoryPlan | PlanError]
 
@@ -62,7 +63,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
         if isinstance(plan, PlanError):
             raise plan
         _refuse_another_run(plan, case)
-    except (ValueError, OSError) as error:  # whatever is in its way, the cause is known
+    except (ValueError, OSError) as error:  # the cause is known even without a plan
         why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
@@ -82,7 +83,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
 
 
 def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
-    """Return the request of a run with a remedy; None if the planner has to look, or cannot."""
+    """Return the request of a run with a remedy; None if the planner searches, or cannot."""
     flags = flags_in(do)
     if do.startswith(_OF_THE_MODEL):
         source = source_of(asked)
@@ -100,8 +101,8 @@ def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | Pl
         PlanError: it was interrupted, or took too long.
     """
     sys.stderr.write(
-        f"trainer-plugins explain: {code}; what helps is being planned, which takes some seconds"
-        " (Ctrl-C: answer without it)\n"
+        f"trainer-plugins explain: {code}; planning what helps, which takes some seconds (Ctrl-C:"
+        " answer without it)\n"
     )
     try:
         return predict_all(requests, _LONGEST_SECONDS)
@@ -136,7 +137,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 def _in_order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
 ) -> list[Remedy]:
-    """Return the remedies with what was predicted of them, and what else was found."""
+    """Return the remedies with what was predicted of them, and what else would fit."""
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
@@ -152,7 +153,7 @@ def _in_order(
                 short.append(known)
         elif names and names <= _SOUGHT:
             enough |= {do: each for do, each in found.items() if flags_in(do).keys() == names}
-        elif "--preset survive" in remedy.do and fewer is not None:
+        elif remedy.do.startswith(_SURVIVE) and fewer is not None:
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
             needs = _needs(plan, fewer.nvidia_smi_peak_bytes)
             effect = f"{remedy.effect}; a piece of {rows} needs {needs}"
@@ -174,9 +175,10 @@ def _proposed(each: Proposal, plan: MemoryPlan, world_size: int) -> Remedy:
 def _typed(each: Proposal) -> str:
     """Write the options of a plan as a run is given them."""
     do = each.flags
-    for option, typed in _TYPED.items():
+    for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
-    return do
+    flags = flags_in(do)  # each once: a base in 4 bits and an adapter both ask for PEFT
+    return " ".join(f"--{name} {value}" for name, value in flags.items()) or do
 
 
 def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
@@ -187,7 +189,7 @@ def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
     if spare < 0:
         fits = f"still {size(-spare)} short"
     elif spare < margin_bytes(peak_bytes):
-        fits = "it fits, with less to spare than plans are known to be wrong"
+        fits = "it fits, but the margin is below the planner's known error"
     else:
         fits = f"it fits, with {size(spare)} to spare"
     return f"{_needs(plan, peak_bytes)} at its peak, {change}: {fits}"

@@ -1,27 +1,33 @@
-"""request_of: what a run wrote down about itself becomes a request for a plan. Imports no torch."""
+"""request_of: what a run wrote about itself becomes a request for a plan. Imports no torch."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
-from trainer_plugins.explain.deciding import DECIDING
 from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.text.remedies.plan_command import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.record.run_facts import RunFacts
 
 _DEVICES = ("cuda", "simgpu")
-_LAUNCHED = {"DeepSpeed": "deepspeed", "FSDP": "fsdp"}
-"""What is set up by the argument of this name, or else by a launch file."""
 
-_OF_THE_LAUNCH = {
-    "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", ("ACCELERATE_",)),
-    "FSDP": ("ACCELERATE_USE_FSDP", ("FSDP_", "ACCELERATE_USE_FSDP")),
+
+class _SetUp(NamedTuple):
+    """Names what sets a strategy up: an argument, or else variables of a launch file."""
+
+    argument: str
+    switch: str  # the variable that switches it on
+    prefixes: tuple[str, ...]  # of the variables that hold its settings
+
+
+_SET_UP = {
+    "DeepSpeed": _SetUp("deepspeed", "ACCELERATE_USE_DEEPSPEED", ("ACCELERATE_",)),
+    "FSDP": _SetUp("fsdp", "ACCELERATE_USE_FSDP", ("FSDP_", "ACCELERATE_USE_FSDP")),
 }
-"""The variable that says so if a launch file set it up, and how those begin that say how."""
-
-_OF_THE_MACHINE = "ACCELERATE_TORCH_DEVICE"
+_OF_THIS_MACHINE = "ACCELERATE_TORCH_DEVICE"
 
 
 def request_of(case: Case) -> PlanRequest:
@@ -42,6 +48,7 @@ def request_of(case: Case) -> PlanRequest:
     rows, length = case.tokens
     labels = record.batch.get("labels")
     is_quantised = "quantization_config" in run.model_config
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     card = Card(
         name=run.card or device,
         capacity_bytes=case.total,
@@ -61,7 +68,7 @@ def request_of(case: Case) -> PlanRequest:
         ),
         device=device,
         card=card if run.capability is None else replace(card, capability=run.capability),
-        allocator=_allocator(run),
+        allocator=next((run.allocator[name] for name in names if name in run.allocator), ""),
         num_gpus=run.world_size,
         environment=_exported(run),
         has_padding=None if rows > 1 and "attention_mask" in record.batch else False,
@@ -69,7 +76,7 @@ def request_of(case: Case) -> PlanRequest:
 
 
 def _refuse(run: RunFacts) -> None:
-    """Refuse runs of which a plan would be one of something else.
+    """Refuse runs whose plan would be a plan of something else.
 
     Raises:
         PlanError: this is such a run.
@@ -81,25 +88,25 @@ def _refuse(run: RunFacts) -> None:
     if run.model.startswith("Peft") and not run.adapter:
         raise PlanError("its adapter is not recorded")
     family = run.strategy.family if run.strategy is not None else "unknown"
-    if family in _LAUNCHED and not run.arguments.get(_LAUNCHED[family]) and not _exported(run):
+    set_up = _SET_UP.get(family)
+    if set_up and not run.arguments.get(set_up.argument) and not _exported(run):
         raise PlanError(f"its launch file is not recorded, from which it ran as {family}")
-    if family not in (*_LAUNCHED, "DDP", "nothing"):
+    if set_up is None and family not in ("DDP", "nothing"):
         raise PlanError(f"it ran as {family}")
 
 
 def _exported(run: RunFacts) -> dict[str, str]:
-    """Return what a launch file came to; nothing where the arguments say it, or no file did."""
-    family = run.strategy.family if run.strategy is not None else ""
-    if run.launch is None or family not in _LAUNCHED or run.arguments.get(_LAUNCHED[family]):
+    """Return the variables that a launch file set; none if arguments set the strategy up."""
+    set_up = _SET_UP.get(run.strategy.family) if run.strategy is not None else None
+    if run.launch is None or set_up is None or run.arguments.get(set_up.argument):
         return {}
-    switch, wanted = _OF_THE_LAUNCH[family]
-    told = run.launch.environment
-    if str(told.get(switch)).lower() != "true":
+    variables = run.launch.environment
+    if str(variables.get(set_up.switch)).lower() != "true":
         return {}
     found = {
         name: text
-        for name, text in told.items()
-        if name.startswith(wanted) and name != _OF_THE_MACHINE
+        for name, text in variables.items()
+        if name.startswith(set_up.prefixes) and name != _OF_THIS_MACHINE
     }
     if run.launch.deepspeed:
         found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = json.dumps(run.launch.deepspeed)
@@ -116,8 +123,3 @@ def _flags(arguments: Mapping[str, object]) -> tuple[str, ...]:
             value = " ".join(map(str, value))
         flags += [f"--{name}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return tuple(flags)
-
-
-def _allocator(run: RunFacts) -> str:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return next((run.allocator[name] for name in names if name in run.allocator), "")

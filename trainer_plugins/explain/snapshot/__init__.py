@@ -1,4 +1,4 @@
-"""Snapshots: a file that torch has written says what held a card's memory.
+"""Snapshots: a file that torch has written shows what held the memory of a card.
 
 A file of `torch.cuda.memory._dump_snapshot` is read by `pickled.py` and `cards.py`, brought back
 to its first event by `trace.py`, repeated by `replay.py`, sorted into categories by `stacks.py`,

@@ -1,4 +1,4 @@
-"""Snapshot: what torch has written about each card, with every value checked. Sizes in bytes.
+"""Snapshot: what torch wrote about each card, with every value checked. Sizes in bytes.
 
 Formats differ by version: torch 2.0 writes blocks without addresses, and their frames in a
 `history`; recording that was off leaves no events; `memory_snapshot()` is a bare list of segments.
@@ -23,21 +23,17 @@ _ACTIONS: Mapping[str, Action] = {
     "segment_unmap": "segment_free",
     "oom": "oom",
 }
-_LARGEST = 1024 * GIB  # no card holds more, but a failing request may ask for more
+_LARGEST = 1024 * GIB  # no card holds more; a failing request may ask for more
 _HIGHEST = 1 << 60
 _MOST_FRAMES = 4096
 
 
 class Event(NamedTuple):
-    """Holds one thing that the allocator did; memory that was mapped is a segment too."""
+    """Holds one action of the allocator; memory that was mapped is a segment too."""
 
     action: Action
-    address: int
-    """In an `oom` the bytes that the card had left."""
-
-    num_bytes: int
-    """What was asked for; of a segment what was taken."""
-
+    address: int  # in an `oom` the bytes that the card had left
+    num_bytes: int  # what was asked for; of a segment what was taken
     stream: int
 
 
@@ -57,11 +53,8 @@ class Wait(NamedTuple):
     """Holds a block that was released while another stream still read it."""
 
     address: int
-    since: int
-    """The number of events before it was released."""
-
-    until: int
-    """The number of events before it was free; more than there are if it never was."""
+    since: int  # the number of events before it was released
+    until: int  # the number of events before it was free; more than there are if it never was
 
 
 class Block(NamedTuple):
@@ -69,9 +62,7 @@ class Block(NamedTuple):
 
     address: int
     num_bytes: int
-    is_active: bool
-    """It is in use, or another stream still reads it."""
-
+    is_active: bool  # it is in use, or another stream still reads it
     stack: int
 
 
@@ -80,15 +71,11 @@ class Segment(NamedTuple):
 
     address: int
     num_bytes: int
-    allocated_bytes: int
-    """What the file states as allocated in it."""
-
+    allocated_bytes: int  # what the file states as allocated in it
     stream: int
     is_small: bool
     is_expandable: bool
-    is_private: bool
-    """It belongs to a CUDA graph or to a pool that the program made."""
-
+    is_private: bool  # it belongs to a CUDA graph or to a pool that the program made
     blocks: tuple[Block, ...]
 
 
@@ -99,9 +86,7 @@ class Card:
     index: int
     segments: tuple[Segment, ...]
     events: tuple[Event, ...]
-    stacks: tuple[int, ...]
-    """For each event the number of its stack."""
-
+    stacks: tuple[int, ...]  # for each event the number of its stack
     waits: tuple[Wait, ...]
     has_mapped: bool
     """Whether pages were mapped, as expandable segments do, rather than segments taken."""
@@ -125,17 +110,15 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Holds what one file says."""
+    """Holds what one file states."""
 
     name: str
     cards: tuple[Card, ...]
-    stacks: tuple[Stack, ...]
-    """Each different stack once; number 0 is the empty one."""
-
+    stacks: tuple[Stack, ...]  # each different stack once; number 0 is the empty one
     settings: Mapping[str, Any]
 
     def main_card(self) -> Card:
-        """Choose the card to look at: one that ran out of memory, else the busiest."""
+        """Choose the card to explain: one that ran out of memory, else the busiest."""
         return max(
             self.cards,
             key=lambda card: (card.num_ooms > 0, len(card.events), card.reserved_bytes),
@@ -158,7 +141,7 @@ def read(path: Path) -> Snapshot:
                 "file that torch.cuda.memory._dump_snapshot has written"
             )
         try:
-            found = _snapshot(raw, path.name)
+            found = _Reader().snapshot(raw, path.name)
         except NotReadableError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -170,37 +153,35 @@ def read(path: Path) -> Snapshot:
     if not found.cards:
         raise NotReadableError(
             "it is the snapshot of a process that held no memory of a card; dump it before the "
-            "model is gone"
+            "model is freed"
         )
     return found
-
-
-def _snapshot(raw: Mapping[str, Any], name: str) -> Snapshot:
-    reader = _Reader()
-    segments: dict[int, list[Segment]] = {}
-    for each in raw["segments"]:
-        segments.setdefault(_number(each["device"], 1024), []).append(reader.segment(each))
-    traces = dict(enumerate(raw.get("device_traces") or []))
-    used = {*segments, *(index for index, events in traces.items() if events)}
-    cards = [
-        reader.card(index, segments.get(index, []), traces.get(index, [])) for index in sorted(used)
-    ]
-    settings = raw.get("allocator_settings")
-    return Snapshot(
-        name, tuple(cards), tuple(reader.stacks), settings if isinstance(settings, dict) else {}
-    )
 
 
 class _Reader:
     """Checks values, and gives each different stack a number."""
 
     def __init__(self) -> None:
-        self.stacks: list[Stack] = [()]
+        self._stacks: list[Stack] = [()]
         self._numbers: dict[Stack, int] = {(): 0}
         self._known: dict[tuple[int, ...], int] = {}  # by the identities of frames
         self._frames: dict[int, Frame] = {}
 
-    def card(self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]) -> Card:
+    def snapshot(self, raw: Mapping[str, Any], name: str) -> Snapshot:
+        segments: dict[int, list[Segment]] = {}
+        for each in raw["segments"]:
+            segments.setdefault(_number(each["device"], 1024), []).append(self._segment(each))
+        traces = dict(enumerate(raw.get("device_traces") or []))
+        used = {*segments, *(index for index, events in traces.items() if events)}
+        cards = tuple(
+            self._card(index, segments.get(index, []), traces.get(index, []))
+            for index in sorted(used)
+        )
+        settings = raw.get("allocator_settings")
+        settings = settings if isinstance(settings, dict) else {}
+        return Snapshot(name, cards, tuple(self._stacks), settings)
+
+    def _card(self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]) -> Card:
         events: list[Event] = []
         stacks: list[int] = []
         waits: list[Wait] = []
@@ -210,7 +191,14 @@ class _Reader:
             name = each["action"]
             names.add(name)
             if name in _ACTIONS:
-                event = _event(_ACTIONS[name], each)
+                action = _ACTIONS[name]
+                is_oom = action == "oom"
+                event = Event(
+                    action,
+                    _number(each["device_free" if is_oom else "addr"]),
+                    _number(each["size"], _HIGHEST if is_oom else _LARGEST),
+                    _number(each["stream"]),
+                )
                 events.append(event)
                 stacks.append(self._stack(each.get("frames")))
                 if event.action == "free":
@@ -230,7 +218,7 @@ class _Reader:
             has_taken=bool(names & {"segment_alloc", "segment_free"}),
         )
 
-    def segment(self, raw: Mapping[str, Any]) -> Segment:
+    def _segment(self, raw: Mapping[str, Any]) -> Segment:
         start, num_bytes = _number(raw["address"]), _number(raw["total_size"], _LARGEST)
         blocks = tuple(self._blocks(raw["blocks"], start))
         ends = [start, *(block.address + block.num_bytes for block in blocks)]
@@ -273,9 +261,9 @@ class _Reader:
             stack = tuple(
                 self._frames.get(id(frame)) or self._frame(frame) for frame in frames[:_MOST_FRAMES]
             )
-            number = self._numbers.setdefault(stack, len(self.stacks))
-            if number == len(self.stacks):
-                self.stacks.append(stack)
+            number = self._numbers.setdefault(stack, len(self._stacks))
+            if number == len(self._stacks):
+                self._stacks.append(stack)
             self._known[key] = number
         return number
 
@@ -285,15 +273,6 @@ class _Reader:
             raise TypeError("a frame holds other things than texts and a line")
         frame = self._frames[id(raw)] = Frame(file, line, name)
         return frame
-
-
-def _event(action: Action, raw: Mapping[str, Any]) -> Event:
-    return Event(
-        action,
-        _number(raw["device_free" if action == "oom" else "addr"]),
-        _number(raw["size"], _HIGHEST if action == "oom" else _LARGEST),
-        _number(raw["stream"]),
-    )
 
 
 def _number(value: object, largest: int = _HIGHEST) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.explain.answer import Cause, Explanation
+from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.snapshot.explained import in_bytes
 from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
@@ -20,27 +21,23 @@ _GROWN_FRACTION = 0.01
 
 
 def compare_snapshots(before: Path, after: Path) -> Explanation:
-    """Say what a second snapshot holds more than a first one, at the moment of each dump.
+    """Show what a second snapshot holds more than a first one, at the moment of each dump.
 
-    A snapshot that ended in an OOM is taken at that OOM: its dump shows what was left behind it.
+    A snapshot that ended in an OOM is compared at that OOM: its dump shows what was left after it.
 
     Raises:
         NotReadableError: one of the files is not a snapshot.
     """
     with no_collection():
         cases = [_case(path) for path in (before, after)]
-    first, second = (_held(case) for case in cases)
+    first, second = (case.held if case.oom is not None else case.at_end for case in cases)
     grown = second.allocated_bytes - first.allocated_bytes
     causes: tuple[Cause, ...] = ()
     if grown > max(_GROWN_BYTES, _GROWN_FRACTION * first.allocated_bytes):
         causes = (_leak(first, second, grown),)
-    return Explanation(
-        subject=f"{printable(before)} and {printable(after)}",
-        causes=causes,
-        remedies=(),
-        facts=tuple(_facts(first, second, cases)),
-        unknown=(),
-    )
+    subject = f"{printable(before)} and {printable(after)}"
+    facts = tuple(_facts(first, second, cases))
+    return Explanation(subject=subject, causes=causes, remedies=(), facts=facts)
 
 
 def _case(path: Path) -> SnapshotCase:
@@ -50,19 +47,13 @@ def _case(path: Path) -> SnapshotCase:
         raise NotReadableError(f"{printable(path)}: {error}") from None
 
 
-def _held(case: SnapshotCase) -> Held:
-    return case.held if case.oom is not None else case.at_end
-
-
 def _leak(first: Held, second: Held, grown: int) -> Cause:
     changes = _changes(_lines(first), _lines(second))
-    return Cause(
-        code="leak",
-        grade="possible",
+    return cause(
+        "leak",
+        *(f"{size(change)} more from {place}" for place, change in changes[:3] if change > 0),
         summary=f"{size(grown)} more are allocated in the second snapshot than in the first",
-        evidence=tuple(
-            f"{size(change)} more from {place}" for place, change in changes[:3] if change > 0
-        ),
+        grade="possible",
         doubt="It is a leak only if both were dumped at the same point of the loop",
     )
 

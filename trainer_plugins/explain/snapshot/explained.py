@@ -4,18 +4,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainer_plugins.advice.for_causes import in_order
+from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.snapshot.causes import causes_of
-from trainer_plugins.explain.snapshot.held import WORDS, Held
+from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import no_collection
-from trainer_plugins.explain.snapshot.remedies import Tries
+from trainer_plugins.explain.snapshot.remedies import Tries, tried
 from trainer_plugins.explain.snapshot.stacks import lines_of
 from trainer_plugins.explain.snapshot.trace import has_lost_its_end, known_from
 from trainer_plugins.printable import printable
 from trainer_plugins.units import percent, size
 
 _MOST_LINES = 8
+_NOT_REPLAYED = ("eval-logits", "generate-cache")
+"""Causes whose remedies change what is computed, which no replay of a trace can show."""
 
 
 def explain_snapshot(path: Path) -> Explanation:
@@ -41,9 +45,8 @@ def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
 
 
 def _explanation(case: SnapshotCase, path: Path) -> Explanation:
-    tries = Tries(case)
-    tries.run()
-    causes = causes_of(case, tries) if case.oom is not None else ()
+    tries = tried(case)
+    causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
     return Explanation(
         subject=printable(path),
         causes=causes,
@@ -54,39 +57,45 @@ def _explanation(case: SnapshotCase, path: Path) -> Explanation:
 
 
 def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
-    """Put what answers the first cause first; what names no cause answers every one."""
+    """Put what answers the first cause first; a remedy without a cause answers every one."""
     first = causes[0].code if causes else ""
-    for remedy in sorted(remedies, key=lambda remedy: remedy.cause not in ("", first)):
-        yield replace(remedy, cause=remedy.cause or first)
+    if first in _NOT_REPLAYED:
+        for one in in_order(first, "snapshot"):
+            yield replace(remedy(one, next(iter(one.spellings))), cause=first)
+    for each in sorted(remedies, key=lambda each: each.cause not in ("", first)):
+        yield replace(each, cause=each.cause or first)
 
 
 def _facts(case: SnapshotCase) -> Iterator[str]:
+    unused = size(case.unused_bytes)
     yield _ending(case)
-    if case.oom is not None and case.oom_stack:
-        lines = lines_of(case.snapshot.stacks[case.oom_stack])
-        yield "The request that failed came from " + ", called from ".join(lines)
     if case.oom is not None:
+        if case.oom_stack:
+            lines = lines_of(case.snapshot.stacks[case.oom_stack])
+            yield "The request that failed came from " + ", called from ".join(lines)
         yield (
-            f"At the OOM {in_bytes(case.held.allocated_bytes)} were allocated of "
-            f"{size(case.reserved_bytes)} reserved"
+            f"At the OOM {in_bytes(case.held.allocated_bytes)} were allocated of"
+            f" {size(case.reserved_bytes)} reserved"
         )
     else:
         yield (
-            f"{size(case.peak_reserved_bytes)} were reserved at most, in "
-            f"{len(case.card.events):,} events"
+            f"{size(case.peak_reserved_bytes)} were reserved at most, in"
+            f" {len(case.card.events):,} events"
         )
-    yield from _categories(case.held)
+    total = max(sum(case.held.categories.values()), 1)
+    for category, num_bytes in case.held.categories.items():
+        yield f"{percent(num_bytes / total)} {WORDS[category]}: {in_bytes(num_bytes)}"
     for place, num_bytes, count in case.held.lines[:_MOST_LINES]:
-        yield f"{size(num_bytes)} in {count:,} {_blocks(count)} from {place}"
+        yield f"{size(num_bytes)} in {count:,} block{'s' if count > 1 else ''} from {place}"
     if case.oom is not None:
         yield (
-            f"{size(case.unused_bytes)} were reserved and free, and of no use: no piece was large "
-            "enough, and none could be given back"
+            f"{unused} were reserved and free, and did not help: no piece was large enough, and"
+            " none could be released"
         )
     elif case.unused_bytes:
         yield (
-            f"{size(case.unused_bytes)} were reserved and free: that is the cache, which is used "
-            "again, and no sign of fragmentation"
+            f"{unused} were reserved and free: that is the cache, which is used again, and no sign"
+            " of fragmentation"
         )
     yield from _checks(case)
     others = [each for each in case.snapshot.cards if each is not case.card]
@@ -96,18 +105,17 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
 
 
 def _ending(case: SnapshotCase) -> str:
-    card = f"Card {case.card.index}"
     if case.oom is None:
         category, most = next(iter(case.held.categories.items()), ("unknown", 0))
         return (
-            f"{in_bytes(case.held.allocated_bytes)} were allocated at the peak of card "
-            f"{case.card.index}, most of it {WORDS[category]} ({size(most)}); no OOM is recorded"
+            f"{in_bytes(case.held.allocated_bytes)} were allocated at the peak of card"
+            f" {case.card.index}, most of it {WORDS[category]} ({size(most)}); no OOM is recorded"
         )
     more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
     how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"
     return (
-        f"{how}{more}. {card}: {size(case.oom.num_bytes)} were asked for, "
-        f"{size(case.oom.address)} were left, and the process held {size(case.reserved_bytes)}"
+        f"{how}{more}. Card {case.card.index}: {size(case.oom.num_bytes)} were asked for,"
+        f" {size(case.oom.left_bytes)} were left, and the process held {size(case.reserved_bytes)}"
     )
 
 
@@ -119,40 +127,40 @@ def _checks(case: SnapshotCase) -> Iterator[str]:
     outcome = case.repeated.outcome if case.repeated is not None else None
     if outcome is not None and outcome.allocations and outcome.is_same:
         yield (
-            f"Repeated on the allocator's model, all {outcome.allocations:,} allocations got the "
-            f"address that the card gave, and the peak of reserved memory is the recorded one: "
-            f"{in_bytes(outcome.peak_bytes)}"
+            f"Repeated on the allocator's model, all {outcome.allocations:,} allocations got the"
+            " address that the card gave, and the peak of reserved memory is the recorded one:"
+            f" {in_bytes(outcome.peak_bytes)}"
         )
 
 
 def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
     if not case.card.events:
         yield (
-            "The moment of the peak: the file has no events; record them with "
-            "torch.cuda.memory._record_memory_history(max_entries=100_000)"
+            "The moment of the peak: the file has no events; record them with"
+            " torch.cuda.memory._record_memory_history(max_entries=100_000)"
         )
     elif has_lost_its_end(case.card):
         yield (
-            "What happened between the last event and the dump: recording was stopped before; "
-            "call _dump_snapshot first"
+            "What happened between the last event and the dump: recording was stopped before; call"
+            " _dump_snapshot before that"
         )
     elif gap := known_from(case.card):
         yield f"The first {gap:,} events were left out: recording was stopped and begun again"
     if unknown := case.held.categories.get("unknown", 0):
         yield (
-            f"What {size(unknown)} are: they were there before the recording began, or have no "
-            f"frames{_likely(unknown, case)}; start it before the model is made"
+            f"What {size(unknown)} are: they were there before the recording began, or have no"
+            f" frames{_likely(unknown, case)}; start it before the model is made"
         )
     if case.repeated is None:
         yield f"The sizes of blocks are rounded requests: {case.why_not_repeated}"
     elif not case.repeated.outcome.is_same:
-        outcome = case.repeated.outcome
+        difference = case.repeated.outcome.first_difference or "another peak"
         yield (
-            "The repeated trace differs from the recorded one "
-            f"({outcome.first_difference or 'another peak'}), so figures may be off a little"
+            f"The repeated trace differs from the recorded one ({difference}), so figures may be"
+            " off a little"
         )
     if case.oom is not None:
-        yield "How large the card is, and what other processes held: no snapshot says it"
+        yield "How large the card is, and what other processes held: no snapshot has that"
         if tries.why_none_helps:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
@@ -166,16 +174,6 @@ def _likely(unknown: int, case: SnapshotCase) -> str:
     return ""
 
 
-def _categories(held: Held) -> Iterator[str]:
-    total = max(sum(held.categories.values()), 1)
-    for category, num_bytes in held.categories.items():
-        yield f"{percent(num_bytes / total)} {WORDS[category]}: {in_bytes(num_bytes)}"
-
-
 def in_bytes(num_bytes: int) -> str:
     """Render a size so that it can be compared to the byte."""
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
-
-
-def _blocks(count: int) -> str:
-    return "block" if count == 1 else "blocks"

@@ -1,15 +1,15 @@
 """Held: what a card's memory held at one moment, by category and by source line.
 
-Frames say at what work a block was allocated, and its death says what it was for: what a forward
-pass allocates and still needs in the backward pass is an activation, what goes within the pass was
-temporary; what outlives a backward pass is a gradient.
+Frames show during which work a block was allocated, and its end shows what it was for: what a
+forward pass allocates and the backward pass still needs is an activation, what is freed within the
+pass was temporary; what outlives a backward pass is a gradient.
 """
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.lives import BEFORE, Life
@@ -55,9 +55,7 @@ class Held:
     """Holds what was in use after one event; sizes in bytes."""
 
     position: int
-    categories: Mapping[Category, int]
-    """All that is in use, the largest first."""
-
+    categories: Mapping[Category, int]  # all that is in use, the largest first
     lines: tuple[tuple[str, int, int], ...]
     """Source line, bytes and number of blocks, the largest first."""
 
@@ -67,12 +65,20 @@ class Held:
         return sum(self.categories.values()) - self.categories.get("waiting", 0)
 
 
+class Pass(NamedTuple):
+    """Holds first and last event of a pass."""
+
+    first: int
+    last: int
+    kind: str  # forward (with the loss), backward, or optimizer
+
+
 class Sorter:
     """Sorts the blocks of a card into categories.
 
     Args:
-        end: the event at which the run ended, as far as it matters: an OOM. What happens behind it
-            is the unwinding of the error, and says nothing about what a block was for.
+        end: the event at which the run ended: an OOM. What happens after it is the unwinding of
+            the error, and does not show what a block was for.
     """
 
     def __init__(
@@ -84,13 +90,13 @@ class Sorter:
         self._stacks = snapshot.stacks
         allocations = sorted((life.birth, life.stack) for life in lives if life.birth != BEFORE)
         self._has_frames = any(stack for _, stack in allocations)
-        self._runs: list[tuple[int, int, str]] = []  # first and last event, and which pass
+        self._passes: list[Pass] = []
         for birth, stack in allocations:
             if birth < self._end:
-                self._extend(birth, self._pass_of(self.meaning(stack).work))
-        self._starts = [first for first, *_ in self._runs]
+                self._extend(birth, self.meaning(stack).work)
+        self._starts = [each.first for each in self._passes]
         self._backward_before = list(
-            accumulate((which == "backward" for *_, which in self._runs), initial=0)
+            accumulate((each.kind == "backward" for each in self._passes), initial=0)
         )
         self._fates = self._usual_fates()
         self._logits_bytes = self._sizes_of_losses()
@@ -102,7 +108,7 @@ class Sorter:
         return self._meanings[stack]
 
     def step_at(self, position: int) -> int:
-        """Return how many backward passes were over when an event happened."""
+        """Return how many backward passes had ended before an event."""
         return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
@@ -129,8 +135,8 @@ class Sorter:
         )
 
     def gradient_bytes(self) -> int:
-        """Return what the gradients took at the end of the last backward pass that was whole."""
-        ends = [last for _, last, which in self._runs[:-1] if which == "backward"]
+        """Return what the gradients took at the end of the last complete backward pass."""
+        ends = [each.last for each in self._passes[:-1] if each.kind == "backward"]
         return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
     def place(self, life: Life) -> str:
@@ -153,7 +159,7 @@ class Sorter:
             return "logits"
         if self._is_temporary(life):
             return "temporaries"
-        if work in ("backward", "unknown"):  # the backward thread has no Python frames
+        if work in ("backward", "unknown"):
             return "gradients"
         if work == "optimizer":
             return "optimizer states"
@@ -164,40 +170,38 @@ class Sorter:
         return "other"
 
     @property
-    def passes(self) -> Sequence[tuple[int, int, str]]:
-        """Return first and last event of each pass: `forward`, `backward` or `optimizer`."""
-        return self._runs
+    def passes(self) -> Sequence[Pass]:
+        """Return the passes, in order."""
+        return self._passes
 
-    # Passes: the forward pass with the loss, the backward pass, and the step of the optimizer.
-
-    def _pass_of(self, work: Work) -> str:
-        if work == "unknown":
-            return "backward" if self._has_frames else "forward"
-        return work if work in ("backward", "optimizer") else "forward"
-
-    def _extend(self, birth: int, which: str) -> None:
-        if self._runs and self._runs[-1][2] == which:
-            self._runs[-1] = (self._runs[-1][0], birth, which)
+    def _extend(self, birth: int, work: Work) -> None:
+        """Put an allocation into the last pass, or into a new one."""
+        kind = work if work in ("backward", "optimizer") else "forward"
+        if work == "unknown" and self._has_frames:
+            kind = "backward"  # its thread has no frames of Python
+        if self._passes and self._passes[-1].kind == kind:
+            self._passes[-1] = self._passes[-1]._replace(last=birth)
         else:
-            self._runs.append((birth, birth, which))
+            self._passes.append(Pass(birth, birth, kind))
 
     def _known_death(self, life: Life) -> int | None:
         return life.death if life.death is not None and life.death < self._end else None
 
-    def _run_of(self, position: int) -> tuple[int, int, str] | None:
+    def _pass_at(self, position: int) -> Pass | None:
         index = bisect_right(self._starts, position) - 1
-        return self._runs[index] if index >= 0 else None
+        return self._passes[index] if index >= 0 else None
 
     def _fate(self, life: Life) -> bool | None:
         """Say whether a block went within its pass; None if the run ended before that was known."""
-        run, death = self._run_of(life.birth), self._known_death(life)
-        if run is None or life.birth == BEFORE:
+        its, death = self._pass_at(life.birth), self._known_death(life)
+        if its is None or life.birth == BEFORE:
             return False
+        is_last = its is self._passes[-1]
         if death is not None:
             # Passes of an evaluation follow each other: what ends with one was not temporary in it.
-            is_training = run[2] != "forward" or run is not self._runs[-1]
-            return death < run[1] and (is_training or death - life.birth < _SHORT_EVENTS)
-        return None if run is self._runs[-1] and self._end < len(self._card.events) else False
+            is_training = its.kind != "forward" or not is_last
+            return death < its.last and (is_training or death - life.birth < _SHORT_EVENTS)
+        return None if is_last and self._end < len(self._card.events) else False
 
     def _usual_fates(self) -> Mapping[int, bool]:
         """Say for each stack whether most of its bytes went within their pass."""
@@ -216,8 +220,8 @@ class Sorter:
 
     def _dies_in_backward(self, life: Life) -> bool:
         death = self._known_death(life)
-        run = self._run_of(death) if death is not None else None
-        return run is not None and run[2] == "backward" and life.birth != BEFORE
+        its = self._pass_at(death) if death is not None else None
+        return its is not None and its.kind == "backward" and life.birth != BEFORE
 
     def _sizes_of_losses(self) -> frozenset[int]:
         """Return the size of the largest tensor of a loss, rows x vocabulary in float32.

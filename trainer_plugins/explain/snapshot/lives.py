@@ -1,4 +1,4 @@
-"""Life: each block from its allocation to its release, and when most of them were alive.
+"""Life: each block from its allocation to its release, and when most bytes were in use.
 
 Sizes are those of blocks: what the allocator gave, which is at least what was asked for.
 """
@@ -21,9 +21,7 @@ class Life:
 
     address: int
     birth: int
-    death: int | None
-    """None if it is alive at the end."""
-
+    death: int | None  # None if it is alive at the end
     num_bytes: int
     requested_bytes: int
     stack: int
@@ -34,15 +32,12 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Holds what came out when a trace was repeated on the allocator's model."""
+    """Holds the result of a trace that was repeated on the allocator's model."""
 
     trace: Trace
-    rules: AllocatorRules
-    """The settings of the run."""
-
+    rules: AllocatorRules  # the settings of the run
     outcome: Outcome
-    block_bytes: tuple[int, ...]
-    """The size of the block that each allocation got."""
+    block_bytes: tuple[int, ...]  # the size of the block that each allocation got
 
 
 class _MeasuredCard(ModelCard):
@@ -86,7 +81,7 @@ def repeat(card: Card, snapshot: Snapshot) -> Repeated:
 def _rules_of(settings: Mapping[str, object], trace: Trace) -> AllocatorRules:
     """Read the settings that a snapshot names, as `_dump_snapshot` of torch 2.13 writes them."""
     rules = AllocatorRules(expandable_segments=trace.expandable)
-    split = settings.get("max_split_size")  # -1 is none
+    split = settings.get("max_split_size")  # -1 is no limit
     return replace(rules, max_split_bytes=split) if isinstance(split, int) and split > 0 else rules
 
 

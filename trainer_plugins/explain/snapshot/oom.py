@@ -2,14 +2,32 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES
-from trainer_plugins.explain.snapshot.cards import Card, Event, Snapshot, read
+from trainer_plugins.explain.known_causes import IMPOSSIBLE_BYTES, is_refused_though_free
+from trainer_plugins.explain.snapshot.cards import Card, Snapshot, read
 from trainer_plugins.explain.snapshot.held import Held, Sorter
 from trainer_plugins.explain.snapshot.lives import Repeated, lives_of, peak_of, repeat
 from trainer_plugins.explain.snapshot.stacks import Meaning
 from trainer_plugins.explain.snapshot.trace import NotModelledError
-from trainer_plugins.units import GIB
+
+
+class Oom(NamedTuple):
+    """Holds the request that a card refused."""
+
+    num_bytes: int
+    left_bytes: int  # what the card had left
+    stream: int
+
+    @property
+    def is_impossible(self) -> bool:
+        """Return whether more was asked for than any card has."""
+        return self.num_bytes > IMPOSSIBLE_BYTES
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Return whether the request was refused though the card had room for it."""
+        return is_refused_though_free(self.num_bytes, self.left_bytes, 0.05 * self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +37,13 @@ class SnapshotCase:
     snapshot: Snapshot
     card: Card
     sorter: Sorter
-    held: Held
-    """At the last OOM, else where most was in use."""
-
+    held: Held  # at the last OOM, else where most was in use
     at_end: Held
-    reserved_bytes: int
-    """What the process held of the card at that moment."""
-
-    peak_reserved_bytes: int
-    """The highest that was recorded."""
-
-    oom: Event | None
-    """The last OOM; its `address` is what the card had left."""
-
+    reserved_bytes: int  # what the process held of the card at that moment
+    peak_reserved_bytes: int  # the highest that was recorded
+    oom: Oom | None  # the last one
     oom_stack: int
-    went_on: bool
-    """Whether another step was trained after the OOM: it was caught."""
-
+    went_on: bool  # whether another step was trained after the OOM: it was caught
     repeated: Repeated | None
     why_not_repeated: str
 
@@ -48,7 +56,7 @@ class SnapshotCase:
     def unused_bytes(self) -> int:
         """Return what was reserved and not in use.
 
-        At an OOM nothing of it could be used or given back: torch takes a free block that is large
+        At an OOM none of it could be used or released: torch takes a free block that is large
         enough, and releases every segment without a live block, before it gives up.
         """
         return self.reserved_bytes - self.in_use_bytes
@@ -56,28 +64,17 @@ class SnapshotCase:
     @property
     def capacity_bytes(self) -> int:
         """Return what the process could have held: what it held, and what the card had left."""
-        return self.reserved_bytes + (self.oom.address if self.oom is not None else 0)
-
-    @property
-    def is_impossible(self) -> bool:
-        """Say whether more was asked for than any card has."""
-        return self.oom is not None and self.oom.num_bytes > IMPOSSIBLE_BYTES
-
-    @property
-    def is_contradictory(self) -> bool:
-        """Say whether the request was refused though the card had room for it."""
-        oom = self.oom
-        return oom is not None and oom.address > 1.05 * oom.num_bytes + GIB / 4
+        return self.reserved_bytes + (self.oom.left_bytes if self.oom is not None else 0)
 
     @property
     def missing_bytes(self) -> int:
         """Return what the request lacked even without a gap; it is negative if it had fitted."""
-        wanted = self.oom.num_bytes - self.oom.address if self.oom is not None else 0
+        wanted = self.oom.num_bytes - self.oom.left_bytes if self.oom is not None else 0
         return wanted - self.unused_bytes
 
     @property
     def request(self) -> Meaning:
-        """Return what the stack of the failing request says."""
+        """Return what the stack of the failing request shows."""
         return self.sorter.meaning(self.oom_stack)
 
 
@@ -95,24 +92,24 @@ def case_of(path: Path) -> SnapshotCase:
     except NotModelledError as error:
         why = str(error)
     lives = lives_of(card, repeated)
-    ooms = [at for at, event in enumerate(card.events) if event.action == "oom"]
-    end = ooms[-1] if ooms else None
+    end = max((at for at, event in enumerate(card.events) if event.action == "oom"), default=None)
     sorter = Sorter(snapshot, card, lives, end)
     position = end if end is not None else peak_of(card, lives)
     reserved = reserved_after(card)
+    refused = card.events[end] if end is not None else None
     return SnapshotCase(
-        snapshot,
-        card,
-        sorter,
-        sorter.held_at(position),
-        sorter.held_at(len(card.events)),
-        reserved[position + 1],
-        max(reserved),
-        card.events[end] if end is not None else None,
-        card.stacks[end] if end is not None else 0,
-        end is not None and _went_on(card, sorter, end),
-        repeated,
-        why,
+        snapshot=snapshot,
+        card=card,
+        sorter=sorter,
+        held=sorter.held_at(position),
+        at_end=sorter.held_at(len(card.events)),
+        reserved_bytes=reserved[position + 1],
+        peak_reserved_bytes=max(reserved),
+        oom=Oom(refused.num_bytes, refused.address, refused.stream) if refused else None,
+        oom_stack=card.stacks[end] if end is not None else 0,
+        went_on=end is not None and _went_on(card, sorter, end),
+        repeated=repeated,
+        why_not_repeated=why,
     )
 
 

@@ -1,9 +1,9 @@
-"""Reads a pickle that may come from anybody: plain values only, within bounds, or not at all.
+"""Reads a pickle of any origin: plain values only, within bounds, or not at all.
 
 A pickle is a program. This follows its instructions by itself, and knows only those that make None,
 booleans, numbers, texts, lists, dicts with texts for keys, and pairs of numbers. That is what a
 memory snapshot is made of (all 75 of `docs/explain_snapshots.md`), and none of it runs code. Keys
-are texts, because numbers can be chosen so that a dict of them takes hours; nobody can choose how
+are texts, because an attacker can choose numbers so that a dict of them takes hours, but not how
 Python hashes a text.
 """
 

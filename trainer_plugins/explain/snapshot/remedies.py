@@ -1,8 +1,8 @@
-"""Finds what would have helped, by repeating each on the allocator's model first.
+"""Finds what would have helped, by repeating each remedy on the allocator's model first.
 
 The events up to the OOM are repeated with other settings, another capacity, or smaller tensors.
-What lay there before the recording is allocated first, without gaps, because nobody knows the order
-in which it came. So the recorded settings are repeated in this way too: if even they fit then, the
+What lay there before the recording is allocated first, without gaps, because the order in which it
+came is unknown. So the recorded settings are repeated in this way too: if even they fit then, the
 replay cannot tell a remedy from luck, and none is named.
 """
 
@@ -10,21 +10,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Advice, Door
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.snapshot.cards import Event
-from trainer_plugins.explain.snapshot.lives import BEFORE, Life
-from trainer_plugins.explain.snapshot.oom import SnapshotCase
+from trainer_plugins.explain.snapshot.lives import BEFORE, Life, Repeated
+from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _MOST_EVENTS = 400_000  # repeated in all, which takes about two seconds
 _SPLIT_MB = (512, 256, 128, 64)
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
-_CONF = "PYTORCH_CUDA_ALLOC_CONF"
-_COLLECTS = "  # and in the script: torch.cuda.set_per_process_memory_fraction(1.0)"
-_NOT_ON_WINDOWS = "none on Linux; Windows and WSL do not have it"
 _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
-_LEAK_STEPS = 3  # what is alive from so many earlier steps was not meant to be
+_LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to be
 
 
 def leaked_lives(case: SnapshotCase) -> list[Life]:
@@ -47,98 +45,93 @@ def leaked_lives(case: SnapshotCase) -> list[Life]:
 
 @dataclass
 class Tries:
-    """Repeats the trace of a case, and says what made the failing request fit."""
-
-    case: SnapshotCase
-    num_events: int = 0
-    """Events that were repeated until now."""
+    """Holds what made the failing request of a case fit."""
 
     remedies: list[Remedy] = field(default_factory=list)
     setting_that_helps: str = ""
     why_none_helps: str = ""
 
+
+def tried(case: SnapshotCase) -> Tries:
+    """Repeat the trace of a case with one thing changed after the other."""
+    oom = case.oom
+    if oom is None or oom.is_impossible or oom.is_contradictory:
+        return Tries()
+    if case.repeated is None:
+        return Tries(why_none_helps=case.why_not_repeated)
+    trial = _Trial(case, case.repeated, oom)
+    trial.run()
+    return trial.found
+
+
+@dataclass
+class _Trial:
+    """Repeats the trace of a case up to its last OOM."""
+
+    case: SnapshotCase
+    repeated: Repeated
+    oom: Oom
+    found: Tries = field(default_factory=Tries)
+    num_events: int = 0  # repeated until now
+
     def run(self) -> None:
         """Try settings of the allocator, smaller tensors, and a larger card."""
-        case = self.case
-        if case.oom is None or case.is_impossible or case.is_contradictory:
+        if leaked := leaked_lives(self.case):
+            self._try_without(leaked)  # other remedies would only delay the same end
             return
-        if case.repeated is None:
-            self.why_none_helps = case.why_not_repeated
-            return
-        if leaked := leaked_lives(case):
-            self._try_without(leaked)  # all else would only come to the same end later
-            return
-        if case.missing_bytes > 0:
-            self.why_none_helps = "what was in use left too little room, with or without gaps"
+        if self.case.missing_bytes > 0:
+            self.found.why_none_helps = "what was in use left too little room, even without gaps"
         else:
-            self._try_settings()
+            self.found.why_none_helps = self._try_settings()
         self._try_half()
         self._try_small_states()
         self._try_capacity()
 
-    def _try_settings(self) -> None:
-        recorded = self._rules()
-        if self._spare(recorded) is not None:
-            self.why_none_helps = (
-                "with what lay there before the recording packed anew, the recorded settings fit "
-                "too, so the replay cannot say which setting helps"
+    def _try_settings(self) -> str:
+        """Try other settings; return why none helps, empty if one does."""
+        recorded = self.repeated.rules
+        if self._spare() is not None:
+            return (
+                "with what lay there before the recording packed without gaps, the recorded"
+                " settings fit too, so the replay cannot tell which setting helps"
             )
-            return
-        for words, rules in self._settings(recorded):
+        for one, words, rules in _settings(recorded):
             if self.num_events > _MOST_EVENTS:
-                self.why_none_helps = "the trace is too long to be repeated with more settings"
-                return
+                return "the trace is too long to be repeated with more settings"
             spare = self._spare(rules)
             if spare is None:
                 continue
-            self.setting_that_helps = self.setting_that_helps or words
-            self.remedies.append(
-                Remedy(
-                    do=f"export {_CONF}={self._joined(words)}"
-                    + (_COLLECTS if rules.memory_fraction is not None else ""),
-                    effect=f"the same trace fits, with {size(spare)} to spare",
-                    grade="replayed",
-                    price=_NOT_ON_WINDOWS
-                    if rules.expandable_segments
-                    else "more memory may stay reserved, and more calls of the driver take time",
-                    cause="fragmentation",
-                )
-            )
-        if not self.remedies:
-            self.why_none_helps = "the same trace fits with none of the other settings either"
-
-    def _settings(self, recorded: AllocatorRules) -> Iterator[tuple[str, AllocatorRules]]:
-        if not recorded.expandable_segments:
-            yield "expandable_segments:True", replace(recorded, expandable_segments=True)
-        for megabytes in _SPLIT_MB:
-            yield (
-                f"max_split_size_mb:{megabytes}",
-                replace(recorded, expandable_segments=False, max_split_bytes=megabytes * MIB),
-            )
-        yield (
-            "garbage_collection_threshold:0.8",
-            replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0),
-        )
+            setting = words.partition("=")[2]
+            self.found.setting_that_helps = self.found.setting_that_helps or setting
+            do = f"export {self._joined(words)}"
+            if rules.memory_fraction is not None:
+                do += f"  # and in the script: {one.flag(Door.CODE)}"
+            self._add(one, do, f"the same trace fits, with {size(spare)} to spare", "fragmentation")
+        if self.found.remedies:
+            return ""
+        return "the same trace fits with none of the other settings either"
 
     def _joined(self, words: str) -> str:
-        """Put an option beside the user's others."""
-        text = self.case.snapshot.settings.get(_CONF)
+        """Put an option next to the user's others."""
+        variable, _, option = words.partition("=")
+        text = self.case.snapshot.settings.get(variable)
         if not isinstance(text, str) or not re.fullmatch(r"[\w:.,\[\]-]{1,200}", text):
             return words
-        name = words.partition(":")[0]
+        name = option.partition(":")[0]
         others = [each for each in text.split(",") if not each.startswith((name, "expandable"))]
-        return ",".join([*others, words])
+        return f"{variable}={','.join([*others, option])}"
 
     def _try_without(self, leaked: Sequence[Life]) -> None:
         """Take away what is left of earlier steps."""
         births = {life.birth for life in leaked}
-        spare = self._spare(self._rules(), lambda at: _NOTHING if at in births else 1)
+        spare = self._spare(divided_by=lambda at: _NOTHING if at in births else 1)
         if spare is not None:
             place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
             self._add(
-                f"keep numbers instead of tensors: .item() or .detach().cpu() for {place}",
-                f"without the tensors of earlier steps the same trace fits, with {size(spare)} "
-                "to spare",
+                advice.KEEP_NUMBERS,
+                f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
+                f"without the tensors of earlier steps the same trace fits, with {size(spare)} to"
+                " spare",
             )
 
     def _try_half(self) -> None:
@@ -152,18 +145,17 @@ class Tries:
             if case.sorter.category(life) in ("activations", "logits", "temporaries")
             and case.sorter.meaning(life.stack).work != "optimizer"
         }
-        spare = self._spare(self._rules(), lambda at: 2 if at in births else 1, request_by=2)
+        spare = self._spare(divided_by=lambda at: 2 if at in births else 1, request_by=2)
         if spare is not None:
             self._add(
-                "--per_device_train_batch_size HALF_OF_YOURS "
-                "--gradient_accumulation_steps TWICE_YOURS",
-                f"half of each micro-batch fits at this point, with {size(spare)} to spare, if "
-                "the activations, logits and temporaries of the trace grow with the batch",
-                "more and smaller steps of the card for one of the optimizer",
+                advice.SMALLER_MICRO_BATCH,
+                advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER),
+                f"half of each micro-batch fits at this point, with {size(spare)} to spare, if the"
+                " activations, logits and temporaries of the trace grow with the batch",
             )
 
     def _try_small_states(self) -> None:
-        """Hold the states of Adam in a byte a number instead of four."""
+        """Hold the states of Adam in one byte a number instead of four."""
         case = self.case
         if case.request.work != "optimizer" or not any(
             "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
@@ -174,81 +166,82 @@ class Tries:
             for life in case.sorter.lives
             if case.sorter.category(life) == "optimizer states"
         }
-        spare = self._spare(self._rules(), lambda at: 4 if at in births else 1, request_by=4)
+        spare = self._spare(divided_by=lambda at: 4 if at in births else 1, request_by=4)
         if spare is not None:
             self._add(
-                "--optim adamw_bnb_8bit",
-                f"with states of a quarter of the size the same trace fits, with {size(spare)} "
-                "to spare",
-                "it needs bitsandbytes, and rounds the states; temporaries of its kernels are "
-                "not counted",
+                advice.EIGHT_BIT_ADAMW,
+                advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
+                f"with states of a quarter of the size the same trace fits, with {size(spare)} to"
+                " spare; temporaries of its kernels are not counted",
             )
 
-    def _add(self, do: str, effect: str, price: str = "") -> None:
-        self.remedies.append(Remedy(do=do, effect=effect, grade="replayed", price=price))
-
     def _try_capacity(self) -> None:
-        case = self.case
-        assert case.oom is not None
-        rules = self._rules()
-        page = _PAGE_BYTES if rules.expandable_segments else 2 * MIB
-        more = -(-case.oom.num_bytes // page) * page + page - case.oom.address
-        if more <= 0 or self._spare(rules, more_bytes=more) is None:
-            return
-        needed = case.capacity_bytes + more
-        self._add(
-            f"let it run where this process can hold {size(needed)}",
-            f"with {size(more)} more than it had the failing request fits",
-            "what the step would have asked for behind it is not in the trace",
-        )
+        page = _PAGE_BYTES if self.repeated.rules.expandable_segments else 2 * MIB
+        more = -(-self.oom.num_bytes // page) * page + page - self.oom.left_bytes
+        if more > 0 and self._spare(more_bytes=more) is not None:
+            needed = size(self.case.capacity_bytes + more)
+            effect = f"with {size(more)} more than it had the failing request fits"
+            self._add(advice.LARGER_CARD, advice.LARGER_CARD.flag(Door.SHELL, size=needed), effect)
 
-    def _rules(self) -> AllocatorRules:
-        assert self.case.repeated is not None
-        return self.case.repeated.rules
+    def _add(self, one: Advice, do: str, effect: str, cause: str = "") -> None:
+        self.found.remedies.append(
+            Remedy(do=do, effect=effect, grade="replayed", price=one.price, cause=cause)
+        )
 
     def _spare(
         self,
-        rules: AllocatorRules,
-        divided_by: Callable[[int], int] = lambda at: 1,
+        rules: AllocatorRules | None = None,
         *,
+        divided_by: Callable[[int], int] = lambda at: 1,
         request_by: int = 1,
         more_bytes: int = 0,
     ) -> int | None:
-        """Repeat the trace up to its last OOM; return what the card has left behind it.
+        """Return what the card has left after the request that failed; None is an OOM.
 
-        None is an OOM, there or before.
+        Args:
+            rules: the settings; None is those of the run.
+            divided_by: by what the size of an allocation is divided, by the number of its event.
+            request_by: by what the request that failed is divided.
+            more_bytes: how much larger the card is.
         """
-        case = self.case
-        assert case.repeated is not None
-        assert case.oom is not None
-        first = len(case.card.events) - len(case.repeated.trace.events)
-        model = AllocatorModel(case.capacity_bytes + more_bytes, rules)
+        events = self.case.card.events
+        first = len(events) - len(self.repeated.trace.events)
+        model = AllocatorModel(self.case.capacity_bytes + more_bytes, rules or self.repeated.rules)
         try:
-            blocks = _placed_anew(model, case)
-            for position in range(first, case.held.position):
-                event = case.card.events[position]
+            blocks = self._placed(model)
+            for position in range(first, self.case.held.position):
+                event = events[position]
                 self.num_events += 1
-                _repeat(model, blocks, event, event.num_bytes // divided_by(position))
-            model.malloc(case.oom.num_bytes // request_by, case.oom.stream)
+                num_bytes = event.num_bytes // divided_by(position)
+                if event.action == "alloc":
+                    blocks[event.address] = model.malloc(num_bytes, event.stream)
+                elif event.action == "free" and event.address in blocks:
+                    model.free(blocks.pop(event.address))
+            model.malloc(self.oom.num_bytes // request_by, self.oom.stream)
         except AllocatorFull:
             return None
         return model.capacity_bytes - model.reserved_bytes
 
+    def _placed(self, model: AllocatorModel) -> dict[int, Block]:
+        """Allocate what lay there before the recording."""
+        blocks: dict[int, Block] = {}
+        for segment in self.repeated.trace.segments:
+            position = segment.address
+            for state, num_bytes in segment.pieces:
+                if state == "used":
+                    blocks[position] = model.malloc(num_bytes, segment.stream)
+                position += num_bytes
+        return blocks
 
-def _placed_anew(model: AllocatorModel, case: SnapshotCase) -> dict[int, Block]:
-    assert case.repeated is not None
-    blocks: dict[int, Block] = {}
-    for segment in case.repeated.trace.segments:
-        position = segment.address
-        for state, num_bytes in segment.pieces:
-            if state == "used":
-                blocks[position] = model.malloc(num_bytes, segment.stream)
-            position += num_bytes
-    return blocks
 
-
-def _repeat(model: AllocatorModel, blocks: dict[int, Block], event: Event, num_bytes: int) -> None:
-    if event.action == "alloc":
-        blocks[event.address] = model.malloc(num_bytes, event.stream)
-    elif event.action == "free" and event.address in blocks:
-        model.free(blocks.pop(event.address))
+def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, AllocatorRules]]:
+    if not recorded.expandable_segments:
+        one = advice.EXPANDABLE_SEGMENTS
+        yield one, one.flag(Door.ENVIRONMENT), replace(recorded, expandable_segments=True)
+    for megabytes in _SPLIT_MB:
+        one, limit = advice.MAX_SPLIT_SIZE, megabytes * MIB
+        rules = replace(recorded, expandable_segments=False, max_split_bytes=limit)
+        yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
+    one = advice.COLLECT_EARLIER
+    rules = replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0)
+    yield one, one.flag(Door.ENVIRONMENT), rules

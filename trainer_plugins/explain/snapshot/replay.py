@@ -12,7 +12,7 @@ from trainer_plugins.units import MIB
 
 _SMALL_BYTES = MIB
 _OUT_OF_THE_WAY = 1 << 50  # no address of a card lies so high
-_MOST_PIECES = 200_000  # at the start, no real card has so many blocks
+_MOST_PIECES = 200_000  # no real card has more blocks at the start
 
 
 class Card(Protocol):
@@ -22,9 +22,7 @@ class Card(Protocol):
     def reserved_bytes(self) -> int: ...
 
     @property
-    def peak_bytes(self) -> int:
-        """The highest reserved memory since `start`."""
-        ...
+    def peak_bytes(self) -> int: ...  # the highest reserved memory since `start`
 
     def start(self, capacity_bytes: int | None) -> None:
         """Count peaks from here on, and reserve no more than this; None is no limit."""
@@ -38,7 +36,7 @@ class Card(Protocol):
         """Allocate, and return the address.
 
         Raises:
-            AllocatorFull: the card has not that much left.
+            AllocatorFull: the card does not have that much left.
         """
         ...
 
@@ -68,7 +66,13 @@ class GivenAddresses:
     def take(self, num_bytes: int) -> int:
         if self._has_started and self._rule is not None:
             return self._rule.take(num_bytes)
-        address = self._given_for(num_bytes)
+        given, self._given = self._given, None
+        # A range for expandable segments is larger than what is mapped of it.
+        if given is not None and given[1] <= num_bytes:
+            address = given[0]
+        else:
+            address = self._others + 2 * MIB
+            self._others = address + num_bytes
         self._held[address] = num_bytes
         return address
 
@@ -77,14 +81,6 @@ class GivenAddresses:
             self._rule.give_back(address, num_bytes)
         else:
             del self._held[address]
-
-    def _given_for(self, num_bytes: int) -> int:
-        given, self._given = self._given, None
-        # A range for expandable segments is larger than what is mapped of it.
-        if given is not None and given[1] <= num_bytes:
-            return given[0]
-        self._others += num_bytes + 2 * MIB
-        return self._others - num_bytes
 
 
 class ModelCard:
@@ -148,17 +144,13 @@ class Outcome:
 
     allocations: int = 0
     same_address: int = 0
-    growths: int = 0
-    same_growth: int = 0
-    """Allocations that took as much from the card as in truth, of those that took something."""
-
+    growths: int = 0  # allocations that took something from the card
+    same_growth: int = 0  # of these, those that took as much as in truth
     releases: int = 0
     same_release: int = 0
     out_of_memory: int = 0
     same_out_of_memory: int = 0
-    peak_bytes: int = 0
-    """The highest reserved memory of the real card."""
-
+    peak_bytes: int = 0  # the highest reserved memory of the real card
     replayed_peak_bytes: int = 0
     first_difference: str | None = None
 
@@ -169,7 +161,8 @@ class Outcome:
 
 def capacity_of(trace: Trace) -> int | None:
     """Return what the process could reserve: what it held where it ran out, and what was left."""
-    reserved = sum(size for *_, pieces in trace.segments for s, size in pieces if s != "unmapped")
+    pieces = (piece for segment in trace.segments for piece in segment.pieces)
+    reserved = sum(size for state, size in pieces if state != "unmapped")
     for event in trace.events:
         if event.action == "segment_alloc":
             reserved += event.num_bytes
@@ -191,7 +184,7 @@ class _Replay:
         self._outcome = Outcome()
         self._at: dict[int, int] = {}  # where a block of the trace lies on the replaying card
         self._segments: list[Event] = []  # taken since the last allocation
-        self._released = 0  # bytes given back since then
+        self._released = 0  # bytes released since then
         self._reserved = 0  # by the real card
         self._capacity = capacity_of(trace)
 
@@ -216,9 +209,9 @@ class _Replay:
         return self._outcome
 
     def _begin(self) -> None:
-        """Allocate all that lies in the segments, piece by piece, and free what shall be free.
+        """Allocate all that lies in the segments, piece by piece, and free what has to be free.
 
-        As all that was allocated before is in use then, each piece comes from behind the last one.
+        All that was allocated before is in use then, so each piece comes after the last one.
         """
         free: list[int] = []
         unmapped: list[int] = []
@@ -260,9 +253,9 @@ class _Replay:
             if self._card.reserved_bytes == self._reserved - taken:
                 self._outcome.same_release += 1
             else:
-                self._differs(position, "another part of the cache was given back")
+                self._differs(position, "another part of the cache was released")
         else:
-            self._outcome.same_release += 1  # what is held after the allocation shows it
+            self._outcome.same_release += 1  # what is held after the next allocation shows it
         self._released = 0
 
     def _repeat(self, event: Event, position: int) -> None:
@@ -313,7 +306,7 @@ def _num_pieces(segment: StartSegment) -> int:
 
 
 def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:
-    """Cut what an allocation of the small pool cannot hold at once."""
+    """Cut what one allocation of the small pool cannot hold."""
     for state, size in segment.pieces:
         left = size
         while segment.is_small and left > _SMALL_BYTES:

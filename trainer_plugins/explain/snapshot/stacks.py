@@ -1,4 +1,4 @@
-"""Reads a stack: at what work memory was taken, and which line of the user's code asked."""
+"""Reads a stack: during which work memory was taken, and which line of the user's code asked."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,31 +6,18 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from trainer_plugins.explain.ours import is_ours
+from trainer_plugins.explain.ours import OF_TORCH, is_ours, is_users
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
 Work = Literal[
-    "optimizer",
-    "evaluation",
-    "generation",
-    "parameters",
-    "saving",
-    "backward",
-    "loss",
-    "forward",
-    "other",
-    "unknown",
-]
+    "optimizer", "evaluation", "generation", "parameters", "saving", "backward", "loss", "forward",
+    "other", "unknown",
+]  # fmt: skip
 """What the program was doing; `unknown` if no frame was recorded."""
 
 NOWHERE = "a place that was not recorded"
 
-# A folder of the user's may be called torch too.
-_OF_TORCH = r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
-_OF_PYTHON = r"/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
-_TORCH = re.compile(f"{_OF_TORCH}|{_OF_PYTHON}")
-_LIBRARIES = re.compile(f"/(?:site|dist)-packages/|{_OF_TORCH}|{_OF_PYTHON}|/python3\\.\\d+/")
 _PYTHON = re.compile(r"\.py$|^<ipython-input|^<stdin>|/ipykernel_")
 _NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
 
@@ -57,11 +44,10 @@ _PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|paramete
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Holds what one stack says."""
+    """Holds what one stack shows."""
 
     work: Work
-    place: str
-    """The innermost line outside of libraries, as people name it."""
+    place: str  # the innermost line outside of libraries, as people name it
 
 
 def meaning_of(stack: Stack) -> Meaning:
@@ -71,25 +57,25 @@ def meaning_of(stack: Stack) -> Meaning:
 
 
 def lines_of(stack: Stack, most: int = 4) -> list[str]:
-    """Name the innermost lines of the user's own code, or the place if there are none."""
+    """Name the innermost lines of the user's code, or the place if there are none."""
     frames, python = _read(stack)
     return [line_of(frame) for frame in list(_own(python))[:most]] or [_place(frames, python)]
 
 
 def line_of(frame: Frame) -> str:
-    """Name a frame: its folder, file, line and function; an absolute path tells nothing more."""
+    """Name a frame: its folder, file, line and function."""
     return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
 
 
 def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
-    """Return all frames, and those of Python, without ours if there are others."""
+    """Return all frames, and those of Python, without this package's if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
     python = [frame for frame in frames if _PYTHON.search(frame.file)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
 
 
 def _own(python: Iterable[Frame]) -> Iterable[Frame]:
-    return (frame for frame in python if not _LIBRARIES.search(frame.file))
+    return (frame for frame in python if is_users(frame.file))
 
 
 def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
@@ -111,13 +97,13 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
 
 
 def _is_head(python: Sequence[Frame]) -> bool:
-    """Say whether it is the product of the head, by a name, or by who called the linear layer.
+    """Return whether it is the product of the head, by a name or by the caller of the linear layer.
 
     In transformers only the head is a layer of the outermost module itself: all other layers are
     called from a `forward` of the same file that another one of it has called.
     """
     of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
-    inner = [frame.name for frame in of_layer if not _TORCH.search(frame.file)]
+    inner = [frame.name for frame in of_layer if not OF_TORCH.search(frame.file)]
     if any(map(_HEAD.search, inner[:2])):
         return True
     of_model = [
@@ -141,7 +127,7 @@ def _makes_parameters(frame: Frame) -> bool:
 def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
     own = next(iter(_own(python)), None)
     # A model of transformers is not the user's code, but tells more than `trainer.train()`.
-    innermost = next((frame for frame in python if not _TORCH.search(frame.file)), own)
+    innermost = next((frame for frame in python if not OF_TORCH.search(frame.file)), own)
     if own is not None and innermost is not None:
         return line_of(own) if innermost is own else f"{line_of(innermost)}, of {line_of(own)}"
     for frame in frames:

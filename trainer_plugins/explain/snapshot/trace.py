@@ -28,17 +28,14 @@ class StartSegment(NamedTuple):
     address: int
     stream: int
     is_small: bool
-    pieces: tuple[tuple[State, int], ...]
-    """What lies in it, without a hole: state and bytes."""
+    pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
 
 @dataclass(frozen=True)
 class Trace:
     """Holds the events of one card, and its segments at the first of them."""
 
-    source: str
-    """The repository, the commit and the path, or the file."""
-
+    source: str  # the repository, the commit and the path, or the file
     expandable: bool
     segments: tuple[StartSegment, ...]
     events: tuple[Event, ...]
@@ -49,33 +46,33 @@ class NotModelledError(ValueError):
 
 
 def known_from(card: Card) -> int:
-    """Return the first event from which on all are known.
+    """Return the first event after which all are known.
 
-    A program that stops recording and begins again leaves a gap. Undone back to it, a block is
-    freed that lives, or was allocated where nothing lies.
+    A program that stops recording and begins again leaves a gap. If the events are undone back to
+    it, a live block is freed, or one was allocated where nothing lies.
     """
-    return 0 if has_lost_its_end(card) else _behind_gap(card)
+    return 0 if has_lost_its_end(card) else _after_gap(card)
 
 
-def _behind_gap(card: Card) -> int:
+def _after_gap(card: Card) -> int:
     live = _active_at_end(card)
     for position in range(len(card.events) - 1, -1, -1):
         event = card.events[position]
-        if event.action in _CHANGES and (event.action == "alloc") != (event.address in live):
-            return position + 1
-        if event.action == "alloc":
+        if event.action == "alloc" and event.address in live:
             live.remove(event.address)
-        elif event.action == "free":
+        elif event.action == "free" and event.address not in live:
             live.add(event.address)
+        elif event.action in _CHANGES:
+            return position + 1
     return 0
 
 
 def has_lost_its_end(card: Card) -> bool:
-    """Say whether the events fit together, but end before the segments were written down.
+    """Return whether the events fit together, but end before the segments were written.
 
-    So it is if recording was stopped before the dump: most events do not fit the segments then.
+    If recording was stopped before the dump, most events do not fit the segments.
     """
-    if _behind_gap(card) <= len(card.events) / 2:
+    if _after_gap(card) <= len(card.events) / 2:
         return False
     live = _active_at_end(card)
     for event in reversed(card.events):
@@ -84,12 +81,12 @@ def has_lost_its_end(card: Card) -> bool:
         elif event.action == "free":
             live.add(event.address)
     for event in card.events:
-        if (event.action == "alloc") == (event.address in live) and event.action in _CHANGES:
-            return False
-        if event.action == "alloc":
+        if event.action == "alloc" and event.address not in live:
             live.add(event.address)
-        elif event.action == "free":
+        elif event.action == "free" and event.address in live:
             live.remove(event.address)
+        elif event.action in _CHANGES:
+            return False
     return True
 
 
@@ -107,16 +104,13 @@ def trace_of(card: Card, source: str) -> Trace:
     """
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
-    kinds = {segment.is_expandable for segment in card.segments}
-    if card.has_mapped:
-        kinds.add(True)
-    if card.has_taken:
-        kinds.add(False)
-    if len(kinds) > 1:
+    has_expandable = card.has_mapped or any(each.is_expandable for each in card.segments)
+    has_others = card.has_taken or not all(each.is_expandable for each in card.segments)
+    if has_expandable and has_others:
         raise NotModelledError("some of its segments are expandable and others not")
     events = card.events[known_from(card) :]
-    start = _Start(card, events, expandable=kinds == {True})
-    return Trace(source, kinds == {True}, tuple(start.segments()), events)
+    start = _Start(card, events, expandable=has_expandable)
+    return Trace(source, has_expandable, tuple(start.segments()), events)
 
 
 class _Start:
@@ -172,7 +166,7 @@ class _Start:
             yield StartSegment(start, stream, is_small, tuple(pieces))
 
     def _first_behind(self, addresses: list[int]) -> dict[int, int]:
-        """Return where the first allocation behind a live block lies, in its segment."""
+        """Return where the first allocation after a live block lies, in its segment."""
         found: dict[int, int] = {}
         gone: set[int] = set()
         starts = sorted(self._taken)
@@ -262,10 +256,9 @@ class _Ranges:
         return [(low, self._highs[low]) for low in self._lows]
 
     def joined(self) -> list[tuple[int, int]]:
-        """Return the ranges in order; what touches is one."""
+        """Return the ranges in order; those that touch are one."""
         joined: list[tuple[int, int]] = []
-        for low in self._lows:
-            high = self._highs[low]
+        for low, high in self.apart():
             if joined and low <= joined[-1][1]:
                 joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
             else:

@@ -1,4 +1,4 @@
-"""Reads off a text how a run was launched: its command line, as one types it again."""
+"""Finds in a text how a run was launched: its command line, ready to be typed again."""
 
 import re
 import shlex
@@ -8,8 +8,8 @@ from trainer_plugins.explain.text.frames import Frame
 
 _UNKNOWN = "YOUR LAUNCH COMMAND"
 _MOST_CHARACTERS = 2000
-# A line of a shell or a notebook, or one that says what it runs. What stands before the launcher,
-# variables and wrappers, is not repeated.
+# A line of a shell or a notebook, or one that names what it runs. Variables and wrappers before
+# the launcher are not repeated.
 _PROMPT = r"[^\n]{0,80}?[$#%>!] ?|\+ |(?i:[^\n:]{0,30}(?:running|command|cmd)[^\n:]{0,20}: ?)"
 _WRAPPER = (
     r"\w+=\S*|nohup|time|srun(?: -\S+)*|(?:uv|poetry|pixi) run"
@@ -21,7 +21,7 @@ _SHOWN = re.compile(
 )
 _CONTINUED = re.compile(r" *\\\n(?:> )?\s*")
 _END = re.compile(r"\s\d?(?:[|<]|>[>&]?|&)|;")
-# How a launcher's own traceback, or its last line, shows what each rank was.
+# How a launcher's own traceback, or its last line, shows the command of each rank.
 _LISTED = re.compile(
     r"(?:Command '|cmd = |sigkill_handler\] )\[((?:'[^'\n]{0,500}'(?:, )?){2,200})\]"
 )
@@ -39,13 +39,13 @@ _LAUNCHERS = (
 def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
     """Return the command line of a run, its launcher included.
 
-    It is the one that the text shows, else one made of what a launcher says of its ranks, else of
-    the outermost frame. Nothing in it is left for a shell to obey.
+    It is the one that the text shows, else one made of what a launcher prints of its ranks, else of
+    the outermost frame. It is quoted, so that a shell executes nothing in it.
 
     Args:
-        text: what is known of the log.
+        text: the log, as far as it was kept.
         frames: of the traceback, outermost first.
-        writer: the rank that failed; empty if the log does not say.
+        writer: the rank that failed; empty if unknown.
     """
     if words := shown(text):
         return shlex.join(words)
@@ -76,7 +76,7 @@ def shown(text: str) -> list[str]:
 
 
 def _names_a_program(words: Sequence[str]) -> bool:
-    """Tell a command line from a sentence that begins with the same word."""
+    """Return whether these are a command line, and no sentence that begins with the same word."""
     launcher, *others = words
     if launcher.rpartition("/")[2].startswith("python"):
         others = [word for word in others if word == "-m" or not word.startswith("-")][:1]

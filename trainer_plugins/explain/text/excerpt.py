@@ -1,4 +1,4 @@
-"""Finds the first OOM of a log of any size, and keeps what stands around it."""
+"""Finds the first OOM of a log of any size, and keeps the lines around it."""
 
 import codecs
 import re
@@ -12,7 +12,7 @@ from trainer_plugins.oom.rules import KILLED
 
 _BLOCK_BYTES = 1 << 20
 _KEPT_CHARACTERS = 1 << 16
-"""How much is kept of the log's head, of what precedes the OOM and of what follows it."""
+"""How much is kept of the head of the log, of what precedes the OOM, and of what follows it."""
 
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
@@ -27,16 +27,16 @@ _HINTS = re.compile(
 )
 _LONGEST_HINT = 32
 _MOST_UNKNOWN = 0.3
-"""Of the characters of a text, at most so many are none in UTF-8; other encodings have fewer."""
+"""A text has fewer characters than this that are invalid in UTF-8, even in another encoding."""
 
-# In a sentence, where `classify` does not take it for an error: whoever pastes it means it.
+# In a sentence, where `classify` takes it for no error: someone who pastes it means an OOM.
 _TRIED = re.compile(
     r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
     r"|MPS backend out of memory \(MPS)"
 )
 # accelerate's find_executable_batch_size, which the Trainer's auto_find_batch_size uses.
 _GAVE_UP = re.compile(r"RuntimeError: No executable batch size found")
-# A terminal has broken a message where it was full; this is how its last line ends.
+# How the last line of a message ends that a terminal has broken.
 _COMPLETE = re.compile(
     r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory"
     r"|initializing the engine|by other processes"
@@ -57,8 +57,7 @@ class Excerpt:
 
     lines: tuple[Line, ...]
 
-    at: int = 0
-    """The index of the line that says it."""
+    at: int = 0  # the index of the line with the OOM
 
 
 def find_first(stream: BinaryIO) -> Excerpt:
@@ -90,7 +89,7 @@ def find_first(stream: BinaryIO) -> Excerpt:
 
 
 def _swallowed(lines: tuple[Line, ...]) -> Excerpt:
-    """Take the words of who caught every OOM and gave up; no OOM if there are none."""
+    """Take the words of a search that caught every OOM and gave up; no OOM if there are none."""
     for at in range(len(lines) - 1, -1, -1):
         if said := _GAVE_UP.search(lines[at].text):
             text = lines[at].text[said.start() :]
@@ -118,7 +117,7 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
 
 
 def _first_oom(text: str, start: int, end: int) -> int | None:
-    """Return where the first line begins that says OOM, at or after `start`; None if none does."""
+    """Return where the first line with an OOM begins, at or after `start`; None without one."""
     seen = start
     for match in _HINTS.finditer(text, start, end):
         if match.start() < seen:
@@ -140,7 +139,7 @@ def _oom_in(raw: str) -> OutOfMemory | None:
 
 
 def _excerpt(lines: list[Line], at: int) -> Excerpt:
-    """Read the message at a line; a certain one that follows soon is taken instead of a doubt."""
+    """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
     writer = lines[at].writer
     context = [one.text for one in lines[max(0, at - _NUM_BEFORE) : at] if one.writer == writer]
     found = classify("\n".join([*context, _message(lines, at)])) or _oom_in(lines[at].text)
@@ -153,7 +152,7 @@ def _excerpt(lines: list[Line], at: int) -> Excerpt:
 
 
 def _message(lines: list[Line], at: int) -> str:
-    """Join what a terminal has broken; a message that has lines of its own keeps them."""
+    """Join what a terminal has broken; a message of several lines keeps them."""
     said = [lines[at].text]
     tried = _TRIED.search(said[0])
     if tried and not classify(said[0]):

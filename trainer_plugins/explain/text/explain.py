@@ -1,4 +1,4 @@
-"""explain_text: from a text to causes, remedies, and what the text cannot tell."""
+"""explain_text: from a text to causes, remedies, and what the text does not show."""
 
 import io
 import re
@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from trainer_plugins.advice.vendors import CUDA
-from trainer_plugins.explain.answer import Cause, Explanation
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
@@ -73,24 +74,19 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
 def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     """Explain a table of nvidia-smi, or words that are taken for an OOM."""
     facts = gather(excerpt, _NO_OOM)
-    causes = tuple(
-        cause for rule in (others.ddp_gpu0, others.data_parallel) if (cause := rule(facts))
-    )
+    rules = (others.ddp_gpu0, others.data_parallel)
+    causes = tuple(one for rule in rules if (one := rule(facts)) is not None)
     if causes:
         remedies = remedies_of(causes, facts, CUDA)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line in excerpt.lines:
         for pattern, meaning in _LOOKALIKES:
             if re.search(pattern, line.text):
-                cause = Cause(
-                    code="not-an-oom",
-                    grade="certain",
-                    summary=f"this is no OOM: {meaning}",
-                    evidence=(f"The words are: {line.text.strip()[:200]}",),
-                )
+                words = f"The words are: {line.text.strip()[:200]}"
+                found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}")
                 return Explanation(
                     subject=subject,
-                    causes=(cause,),
+                    causes=(found,),
                     remedies=for_cache_flushes(facts) if pattern == _CACHE_FLUSHES else (),
                 )
     return Explanation(subject=subject, causes=(), remedies=())
@@ -105,8 +101,8 @@ def _known(facts: TextFacts) -> tuple[str, ...]:
         "cached": facts.unused,
         "others": facts.others,
     }
-    told = [f"{name} {size(value)}" for name, value in names.items() if value is not None]
-    lines = [", ".join(told)] if told else []
+    known = [f"{name} {size(value)}" for name, value in names.items() if value is not None]
+    lines = [", ".join(known)] if known else []
     if frame := facts.users_frame:
         lines.append(f"innermost line outside packages: {frame}")
     if facts.writer:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_plugins.explain.ours import is_ours
+from trainer_plugins.explain.ours import is_ours, is_users
 from trainer_plugins.explain.text.lines import Line
 
 _MOST_LINES = 600
@@ -18,9 +18,6 @@ _RICH = re.compile(r"^\s*(?P<path>\S{2,300}?):(?P<line>\d+) in (?P<name>[\w<>.]+
 _ARROW = re.compile(r"^\s*(?:❱|-{1,4}>)\s*\d+[│\s]*(?P<source>.*)$")
 _MARKS = re.compile(r"^\s*(?:[\^~ ]+|\.\.\.<\d+ lines>\.\.\.)$")
 _HEAD = re.compile(r"Traceback \(most recent call last\)")
-_PACKAGES = re.compile(
-    r"(?:site|dist)-packages|[/\\]lib[/\\]python3|[/\\]Lib[/\\]|^<(?!ipython|stdin)|/usr/lib/|/bin/"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +27,16 @@ class Frame:
     path: str
     line: int | None
     function: str
-    source: str
-    """The line of code, as far as the traceback shows it; empty if it does not."""
+    source: str  # the line of code, as far as the traceback shows it; empty if it does not
 
     @property
     def is_users(self) -> bool:
         """Return whether the file is outside installed packages and the standard library."""
-        return bool(self.path) and not _PACKAGES.search(self.path)
+        return is_users(self.path)
 
     @property
     def words(self) -> str:
-        """Return all that the traceback says of this call, to be searched."""
+        """Return all that the traceback shows of this call, for a search."""
         return f"{self.path} {self.function} {self.source}"
 
     def __str__(self) -> str:
@@ -54,8 +50,8 @@ class Frame:
 def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
     """Return the frames of the traceback that ends at a line, outermost first.
 
-    Some loggers write the message first: if no frame precedes it, those that follow are taken. Our
-    own are left out: they are neither the user's nor where it failed.
+    Some loggers write the message first: if no frame precedes it, those that follow are taken. This
+    package's frames are left out: they are neither the user's nor where it failed.
     """
     writer = lines[at].writer
     before: list[str] = []
@@ -65,7 +61,7 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
         if _HEAD.search(line.text):
             if _frames(before[::-1]):
                 break
-            before.clear()  # of a rank whose frames stand elsewhere
+            before.clear()  # of a rank whose frames are elsewhere
             continue
         before.append(line.text)
     after = [line.text for line in lines[at + 1 : at + _MOST_LINES] if line.writer == writer]
@@ -74,7 +70,7 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
 
 def _frames(texts: Sequence[str]) -> list[Frame]:
     frames: list[Frame] = []
-    used = -1  # the second line of a place, which is none by itself
+    used = -1  # the second line of a frame that rich has broken
     for number, text in enumerate(texts):
         if number == used:
             continue

@@ -1,4 +1,4 @@
-"""Cleans the lines of a log: what terminals, launchers and loggers put around the words goes."""
+"""Cleans the lines of a log of what terminals, launchers and loggers put around the words."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,7 @@ _LONGEST_CHARACTERS = 4000
 class Line(NamedTuple):
     """Holds one line of a log, and which process wrote it."""
 
-    writer: str
-    """The rank or the worker as the log names it; empty if it does not."""
-
+    writer: str  # the rank or the worker as the log names it; empty if it does not
     text: str
 
 
@@ -22,7 +20,7 @@ _ESCAPE = re.compile(
 _LINK = re.compile(r"\[([^\]\n]{1,300})\]\(https?://[^)\n]{0,300}\)")  # as Colab prints paths
 _BOX = re.compile(r"^[│┃╭╰╮╯─━┏┗ ]*[│┃╭╰─━]|[ ]*[│┃╮╯]$|─{4,}")
 _TIME = r"\d{4}-\d\d-\d\d[T_ ]{1,2}\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
-# What stands before the words, most of it more than once. A group is who wrote the line.
+# What precedes the words, often more than once. A group names the writer of the line.
 _PREFIX = re.compile(
     r"(?:"
     r"\[(?:default|[Rr]ank ?)(?P<rank>\d{1,6})\]:?"
@@ -46,7 +44,7 @@ def clean_lines(text: str) -> Iterator[Line]:
 
 
 def clean_line(raw: str) -> Line:
-    """Strip one line, and tell who wrote it."""
+    """Strip one line, and name its writer."""
     text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
     writer = ""
     for _ in range(_MOST_PREFIXES):

@@ -1,4 +1,4 @@
-"""progress: how far a run had come before its OOM, by the shape that lines of progress have.
+"""progress: how far a run had come before its OOM, by the form of its lines.
 
 A number beside the word "step" is no progress: banners and configs are full of them ("Gradient
 accumulation steps = 8", "warmup steps: 100"). A bar of tqdm counts in steps, not in examples or
@@ -6,22 +6,22 @@ bytes; a line of a logger has the step and what was measured in it, or the step 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from trainer_plugins.explain.text.lines import Line
 
 _FAR = 3
-"""After so many steps nothing happens for the first time."""
+"""From this step on, nothing happens for the first time."""
 
 # tqdm, with its total and without; Lightning's and Keras's bars; the Trainer's bar in a notebook.
 _BARS = (
-    r"\d{1,3}%\|[^|]{0,300}\| *(\d{1,9})/(\d{1,9}) ?\[([^\]]{0,200})",
-    r"(?:^|[:\s])()(\d{1,9})it \[(\d[^\]]{0,200})",
-    r"━{2,300} *(\d{1,9})/(\d{1,9}) +(\d+:\d\d.{0,200})",
-    r"^ *(\d{1,9})/(\d{1,9}) \[[=>. ]{4,200}\](.{0,200})",
-    r"\[ *(\d{1,9})/(\d{1,9}) (\d+:\d\d.{0,200})",
+    re.compile(r"\d{1,3}%\|[^|]{0,300}\| *(\d{1,9})/(\d{1,9}) ?\[([^\]]{0,200})"),
+    re.compile(r"(?:^|[:\s])()(\d{1,9})it \[(\d[^\]]{0,200})"),
+    re.compile(r"━{2,300} *(\d{1,9})/(\d{1,9}) +(\d+:\d\d.{0,200})"),
+    re.compile(r"^ *(\d{1,9})/(\d{1,9}) \[[=>. ]{4,200}\](.{0,200})"),
+    re.compile(r"\[ *(\d{1,9})/(\d{1,9}) (\d+:\d\d.{0,200})"),
 )
-_BAR = re.compile("|".join(_BARS))
 # examples/s, toks/s, MB/s; steps are it/s.
 _OTHER_UNITS = re.compile(r"(?<![a-zA-Z])(?!it/|iter|step|batch|ba/)[a-zA-Z]{2,20}/s")
 _TITLES = re.compile(r"train|epoch|step|iter|tun(?:e|ing)|\bfit|loss|\brun|progress", re.IGNORECASE)
@@ -68,61 +68,47 @@ _NOT_PROGRESS = re.compile(
 
 
 def progress(before: Sequence[Line]) -> str:
-    """Say how far the run had come; empty if at its start, or if the text does not tell."""
+    """Say how far the run had come; empty at its start, or if the text does not show it."""
     num_losses = sum(bool(_LOSS.search(line.text)) for line in before)
     has_table = any(_TABLE.search(line.text) for line in before)
     for line in reversed(before):
         if _SUMMARY.search(line.text):
-            return ""  # it had ended: what follows is no step of it
+            return ""  # the training had ended
         row = _ROW.match(line.text) if has_table else None
         if row and int(row[1]) >= _FAR:
             return f"the table of losses is at step {row[1]}"
-        for sign in (_of_bar, _of_step, _of_dict(num_losses)):
-            told = sign(line.text)
-            if told is not None:
-                return told
+        for read in (_of_bar, _of_step, partial(_of_dict, num_losses)):
+            if (found := read(line.text)) is not None:
+                return found
     return ""
 
 
 def _of_bar(text: str) -> str | None:
     """Read a bar that counts steps; None if there is none, empty if it is at its start."""
-    bar = _BAR.search(text)
-    if not bar:
+    bars = (bar for each in _BARS if (bar := each.search(text)))
+    if (bar := min(bars, key=lambda bar: bar.start(), default=None)) is None:
         return None
-    done, total, rest = (one or "" for one in _groups_of(bar))
+    done, total, rest = bar.groups()
     title = text[: bar.start() + 1]
     is_other = re.search("[a-zA-Z]{2}", title) and not _TITLES.search(title)
     if is_other or _OTHER_TITLES.search(title) or _OTHER_UNITS.search(rest):
         return None
     epoch = _EPOCH_TITLE.search(title)
-    far = int(done or total) >= _FAR
     if done == total and not epoch:
-        return None  # what was complete was not what failed
-    if not far and epoch and int(epoch[1]) > 1:
-        return f"the run was in epoch {epoch[1]}"
-    return (
-        f"the last progress bar is at {done or total}{f' of {total}' * bool(done)}" if far else ""
-    )
+        return None  # a complete bar did not fail
+    if int(done or total) >= _FAR:
+        return f"the last progress bar is at {f'{done} of {total}' if done else total}"
+    return f"the run was in epoch {epoch[1]}" if epoch and int(epoch[1]) > 1 else ""
 
 
-def _groups_of(bar: re.Match[str]) -> tuple[str | None, ...]:
-    """Return done, total and what follows, of the form that matched."""
-    first = next(at for at in range(2, len(_BARS) * 3 + 1, 3) if bar[at] is not None) - 1
-    return bar.group(first, first + 1, first + 2)
-
-
-def _of_dict(num_losses: int) -> Callable[[str], str | None]:
-    """Read a dict of a logger: a positive epoch, or as many of them as steps are far."""
-
-    def told(text: str) -> str | None:
-        epoch = _EPOCH.search(text)
-        if epoch and float(epoch[1]) > 0:
-            return f"the run was at epoch {epoch[1]}"
-        if _LOSS.search(text) or epoch:
-            return f"{num_losses} lines before it report a loss" if num_losses >= _FAR else ""
+def _of_dict(num_losses: int, text: str) -> str | None:
+    """Read a dict of a logger: a positive epoch, or enough lines with a loss."""
+    epoch = _EPOCH.search(text)
+    if epoch and float(epoch[1]) > 0:
+        return f"the run was at epoch {epoch[1]}"
+    if not epoch and not _LOSS.search(text):
         return None
-
-    return told
+    return f"{num_losses} lines before it report a loss" if num_losses >= _FAR else ""
 
 
 def _of_step(text: str) -> str | None:

@@ -1,8 +1,9 @@
-"""Facts: what the text around an OOM says, in numbers, frames and words."""
+"""Facts: what the text around an OOM shows, in numbers, frames and words."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
@@ -12,7 +13,7 @@ from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
 
 NOT_AVAILABLE_BYTES = 1 << 60
-"""More than any process holds: what NVML writes where it does not know."""
+"""More than any process holds: NVML writes this where the size is unknown."""
 
 # How the Trainer and Unsloth print them before the first step.
 _IN_BANNERS = {
@@ -28,8 +29,7 @@ _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 _SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
-@dataclass(frozen=True, slots=True)
-class SmiProcess:
+class SmiProcess(NamedTuple):
     """Holds one line of the processes table of nvidia-smi."""
 
     card: int
@@ -38,32 +38,26 @@ class SmiProcess:
     num_bytes: int
 
 
+class SmiCard(NamedTuple):
+    """Holds what nvidia-smi shows of a card's memory."""
+
+    used_bytes: int
+    total_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFacts:
-    """Gathers what the rules judge. All sizes are in bytes; None is what the text does not say."""
+    """Gathers what the rules judge. All sizes are in bytes; None is unknown."""
 
     oom: OutOfMemory
-    frames: tuple[Frame, ...]
-    """Outermost first; empty if the text has none."""
-
-    writer: str
-    """The rank or worker that failed, as the log names it; empty if it does not."""
-
-    text: str
-    """The lines around the OOM."""
-
-    command: str
-    """The head of the log: arguments, versions."""
-
+    frames: tuple[Frame, ...]  # outermost first; empty if the text has none
+    writer: str  # the rank or worker that failed, as the log names it; empty if it does not
+    text: str  # the lines around the OOM
+    command: str  # the head of the log: arguments, versions
     processes: tuple[SmiProcess, ...]
-    cards: tuple[tuple[int, int], ...]
-    """Pairs (used, total) of a pasted nvidia-smi table."""
-
-    progress: str
-    """How far the run had come, as one clause; empty if at its start or unknown."""
-
-    num_skipped: int
-    """How many lines say that a batch was skipped."""
+    cards: tuple[SmiCard, ...]
+    progress: str  # how far the run had come, as one clause; empty at its start, or if unknown
+    num_skipped: int  # lines that report a skipped batch
 
     @property
     def asked(self) -> int | None:
@@ -79,8 +73,20 @@ class TextFacts:
         return None if free is not None and free >= NOT_AVAILABLE_BYTES else free
 
     @property
+    def live(self) -> int | None:
+        return self.oom.allocated_bytes
+
+    @property
+    def unused(self) -> int | None:
+        """Return what the allocator holds under no tensor."""
+        oom = self.oom
+        if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
+            return max(0, oom.reserved_bytes - self.live)
+        return oom.unused_bytes
+
+    @property
     def hides_processes(self) -> bool:
-        """Return whether the driver does not say what each process holds: Windows, and WSL."""
+        """Return whether the driver hides what each process holds, as on Windows and WSL."""
         return any(size >= NOT_AVAILABLE_BYTES for _, size in self.oom.process_bytes)
 
     @property
@@ -97,33 +103,21 @@ class TextFacts:
         return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
 
     @property
-    def live(self) -> int | None:
-        return self.oom.allocated_bytes
-
-    @property
-    def unused(self) -> int | None:
-        """Return what the allocator holds under no tensor."""
-        oom = self.oom
-        if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
-            return max(0, oom.reserved_bytes - self.live)
-        return oom.unused_bytes
-
-    @property
     def own(self) -> int | None:
-        """Return what this process holds: as the message says, else what torch has reserved."""
-        told = [size for pid, size in self._told if pid is None]
+        """Return what this process holds: by the message, else what torch has reserved."""
+        own = [size for pid, size in self._named if pid is None]
         reserved = None if self.live is None else self.live + (self.unused or 0)
-        if told or reserved is None or self.total is None or self.free is None:
-            return told[0] if told else reserved
+        if own or reserved is None or self.total is None or self.free is None:
+            return own[0] if own else reserved
         # In a container torch calls itself by a foreign pid. If all that are named and this
         # process do not fit in what is used, one of them is this process.
-        sizes = [size for _, size in self._told]
+        sizes = [size for _, size in self._named]
         fits = [size for size in sizes if size >= reserved]
         used = self.total - self.free
         return min(fits) if fits and sum(sizes) + reserved > 1.02 * used else reserved
 
     @property
-    def _told(self) -> list[tuple[int | None, int]]:
+    def _named(self) -> list[tuple[int | None, int]]:
         return [one for one in self.oom.process_bytes if 0 < one[1] < NOT_AVAILABLE_BYTES]
 
     @property
@@ -134,16 +128,16 @@ class TextFacts:
         return max(0, self.total - self.free - self.own)
 
     @property
-    def beside_torch(self) -> int:
-        """Return what this process holds outside torch's allocator, as far as it is told."""
-        told = [size for pid, size in self._told if pid is None]
-        return max(0, told[0] - (self.live or 0) - (self.unused or 0)) if told else 0
+    def outside_torch(self) -> int:
+        """Return what this process holds outside torch's allocator, as far as it is named."""
+        own = [size for pid, size in self._named if pid is None]
+        return max(0, own[0] - (self.live or 0) - (self.unused or 0)) if own else 0
 
     @property
     def neighbours(self) -> tuple[tuple[int, int], ...]:
         """Return the other processes that the message names, as pairs (pid, bytes)."""
         return tuple(
-            (pid, size) for pid, size in self._told if pid is not None and size != self.own
+            (pid, size) for pid, size in self._named if pid is not None and size != self.own
         )
 
     def called(self, pattern: str, innermost: int | None = None) -> Frame | None:
@@ -157,8 +151,14 @@ class TextFacts:
 
     @property
     def users_frame(self) -> Frame | None:
-        """Return the innermost frame in the user's own code."""
+        """Return the innermost frame in the user's code."""
         return next((one for one in reversed(self.frames) if one.is_users), None)
+
+    @property
+    def users_line(self) -> str:
+        """Name that frame in a sentence; empty if there is none."""
+        frame = self.users_frame
+        return f"The innermost line outside packages is {frame}." if frame else ""
 
     @property
     def failed(self) -> Frame | None:
@@ -167,9 +167,8 @@ class TextFacts:
 
     @property
     def is_notebook(self) -> bool:
-        return bool(self.called(r"ipython-input|^(?:Cell )?In ?\[|ipykernel")) or bool(
-            self.says(r"ipython-input-|\bCell In ?\[|ipykernel")
-        )
+        frame = self.called(r"ipython-input|^(?:Cell )?In ?\[|ipykernel")
+        return bool(frame or self.says(r"ipython-input-|\bCell In ?\[|ipykernel"))
 
     @property
     def is_windows(self) -> bool:
@@ -177,8 +176,8 @@ class TextFacts:
 
     @property
     def is_wsl(self) -> bool:
-        told = self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users")
-        return bool(told) or self.hides_processes
+        is_named = self.says(r"\bWSL|\bwsl2|microsoft-standard|/mnt/[a-z]/Users") is not None
+        return is_named or self.hides_processes
 
     @property
     def launched(self) -> str:
@@ -192,7 +191,7 @@ class TextFacts:
 
 
 def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
-    """Read the facts off the lines around an OOM."""
+    """Read the facts from the lines around an OOM."""
     lines, at = excerpt.lines, excerpt.at
     texts = [line.text for line in lines]
     near = max(0, at - _NUM_NEAR)
@@ -207,14 +206,14 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
         processes=tuple(
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
-        cards=tuple((int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
+        cards=tuple(SmiCard(int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
         progress=progress(lines[: at + 1]),
         num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 
 
 def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
-    """Take what stands right before the message for the place, where no frame is whole."""
+    """Take what stands right before the message as the place, where no frame is complete."""
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
     words = [*before, re.split(r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of", texts[at])[0]]
     return tuple(

@@ -1,4 +1,4 @@
-"""The rules by which a text names a cause, in the order in which they lead.
+"""The rules that name a cause of a text, in the order in which they lead.
 
 The first that applies is the answer, the next ones are "also possible". What numbers or words prove
 comes before what a place in the code suggests.
@@ -7,17 +7,17 @@ comes before what a place in the code suggests.
 from collections.abc import Callable
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes import inference, numbers, off_card, others, place
+from trainer_plugins.explain.text.causes import numbers, off_card, others, place
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
-    # Sizes that cannot be meant.
+    # Sizes that make no sense.
     numbers.impossible_size,
     numbers.contradictory,
     # Who else is on the card.
     others.ddp_gpu0,
     others.data_parallel,
-    inference.engine_share,
+    others.engine_share,
     numbers.spilled,
     others.kept_after_catch,
     others.gave_up,
@@ -60,12 +60,12 @@ _MOST_CAUSES = 3
 
 
 def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
-    """Judge the facts: the answer first, then what is possible too if it is not certain."""
-    found: list[Cause] = []
+    """Judge the facts: the answer first, then what else is possible if it is not certain."""
+    found: dict[str, Cause] = {}
     for rule in RULES:
-        cause = None if found and rule is numbers.capacity else rule(facts)
-        if cause and cause.code not in [one.code for one in found]:
-            found.append(cause)
-        if found and found[0].grade == "certain":
-            break
-    return tuple(found[:_MOST_CAUSES])
+        one = None if found and rule is numbers.capacity else rule(facts)
+        if one is not None:
+            if not found and one.grade == "certain":
+                return (one,)
+            found.setdefault(one.code, one)
+    return tuple(found.values())[:_MOST_CAUSES]

@@ -1,11 +1,17 @@
 """Causes that the numbers of a message show."""
 
-from trainer_plugins.explain.answer import IMPOSSIBLE_BYTES, Cause
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.known_causes import (
+    IMPOSSIBLE_BYTES,
+    cause,
+    is_in_pieces,
+    is_refused_though_free,
+)
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, percent, size
 
-_SLACK_BYTES = GIB // 4
-_FRAGMENTED_FRACTION = 0.04
 _OTHER_FRACTION = 0.25
 _LEAST_OTHERS_BYTES = 2 * GIB
 _LEAST_OTHERS_FRACTION = 0.15
@@ -16,32 +22,27 @@ def impossible_size(facts: TextFacts) -> Cause | None:
     """More than a TiB at once is a wrong shape."""
     if "1EB" not in facts.oom.text and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
         return None
-    said = "more than 1 EB" if "1EB" in facts.oom.text else size(facts.asked or 0)
-    return Cause(
-        code="impossible-size",
-        grade="certain",
-        summary="a size is wrong: no card has so much",
-        evidence=(
-            f"It asked for {said} at once.",
-            "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
-            " memory helps.",
-        ),
+    asked = "more than 1 EB" if "1EB" in facts.oom.text else size(facts.asked or 0)
+    return cause(
+        "impossible-size",
+        f"It asked for {asked} at once.",
+        "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
+        " memory helps.",
     )
 
 
 def is_held_by_others(facts: TextFacts) -> bool:
-    """Return whether others have so much of the card that it is no context and no desktop."""
+    """Return whether others hold more of the card than a context or a desktop takes."""
     total = facts.total or 0
     least = max(_LEAST_OTHERS_FRACTION * total, min(_LEAST_OTHERS_BYTES, total / 2))
     named = sum(size for _, size in facts.neighbours)
     return max(facts.others or 0, named) > least
 
 
-def is_held_beside_torch(facts: TextFacts) -> bool:
-    """Return whether this process has much of the card outside torch: an engine, JAX, NCCL."""
-    return facts.beside_torch > max(
-        _LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0)
-    )
+def is_held_outside_torch(facts: TextFacts) -> bool:
+    """Return whether this process holds much of the card outside torch: an engine, JAX, NCCL."""
+    least = max(_LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0))
+    return facts.outside_torch > least
 
 
 def contradictory(facts: TextFacts) -> Cause | None:
@@ -52,21 +53,17 @@ def contradictory(facts: TextFacts) -> Cause | None:
     if facts.oom.source == "engine":
         return None  # it has asked for nothing yet
     is_absurd = total is not None and free > total
-    # A neighbour may give memory back between the refusal and the message.
+    # A neighbour may release memory between the refusal and the message.
     slack = asked if is_held_by_others(facts) else 0.05 * asked
-    if not is_absurd and free <= asked + slack + _SLACK_BYTES:
+    if not is_absurd and not is_refused_though_free(asked, free, slack):
         return None
     of = f" of {size(total)}" if total is not None else ""
-    return Cause(
-        code="contradictory",
-        grade="likely",
-        summary="memory was refused although it was free",
-        evidence=(
-            f"It asked for {size(asked)} while {size(free)}{of} were free.",
-            "Asking for less need not help: the limit is another one than the card's size.",
-        ),
-        doubt="Which limit it was is not in the text: the system's (WSL, Windows, ROCm, unified"
-        " memory), the number of mappings, or a neighbour that gave memory back before the message"
+    return cause(
+        "contradictory",
+        f"It asked for {size(asked)} while {size(free)}{of} were free.",
+        "Asking for less may not help: the limit is not the card's size.",
+        doubt="The text does not show which limit it was: the system's (WSL, Windows, ROCm, unified"
+        " memory), the number of mappings, or a neighbour that released memory before the message"
         " was written. `nvidia-smi` during the run, and `dmesg`, settle it",
     )
 
@@ -75,18 +72,14 @@ def spilled(facts: TextFacts) -> Cause | None:
     """More is allocated than the card has: Windows lends main memory."""
     if facts.live is None or facts.total is None or facts.live <= facts.total:
         return None
-    return Cause(
-        code="capacity",
-        grade="certain" if facts.is_windows else "likely",
+    return cause(
+        "capacity",
+        f"{size(facts.live)} were allocated on a card of {size(facts.total)}.",
+        "The driver lends main memory then, which is many times slower than the card's.",
         summary="the run needs more than the card has, and spilled into main memory before",
-        evidence=(
-            f"{size(facts.live)} were allocated on a card of {size(facts.total)}.",
-            "The driver lends main memory then, which is many times slower than the card's.",
-        ),
-        doubt=""
-        if facts.is_windows
-        else "That Windows or WSL lends memory is not in the text: an engine that sleeps (vLLM) may"
-        " count what it has given back; its log says so",
+        doubt="The text does not show that Windows or WSL lends memory: an engine that sleeps"
+        " (vLLM) may count what it has released; its log shows that",
+        is_sure=facts.is_windows,
     )
 
 
@@ -100,65 +93,49 @@ def mps_other(facts: TextFacts) -> Cause | None:
     )
     if held < _OTHER_FRACTION * limit:
         return None
-    return Cause(
-        code="mps-other",
-        grade="likely",
-        summary="much of the Mac's limit is held outside torch's live tensors",
-        evidence=(
-            f"{size(held)} of the {size(limit)} that are allowed are 'other allocations':"
-            " torch's cache, Metal's graphs, or other libraries.",
-            f"Live tensors hold {size(facts.live or 0)}.",
-        ),
-        doubt="Whether it is cache that can be given back or what Metal needs is not in the text:"
+    return cause(
+        "mps-other",
+        f"{size(held)} of the {size(limit)} that are allowed are 'other allocations': torch's"
+        " cache, Metal's graphs, or other libraries.",
+        f"Live tensors hold {size(facts.live or 0)}.",
+        doubt="The text does not show whether it is cache that can be released or what Metal needs:"
         " print torch.mps.driver_allocated_memory() before and after torch.mps.empty_cache()",
     )
 
 
 def fragmentation(facts: TextFacts) -> Cause | None:
-    """The request would have fitted in what torch holds unused, but for its pieces."""
+    """The request would have fitted in what torch holds unused, were that in one piece."""
     if not is_fragmented(facts):
         return None
-    asked, unused, free = facts.asked or 0, facts.unused or 0, facts.free or 0
-    return Cause(
-        code="fragmentation",
-        grade="likely",
-        summary="there was enough memory, but in pieces",
-        evidence=(
-            f"It asked for {size(asked)}; torch held {size(unused)} under no tensor, and"
-            f" {size(free)} were free.",
-        ),
-        doubt="How the pieces lie is not in the text; `expandable_segments:True` settles it: if it"
-        " fails again with little unallocated, the run is too large",
+    setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
+    return cause(
+        "fragmentation",
+        f"It asked for {size(facts.asked or 0)}; torch held {size(facts.unused or 0)} under no"
+        f" tensor, and {size(facts.free or 0)} were free.",
+        doubt=f"The text does not show how the pieces lie. `{setting}` settles it: if it fails"
+        " again with little unallocated, the run is too large",
     )
 
 
 def is_fragmented(facts: TextFacts) -> bool:
     """Return whether the unused reservation was large enough to be worth anything here."""
-    if facts.asked is None or facts.unused is None or facts.total is None:
+    asked, unused, free, total = facts.asked, facts.unused, facts.free or 0, facts.total
+    if asked is None or unused is None or total is None:
         return False
-    return (
-        facts.unused >= facts.asked / 2
-        and facts.asked > (facts.free or 0)
-        and facts.unused + (facts.free or 0) >= facts.asked
-        and facts.unused >= _FRAGMENTED_FRACTION * facts.total
-    )
+    return asked > free and is_in_pieces(asked, unused, free, total)
 
 
 def wrong_shape(facts: TextFacts) -> Cause | None:
-    """One tensor is larger than the whole card."""
+    """One tensor is larger than the card."""
     if facts.asked is None or facts.total is None or facts.asked <= facts.total:
         return None
-    where = facts.users_frame
-    return Cause(
-        code="api-misuse",
+    return cause(
+        "api-misuse",
+        f"It asked for {size(facts.asked)} at once on a card of {size(facts.total)}.",
+        facts.users_line,
         grade="possible",
-        summary="one tensor alone is larger than the card",
-        evidence=(
-            f"It asked for {size(facts.asked)} at once on a card of {size(facts.total)}.",
-            *((f"The innermost line outside packages is {where}.",) if where else ()),
-        ),
-        doubt="Whether the shape is meant is not in the text: print the shapes of the inputs of"
-        " that line; a wrong axis, an unpadded length or a whole data set in one batch are usual",
+        doubt="The text does not show whether the shape is meant: print the shapes of the inputs of"
+        " that line; a wrong axis, an unpadded length or a full data set in one batch are usual",
     )
 
 
@@ -174,16 +151,15 @@ def capacity(facts: TextFacts) -> Cause:
         evidence.append(
             f"{size(live)} of {size(total)} ({percent(live / total)}) are under live tensors."
         )
-    if is_held_beside_torch(facts):
-        held = size(facts.beside_torch)
+    if is_held_outside_torch(facts):
+        held = size(facts.outside_torch)
         evidence.append(f"{held} of this process are outside torch: NCCL, graphs, other libraries.")
     if frame:
         evidence.append(f"It failed in {frame}.")
-    return Cause(
-        code="capacity",
+    return cause(
+        "capacity",
+        *(evidence or [f"The words are: {facts.oom.text.splitlines()[0][:160]}"]),
         grade="likely" if fills else "possible",
-        summary="the run needs more memory than the card has",
-        evidence=tuple(evidence) or (f"The words are: {facts.oom.text.splitlines()[0][:160]}",),
         doubt=_open_question(facts),
     )
 
@@ -195,7 +171,7 @@ def _open_question(facts: TextFacts) -> str:
             " this run (`nvidia-smi` while it fails), or pinned main memory, if there was room"
         )
     return (
-        "What fills the card is not in the text: weights, optimizer states, activations or what"
-        " earlier steps have left. `trainer-plugins plan` says what this run should need"
-        + ("" if facts.frames else "; a traceback would say where it failed")
+        "The text does not show what fills the card: weights, optimizer states, activations or what"
+        " earlier steps have left. `trainer-plugins plan` predicts what this run should need"
+        + ("" if facts.frames else "; a traceback would show where it failed")
     )

@@ -1,10 +1,12 @@
-"""Causes beside the card: main memory, shared memory, pinned memory, collectives."""
+"""Causes outside the card: main memory, shared memory, pinned memory, collectives."""
 
 import re
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.oom.rules import Source
 from trainer_plugins.units import GIB, size
 
 _SMALL_BYTES = 4 * GIB
@@ -13,39 +15,49 @@ _USED = r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%"
 _LIMITED = (
     r"OOMKilled|[Mm]emory cgroup|CONSTRAINT_MEMCG|oom_memcg|oom[-_ ]kill event|srun: error.*Out Of"
 )
+_LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"
 
 
 def shm(facts: TextFacts) -> Cause | None:
     """A worker did not get shared memory."""
-    return _of_source(
-        facts,
-        "shared",
-        code="shm",
-        summary="shared memory (/dev/shm) is full",
-        why="Batches of dataloader workers go through /dev/shm; a container has 64 MiB of it.",
-        doubt="A bus error has other reasons too: `df -h /dev/shm` during the run",
+    if facts.oom.source != "shared":
+        return None
+    return cause(
+        "shm",
+        _words(facts),
+        "Batches of dataloader workers go through /dev/shm; a container has 64 MiB of it.",
+        doubt="A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
+        is_sure=facts.oom.is_certain,
+    )
+
+
+def nccl(facts: TextFacts) -> Cause | None:
+    """A collective got no buffer."""
+    if facts.oom.source != "nccl":
+        return None
+    return cause(
+        "nccl",
+        _words(facts),
+        "NCCL allocates outside torch, and torch's cache does not make room for it.",
+        doubt="NCCL_DEBUG=WARN prints the reason that this line leaves out",
+        is_sure=facts.oom.is_certain,
     )
 
 
 def host_limit(facts: TextFacts) -> Cause | None:
-    """A container or a job passed its limit of main memory."""
+    """A container or a job exceeded its limit of main memory."""
     if facts.oom.source != "host":
         return None
-    told = re.search(_LIMITED, facts.oom.text)
-    near = facts.says(
-        r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"
-    )
-    if not told and not (near and _is_killed(facts)):
+    is_named = re.search(_LIMITED, facts.oom.text)
+    if not is_named and not (facts.says(_LIMITING) and _is_killed(facts)):
         return None
-    return Cause(
-        code="host-limit",
-        grade="certain" if told else "likely",
-        summary="the job or container passed its limit of main memory",
-        evidence=(f"The words are: {_first_line(facts)}", *_host_use(facts)),
-        doubt=""
-        if told
-        else "SIGKILL does not say who sent it: `kubectl describe pod`, `sacct -j JOB"
+    return cause(
+        "host-limit",
+        _words(facts),
+        _host_use(facts),
+        doubt="SIGKILL does not say who sent it: `kubectl describe pod`, `sacct -j JOB"
         " --format=State,MaxRSS,ReqMem` or `cat /sys/fs/cgroup/memory.events` settles it",
+        is_sure=is_named,
     )
 
 
@@ -58,15 +70,13 @@ def host_kill(facts: TextFacts) -> Cause | None:
     )
     if not by_kernel and not _is_killed(facts):
         return None
-    return Cause(
-        code="host-kill",
-        grade="certain" if by_kernel else "likely",
-        summary="the process was killed because main memory ran out",
-        evidence=(f"The words are: {_first_line(facts)}", *_host_use(facts)),
-        doubt=""
-        if by_kernel
-        else "SIGKILL does not say who sent it: `sudo dmesg -T | grep -i 'killed process'` settles"
+    return cause(
+        "host-kill",
+        _words(facts),
+        _host_use(facts),
+        doubt=f"SIGKILL does not say who sent it: `{advice.FIND_THE_KILL.flag(Door.SHELL)}` settles"
         " it; in a container look at `cat /sys/fs/cgroup/memory.events`",
+        is_sure=by_kernel,
     )
 
 
@@ -78,15 +88,12 @@ def host_commit(facts: TextFacts) -> Cause | None:
     )
     if not by_code and not (by_torch and (facts.asked or 0) < _SMALL_BYTES):
         return None
-    return Cause(
-        code="host-commit",
-        grade="certain" if by_code else "likely",
-        summary="Windows' commit limit is reached: main memory and the paging file together",
-        evidence=(f"The words are: {_first_line(facts)}",),
-        doubt=""
-        if by_code
-        else "Whether main memory or the paging file is the limit is not in the text: Task Manager,"
-        " Performance, Memory, 'Committed' settles it",
+    return cause(
+        "host-commit",
+        _words(facts),
+        doubt="The text does not show whether main memory or the paging file is the limit: Task"
+        " Manager, Performance, Memory, 'Committed' settles it",
+        is_sure=by_code,
     )
 
 
@@ -94,79 +101,26 @@ def host_alloc(facts: TextFacts) -> Cause | None:
     """Main memory refused one allocation."""
     if facts.oom.source != "host" or not facts.oom.is_certain:
         return None
-    frame = facts.users_frame
     asked = f"It asked for {size(facts.asked)} of main memory." if facts.asked else ""
-    return Cause(
-        code="host-alloc",
-        grade="certain",
-        summary="main memory (not the card's) was refused",
-        evidence=tuple(
-            filter(
-                None,
-                (
-                    f"The words are: {_first_line(facts)}",
-                    asked,
-                    f"The innermost line outside packages is {frame}." if frame else "",
-                    *_host_use(facts),
-                ),
-            )
-        ),
-    )
-
-
-def nccl(facts: TextFacts) -> Cause | None:
-    """A collective got no buffer."""
-    return _of_source(
-        facts,
-        "nccl",
-        code="nccl",
-        summary="NCCL got no memory for its buffers: torch has left it no room",
-        why="NCCL allocates outside torch, and torch's cache does not make room for it.",
-        doubt="NCCL_DEBUG=WARN prints the reason that this line leaves out",
-    )
-
-
-def _of_source(
-    facts: TextFacts, source: Source, *, code: str, summary: str, why: str, doubt: str
-) -> Cause | None:
-    """Name the cause that the words of one source stand for, with a doubt if they may not."""
-    if facts.oom.source != source:
-        return None
-    sure = facts.oom.is_certain
-    return Cause(
-        code=code,
-        grade="certain" if sure else "likely",
-        summary=summary,
-        evidence=(f"The words are: {_first_line(facts)}", why),
-        doubt="" if sure else doubt,
-    )
+    return cause("host-alloc", _words(facts), asked, facts.users_line, _host_use(facts))
 
 
 def pinned(facts: TextFacts) -> Cause | None:
-    """Page-locked main memory ran out; the driver says it in its own words."""
+    """Page-locked main memory ran out, which the driver reports in its own words."""
+    is_certain = facts.oom.source == "pinned"
     is_driver = facts.oom.source == "driver" and facts.total is None
     frame = facts.called(_PINS, innermost=6) if is_driver else None
-    wsl = is_driver and facts.is_wsl
-    if facts.oom.source != "pinned" and not frame and not wsl:
+    is_wsl = is_driver and facts.is_wsl
+    if not is_certain and not frame and not is_wsl:
         return None
-    sure = facts.oom.source == "pinned"
-    return Cause(
-        code="pinned",
-        grade="certain" if sure else "likely",
-        summary="page-locked (pinned) main memory ran out, not the card's",
-        evidence=(
-            f"It failed in {frame}." if frame else f"The words are: {_first_line(facts)}",
-            *(
-                ("The text speaks of WSL, which can pin half of its memory at most.",)
-                if wsl
-                else ()
-            ),
-            "The driver's words have no numbers of torch's, as for pinned memory.",
-        ),
-        doubt=""
-        if sure
-        else "The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
+    return cause(
+        "pinned",
+        f"It failed in {frame}." if frame else _words(facts),
+        "The text speaks of WSL, which can pin half of its memory at most." if is_wsl else "",
+        "The driver's words have no numbers of torch's, as for pinned memory.",
+        doubt="The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
         " while it fails, it is main memory; WSL pins half of what it has at most",
+        is_sure=is_certain,
     )
 
 
@@ -174,14 +128,15 @@ def _is_killed(facts: TextFacts) -> bool:
     return "killed from outside" in facts.oom.fatal
 
 
-def _first_line(facts: TextFacts) -> str:
-    return next(iter(facts.oom.text.strip().splitlines()), "")[:200]
+def _words(facts: TextFacts) -> str:
+    line = next(iter(facts.oom.text.strip().splitlines()), "")
+    return f"The words are: {line[:200]}"
 
 
-def _host_use(facts: TextFacts) -> tuple[str, ...]:
+def _host_use(facts: TextFacts) -> str:
     used = list(re.finditer(_USED, facts.text))
     if not used:
-        return ()
+        return ""
     gib, share = float(used[-1][1]), float(used[-1][2])
     total = f", so it has about {gib / share * 100:.0f} GB" if share else ""
-    return (f"DeepSpeed last saw {gib} GB of main memory in use, {share} % of the host{total}.",)
+    return f"DeepSpeed last saw {gib} GB of main memory in use, {share} % of the host{total}."

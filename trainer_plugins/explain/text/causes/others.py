@@ -1,9 +1,13 @@
-"""Causes outside this run: neighbours on the card, other ranks, frameworks, earlier runs."""
+"""Causes outside this run: neighbours on the card, engines, ranks, frameworks, earlier runs."""
 
+import re
 from collections import defaultdict
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes.numbers import is_held_by_others
+from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import percent, size
 
@@ -12,6 +16,14 @@ _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
+_ENGINE = r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|EngineCore|cumem_allocator"
+_WARMS_UP = r"warming up|Capture cuda graph failed"
+# The words of an engine that refuses to start, and what they mean.
+_REFUSALS = (
+    (r"on startup", "the inference engine asks for a larger share of the card than is free"),
+    (r"max seq len", "the longest request does not fit in the inference engine's KV cache"),
+    (r"", "the inference engine's share of the card leaves nothing for its KV cache"),
+)
 
 
 def ddp_gpu0(facts: TextFacts) -> Cause | None:
@@ -21,16 +33,13 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
     stray = [one for one in facts.processes if one.card == first and len(cards_of[one.pid]) > 1]
     if len(stray) < 2:
         return None
-    return Cause(
-        code="ddp-gpu0",
-        grade="likely",
-        summary=f"several ranks hold memory on card {first} beside their own card",
-        evidence=(
-            f"nvidia-smi lists {len(stray)} processes on card {first} that hold another card too,"
-            f" with {size(sum(one.num_bytes for one in stray))} on card {first}.",
-        ),
-        doubt="Where the context is opened is not in the text: look for torch.load without"
-        " map_location and for CUDA calls before torch.cuda.set_device",
+    return cause(
+        "ddp-gpu0",
+        f"nvidia-smi lists {len(stray)} processes on card {first} that hold another card too,"
+        f" with {size(sum(one.num_bytes for one in stray))} on card {first}.",
+        summary=f"several ranks hold memory on card {first} in addition to their own card",
+        doubt="The text does not show where the context is opened: look for torch.load onto a card,"
+        " and for CUDA calls before torch.cuda.set_device",
     )
 
 
@@ -39,9 +48,7 @@ def data_parallel(facts: TextFacts) -> Cause | None:
     frame = facts.called(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
     evidence = [f"It failed in {frame}."] if frame else []
     for pid, cards in _cards_of(facts).items():
-        held = sorted(
-            ((one.card, one.num_bytes) for one in facts.processes if one.pid == pid),
-        )
+        held = sorted((one.card, one.num_bytes) for one in facts.processes if one.pid == pid)
         rest = max((num_bytes for _, num_bytes in held[1:]), default=0)
         if len(cards) > 1 and held[0][1] > _UNEVEN * rest:
             evidence.append(
@@ -50,11 +57,9 @@ def data_parallel(facts: TextFacts) -> Cause | None:
             )
     if not evidence:
         return None
-    return Cause(
-        code="data-parallel",
-        grade="likely",
-        summary="one process drives all cards (DataParallel): the first holds more than the others",
-        evidence=tuple(evidence[:2]),
+    return cause(
+        "data-parallel",
+        *evidence[:2],
         doubt="A model that device_map spreads over the cards looks alike in nvidia-smi: print"
         " type(trainer.model_wrapped), or see whether torchrun started the script",
     )
@@ -67,17 +72,51 @@ def _cards_of(facts: TextFacts) -> dict[int, set[int]]:
     return cards
 
 
+def engine_share(facts: TextFacts) -> Cause | None:
+    """An inference engine has a fixed share of the card."""
+    words = facts.oom.text.split("\n")[0]
+    if facts.oom.source == "engine":
+        summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
+        return cause("engine-share", f"The engine refuses to start: {words[:200]}", summary=summary)
+    inside = facts.called(r"[/\\](?:vllm|sglang)[/\\]|\b(?:vllm|sglang)\.")
+    engine = inside or re.search(_ENGINE, facts.writer + words)
+    warming = re.search(_WARMS_UP, facts.oom.text)
+    if facts.called(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
+        return None
+    if not warming and not engine and not (_is_crowded(facts) and facts.says(_ENGINE)):
+        return None
+    if warming:
+        why = "The engine reports that it ran out while it was warmed up."
+    elif engine:
+        why = f"It failed in {inside or facts.writer or 'vLLM, as the words show'}."
+    else:
+        why = "The text speaks of vLLM or SGLang on the same card."
+    return cause(
+        "engine-share",
+        sum_of(facts) if facts.others is not None else "",
+        why,
+        doubt="The text does not show whether the engine or the training takes too much: the"
+        " engine's log has what it reserved for its KV cache",
+        is_sure=warming,
+    )
+
+
+def _is_crowded(facts: TextFacts) -> bool:
+    """Return whether others hold the card, or the engine counts what it has released."""
+    held = is_held_by_others(facts) or is_held_outside_torch(facts)
+    return held or (facts.live or 0) > (facts.total or facts.live or 0)
+
+
 def gave_up(facts: TextFacts) -> Cause | None:
-    """Whoever looks for a batch size that fits caught each OOM, and found none."""
+    """A search for a batch size that fits caught each OOM, and found none."""
     if not facts.has_tried_one_row or facts.progress:
         return None
-    return Cause(
-        code="capacity",
-        grade="likely",
+    return cause(
+        "capacity",
+        f"The words are: {facts.oom.text[:200]}",
         summary="not even one row fits: auto_find_batch_size has tried all sizes down to it",
-        evidence=(f"The words are: {facts.oom.text[:200]}",),
-        doubt="The OOM that was caught is not in the text, nor whether the tries before have left"
-        " something: the run prints it with --auto_find_batch_size False and one row",
+        doubt="The text has neither the OOM that was caught nor what the tries before it left: the"
+        f" run prints it with {advice.PRINT_THE_OOM.flag(Door.TRAINER)}",
     )
 
 
@@ -85,64 +124,49 @@ def other_framework(facts: TextFacts) -> Cause | None:
     """JAX or TensorFlow got no memory: what is known of torch does not apply."""
     if not facts.framework:
         return None
-    asked = f"It asked for {size(facts.asked)} at once." if facts.asked else ""
-    return Cause(
-        code="capacity",
-        grade="likely",
+    shows = {
+        "JAX": "jax.profiler.save_device_memory_profile('memory.prof') shows it",
+        "TensorFlow": "tf.config.experimental.get_memory_info('GPU:0') shows this program's part",
+    }
+    return cause(
+        "capacity",
+        f"The words are: {facts.oom.text.strip()[:200]}",
+        f"It asked for {size(facts.asked)} at once." if facts.asked else "",
         summary=f"{facts.framework}, not torch, found no room on the card",
-        evidence=tuple(filter(None, (f"The words are: {facts.oom.text.strip()[:200]}", asked))),
-        doubt="What fills the card is not in the text:"
-        " jax.profiler.save_device_memory_profile('memory.prof') shows it"
-        if facts.framework == "JAX"
-        else "What fills the card is not in the text:"
-        " tf.config.experimental.get_memory_info('GPU:0') shows what is this program's",
+        doubt=f"The text does not show what fills the card: {shows[facts.framework]}",
     )
 
 
 def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
-    if facts.others is not None and facts.total:
-        if not is_held_by_others(facts) or not _would_fit_alone(facts):
-            return None
-        if facts.called(_DESERIALISES, innermost=12):
-            return _ranks_on_one_card(facts)
-        named = bool(facts.neighbours)
-        sure = named or facts.others >= _SURE_FRACTION * facts.total
-        return Cause(
-            code="foreign",
-            grade="certain" if sure else "likely",
-            summary="another process holds the card",
-            evidence=(
-                sum_of(facts),
-                *_names(facts),
-                *(
-                    ["It is not this run: no batch size, no allocator setting helps."]
-                    if sure
-                    else []
-                ),
-            ),
-            doubt=""
-            if sure
-            else "Memory of this process outside torch (TensorFlow, JAX, a second library) would"
-            " look alike: `nvidia-smi --query-compute-apps=pid,used_memory --format=csv` tells",
-        )
-    return _by_table(facts) or _at_first_touch(facts)
-
-
-def _ranks_on_one_card(facts: TextFacts) -> Cause:
-    return Cause(
-        code="ddp-gpu0",
-        grade="likely",
-        summary="a checkpoint is loaded onto the card it was saved from, on which others are",
-        evidence=(sum_of(facts), f"It failed in {facts.called(_DESERIALISES)}."),
-        doubt="Whether the others are ranks of this run, which load onto the same card, or somebody"
-        " else's is not in the text: `nvidia-smi` settles it",
+    if facts.others is None or not facts.total:
+        return _by_table(facts) or _at_first_touch(facts)
+    room_without_them = (facts.free or 0) + facts.others + (facts.unused or 0)
+    if not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
+        return None
+    if facts.called(_DESERIALISES, innermost=12):
+        return _ranks_on_one_card(facts)
+    is_sure = bool(facts.neighbours) or facts.others >= _SURE_FRACTION * facts.total
+    return cause(
+        "foreign",
+        sum_of(facts),
+        _names(facts),
+        "It is not this run: no batch size, no allocator setting helps." if is_sure else "",
+        doubt="Memory of this process outside torch (TensorFlow, JAX, a second library) would look"
+        f" alike: `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
+        is_sure=is_sure,
     )
 
 
-def _would_fit_alone(facts: TextFacts) -> bool:
-    room = (facts.free or 0) + (facts.others or 0) + (facts.unused or 0)
-    return (facts.asked or 0) <= room
+def _ranks_on_one_card(facts: TextFacts) -> Cause:
+    return cause(
+        "ddp-gpu0",
+        sum_of(facts),
+        f"It failed in {facts.called(_DESERIALISES)}.",
+        summary="a checkpoint is loaded onto the card it was saved from, on which others are",
+        doubt="The text does not show whether the others are ranks of this run that load onto the"
+        " same card: `nvidia-smi` settles it",
+    )
 
 
 def sum_of(facts: TextFacts) -> str:
@@ -153,10 +177,10 @@ def sum_of(facts: TextFacts) -> str:
     )
 
 
-def _names(facts: TextFacts) -> tuple[str, ...]:
-    told = [f"process {pid} has {size(held)}" for pid, held in facts.neighbours]
-    told += [f"{one.name} (pid {one.pid}) has {size(one.num_bytes)}" for one in facts.processes]
-    return (f"The text names {', '.join(told[:6])}.",) if told else ()
+def _names(facts: TextFacts) -> str:
+    found = [f"process {pid} has {size(held)}" for pid, held in facts.neighbours]
+    found += [f"{one.name} (pid {one.pid}) has {size(one.num_bytes)}" for one in facts.processes]
+    return f"The text names {', '.join(found[:6])}." if found else ""
 
 
 def _by_table(facts: TextFacts) -> Cause | None:
@@ -168,51 +192,45 @@ def _by_table(facts: TextFacts) -> Cause | None:
     used, total = facts.cards[device] if device < len(facts.cards) else full[0]
     if used < _FULL_FRACTION * total:
         used, total = full[0]
-    return Cause(
-        code="foreign",
-        grade="likely",
-        summary="another process holds the card",
-        evidence=(f"nvidia-smi shows {size(used)} of {size(total)} in use.", *_names(facts)),
+    return cause(
+        "foreign",
+        f"nvidia-smi shows {size(used)} of {size(total)} in use.",
+        _names(facts),
         doubt="The table may have been made while this run was on the card: make it again when the"
         " run is gone",
     )
 
 
 def _at_first_touch(facts: TextFacts) -> Cause | None:
-    """A driver that refuses the first thing it is asked for."""
+    """A driver refuses the first thing it is asked for."""
     is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
     if facts.oom.source != "driver" or not facts.failed or is_later:
         return None
-    return Cause(
-        code="foreign",
-        grade="possible",
+    return cause(
+        "foreign",
+        f"The driver refused the first memory that was asked for, in {facts.failed}.",
         summary="the card was probably full before this process began",
-        evidence=(f"The driver refused the first memory that was asked for, in {facts.failed}.",),
-        doubt="The message has no numbers: `nvidia-smi --query-gpu=index,memory.used,memory.total"
-        " --format=csv` before the start settles it",
+        grade="possible",
+        doubt=f"The message has no numbers: `{advice.SHOW_CARDS.flag(Door.SHELL)}` before the start"
+        " settles it",
     )
 
 
 def leftover(facts: TextFacts) -> Cause | None:
     """Something of an earlier run in this process is still alive."""
     trial = facts.says(_TRIAL)
-    full = facts.live is not None and bool(facts.total)
-    full = full and (facts.live or 0) >= 0.7 * (facts.total or 0)
-    small = (facts.asked or 0) < 0.05 * (facts.total or 0)
-    if not trial and not (facts.is_notebook and full and small):
+    share = (facts.live or 0) / (facts.total or 1)
+    is_small = (facts.asked or 0) < 0.05 * (facts.total or 0)
+    if not trial and not (facts.is_notebook and facts.total and share >= 0.7 and is_small):
         return None
-    if trial:
-        evidence = f"The text says '{trial[0]}': the trials share one process."
-    else:
-        share = percent((facts.live or 0) / (facts.total or 1))
-        evidence = f"A notebook asked for {size(facts.asked or 0)} when {share} was already live."
-    return Cause(
-        code="leftover",
+    return cause(
+        "leftover",
+        f"The text shows '{trial[0]}': the trials share one process."
+        if trial
+        else f"A notebook asked for {size(facts.asked or 0)} with {percent(share)} already live.",
         grade="possible",
-        summary="an earlier run in this process may still hold its memory",
-        evidence=(evidence,),
-        doubt="Whether a cell or a trial ran before is not in the text: restart the kernel, and see"
-        " whether the first run fails as well",
+        doubt="The text does not show whether a cell or a trial ran before: restart the kernel, and"
+        " see whether the first run fails as well",
     )
 
 
@@ -220,11 +238,10 @@ def kept_after_catch(facts: TextFacts) -> Cause | None:
     """The script catches the OOM, and what it caught keeps the tensors."""
     if facts.num_skipped < 2:
         return None
-    return Cause(
-        code="leak",
-        grade="likely",
+    return cause(
+        "leak",
+        f"{facts.num_skipped} lines report a skipped batch.",
         summary="the script catches the OOM and keeps its tensors",
-        evidence=(f"{facts.num_skipped} lines say that a batch was skipped.",),
-        doubt="Whether each failure has its own reason is not in the text: print"
+        doubt="The text does not show whether each failure has its own reason: print"
         " torch.cuda.memory_allocated() after each skipped batch; it should fall back",
     )

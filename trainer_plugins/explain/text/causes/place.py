@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, MIB, size
 
@@ -53,17 +56,12 @@ class ByFrame:
 
     code: str
     pattern: str
-    summary: str
     doubt: str
+    summary: str = ""
     innermost: int | None = _DEEP
-    unless: str = ""
-    """Frames with which it is something else."""
-
-    unless_within: str = ""
-    """Frames that it must not have called: then those were what failed."""
-
-    within: str = ""
-    """A frame that must be there as well."""
+    unless: str = ""  # frames with which it is something else
+    unless_within: str = ""  # frames that it must not have called: then those were what failed
+    within: str = ""  # a frame that must be there as well
 
     def __call__(self, facts: TextFacts) -> Cause | None:
         """Judge the frames."""
@@ -75,13 +73,8 @@ class ByFrame:
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
         if self.unless_within and deeper and facts.called(self.unless_within, deeper):
             return None
-        return Cause(
-            code=self.code,
-            grade="likely",
-            summary=self.summary,
-            evidence=(f"It failed in {frame}.",),
-            doubt=self.doubt,
-        )
+        place = f"It failed in {frame}."
+        return cause(self.code, place, summary=self.summary, doubt=self.doubt)
 
 
 eval_logits = ByFrame(
@@ -90,9 +83,8 @@ eval_logits = ByFrame(
     r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
     within=EVALUATION,
     innermost=10,
-    summary="evaluation keeps the logits of every batch on the card",
-    doubt="How many batches had been kept is not in the text: with no compute_metrics, or with"
-    " --eval_accumulation_steps 1, it should not come back",
+    doubt="The text does not show how many batches had been kept: with no compute_metrics, or with"
+    f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
 )
 eval_batch = ByFrame(
     code="eval-batch",
@@ -100,8 +92,8 @@ eval_batch = ByFrame(
     innermost=None,
     unless=r"past_key_value|cache_utils|torch[/\\]optim[/\\]",
     summary="evaluation does not fit: its batch, or what training and earlier batches left",
-    doubt="Whether the batch or kept outputs are too large is not in the text: see whether it fails"
-    " with --per_device_eval_batch_size 1 at the first or at a later batch",
+    doubt="The text does not show whether the batch or kept outputs are too large: see whether it"
+    f" fails with {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)} at the first batch too",
 )
 save_gather = ByFrame(
     code="save-gather",
@@ -111,9 +103,8 @@ save_gather = ByFrame(
     innermost=20,
     unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
     r"|from_pretrained|\bevaluate\b|evaluation_loop",
-    summary="saving gathers the whole state on one card",
-    doubt="How large the gathered state is, is not in the text: weights in fp32 take 4 bytes for"
-    " each parameter",
+    doubt="The text does not show how large the gathered state is: weights in fp32 take 4 bytes a"
+    " parameter",
 )
 resume_load = ByFrame(
     code="resume-load",
@@ -122,9 +113,8 @@ resume_load = ByFrame(
     r"|\brestore\b",
     innermost=20,
     unless=LOADING + r"|safetensors",
-    summary="a checkpoint is loaded onto the card beside what is there already",
-    doubt="Whether the checkpoint or the run itself is too large is not in the text: see whether it"
-    " fits without resuming",
+    doubt="The text does not show whether the checkpoint or the run itself is too large: see"
+    " whether it fits without resuming",
 )
 load_too_large = ByFrame(
     code="load-too-large",
@@ -132,23 +122,21 @@ load_too_large = ByFrame(
     r"|materialize|prepare_model_for_kbit_training",
     innermost=None,
     unless=r"training_step|\bforward\b|backward",
-    summary="the weights alone do not fit on the card",
-    doubt="Whether something else was on the card already is not in the text: compare parameters x"
-    " bytes with what `nvidia-smi` shows as free before the start",
+    doubt="The text does not show whether something else was on the card already: compare"
+    " parameters x bytes with what `nvidia-smi` shows as free before the start",
 )
 shard_too_large = ByFrame(
     code="load-too-large",
     pattern=SHARDING,
     unless=r"training_step|\bforward\b|backward|_unshard|save",
-    summary="the whole weights do not fit on the card, on which they are before they are sharded",
-    doubt="Whether each rank loads the whole model onto its card or only one does is not in the"
-    " text: `nvidia-smi` while it starts shows which cards are full",
+    summary="the full weights do not fit on the card, on which they are before they are sharded",
+    doubt="The text does not show whether each rank loads the full model onto its card or only one"
+    " does: `nvidia-smi` while it starts shows which cards are full",
 )
 adapter_delta = ByFrame(
     code="adapter-delta",
     pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py|get_weight_norm",
-    summary="LoRA makes a delta as large as the weights that it adapts",
-    doubt="How large the delta is, is not in the text: all experts of a layer at once if"
+    doubt="The text does not show how large the delta is: all experts of a layer at once if"
     " target_parameters names them, however few rows there are",
 )
 move_too_large = ByFrame(
@@ -157,8 +145,8 @@ move_too_large = ByFrame(
     innermost=4,
     unless=r"training_step|\bforward\b|backward|collat|load_state_dict",
     summary="the model does not fit when it is moved to the card",
-    doubt="Whether something else was on the card already is not in the text: `nvidia-smi` before"
-    " the start settles it",
+    doubt="The text does not show whether something else was on the card already: `nvidia-smi`"
+    " before the start settles it",
 )
 before_training = ByFrame(
     code="load-too-large",
@@ -167,7 +155,7 @@ before_training = ByFrame(
     innermost=8,
     unless=r"training_step|\bforward\b|backward|optim",
     summary="the weights, or a copy of them, do not fit before the first step",
-    doubt="What is copied, and in which dtype, is not in the text: print"
+    doubt="The text does not show what is copied, and in which dtype: print"
     " model.get_memory_footprint() before that line",
 )
 image_size = ByFrame(
@@ -176,24 +164,22 @@ image_size = ByFrame(
     r"|patch_embed|pixel_values|image_tower",
     innermost=12,
     unless=r"backward",
-    summary="pictures make too many patches in the vision tower",
-    doubt="The sizes of the pictures are not in the text: print pixel_values.shape of the batch",
+    doubt="The text does not show the sizes of the pictures: print pixel_values.shape of the batch",
 )
 generate_cache = ByFrame(
     code="generate-cache",
     pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
     r"|KVCache",
     summary="the cache of keys and values of generation has grown too large",
-    doubt="How long prompts and answers were is not in the text: print the shape of input_ids",
+    doubt="The text does not show how long prompts and answers were: print input_ids.shape",
 )
 generation = ByFrame(
     code="generate-cache",
     pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
     innermost=None,
     unless=r"backward",
-    summary="generation does not fit: its batch, its prompts or its cache",
-    doubt="Which of them it is, is not in the text: see whether it fits with one prompt, and with a"
-    " small max_new_tokens",
+    doubt="The text does not show which of them it is: see whether it fits with one prompt, and"
+    " with a small max_new_tokens",
 )
 optimizer_state = ByFrame(
     code="optimizer-state",
@@ -202,17 +188,15 @@ optimizer_state = ByFrame(
     r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
     r"|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
     unless_within=r"\bforward\b|training_step|backward",
-    summary="the optimizer's states, or the temporaries of its step, do not fit",
-    doubt="Whether the states or the temporaries of a foreach step are too large is not in the"
-    " text: if the first step fails it is usually the states",
+    doubt="The text does not show whether the states or the temporaries of a foreach step are too"
+    " large: if the first step fails it is usually the states",
 )
 zero3_gather = ByFrame(
     code="zero3-gather",
     pattern=r"all_gather_params|_all_gather|partition_parameters|fetch_sub_module|all_gather_into"
     r"|partitioned_param|GatheredParameters|_unshard\b|\bunshard",
-    summary="parameters that are gathered from the ranks do not fit",
-    doubt="Whether one layer or many prefetched ones are too large is not in the text: set"
-    " stage3_prefetch_bucket_size to 0 and see",
+    doubt="The text does not show whether one layer or many prefetched ones are too large: see"
+    " whether it fits without prefetching",
 )
 
 
@@ -227,35 +211,30 @@ def logits_loss(facts: TextFacts) -> Cause | None:
     if asked and facts.called(_LANGUAGE):
         vocabulary = facts.rows("vocab_size")
         sizes = (vocabulary,) if vocabulary else (32_000, 128_256, 151_936)
-        told = " or ".join(f"{asked // (4 * one):,} of {one:,}" for one in sizes)
-        tokens = f"{size(asked)} in fp32 are the logits of so many tokens of a vocabulary: {told}."
-    return Cause(
-        code="logits-loss",
-        grade="likely",
-        summary="the logits at the loss do not fit",
-        evidence=tuple(filter(None, (f"It failed in {frame}.", tokens))),
-        doubt="The shape of the logits is not in the text: print logits.shape before that line",
+        counts = " or ".join(f"{asked // (4 * one):,} tokens of {one:,} words" for one in sizes)
+        tokens = f"{size(asked)} are logits in fp32 of {counts}."
+    return cause(
+        "logits-loss",
+        f"It failed in {frame}.",
+        tokens,
+        doubt="The text does not show the shape of the logits: print logits.shape before that line",
     )
 
 
 def quadratic_attention(facts: TextFacts) -> Cause | None:
     """A matrix of length x length."""
     frame = facts.called(ATTENTION, innermost=3)
-    if not frame or (facts.asked or 0) < LEAST_QUADRATIC_BYTES:
-        return None
     asked = facts.asked or 0
+    if not frame or asked < LEAST_QUADRATIC_BYTES:
+        return None
     lengths = ", ".join(
         f"{int((asked / (heads * 2)) ** 0.5):,} with {heads} heads" for heads in (8, 16, 32)
     )
-    return Cause(
-        code="quadratic-attention",
-        grade="likely",
-        summary="attention makes a matrix of length x length",
-        evidence=(
-            f"It failed in {frame}.",
-            f"{size(asked)} in 2 bytes, for one row, are a length of {lengths}.",
-        ),
-        doubt="Heads, rows and length are not in the text: print the shapes of query and key",
+    return cause(
+        "quadratic-attention",
+        f"It failed in {frame}.",
+        f"{size(asked)} in 2 bytes, for one row, are a length of {lengths}.",
+        doubt="The text does not show heads, rows and length: print the shapes of query and key",
     )
 
 
@@ -264,11 +243,10 @@ def long_sample(facts: TextFacts) -> Cause | None:
     is_else = facts.called(EVALUATION) or not (facts.called(TRAINING) or not facts.frames)
     if not facts.progress or is_else or facts.oom.source not in ("allocator", "masked", "library"):
         return None
-    return Cause(
-        code="long-sample",
+    return cause(
+        "long-sample",
+        f"It had fitted for some time: {facts.progress}.",
         grade="possible",
-        summary="earlier steps fitted, so this batch was larger, or memory had grown",
-        evidence=(f"It had fitted for some time: {facts.progress}.",),
         doubt="A longer batch, memory that grows from step to step, and what an evaluation left"
-        " look alike here: `trainer-plugins exec --preset observe -- COMMAND` records which it is",
+        f" look alike here: `{advice.OBSERVE.flag(Door.SHELL)}` records which it is",
     )

@@ -12,7 +12,7 @@ from trainer_plugins.explain.text.causes.place import (
     SHARDING,
 )
 from trainer_plugins.explain.text.remedies import engine
-from trainer_plugins.explain.text.remedies.filled import uses_trainer
+from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 Test = Callable[[TextFacts], object]
@@ -97,6 +97,7 @@ APPLIES: Mapping[Advice, Test] = {
         _is_windows, says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
     ),
     advice.PAD_TO_FEW_LENGTHS: uses_trainer,
+    advice.LIGER: uses_trainer,
     advice.WSL_MEMORY: _is_windows,
     advice.JAX_SHARE: none_of(_TPU),
     advice.JAX_GROWS: none_of(_TPU),
@@ -133,8 +134,8 @@ APPLIES: Mapping[Advice, Test] = {
     ),
     advice.NO_PINNED_ACTIVATIONS: _is_unsloth,
     advice.NO_PINNED_BATCHES: none_of(_is_unsloth),
-    advice.HEADROOM: uses_trainer,
-    advice.MEMORY_FRACTION: none_of(uses_trainer),
+    advice.HEADROOM: shows_trainer,
+    advice.MEMORY_FRACTION: none_of(shows_trainer),
     advice.KEEP_NUMBERS: lambda facts: facts.num_skipped < 2,
     advice.EMPTY_CACHE_AFTER_EXCEPT: lambda facts: facts.num_skipped >= 2,
     advice.RELEASE_EARLIER_RUNS: _TRIAL,
@@ -146,6 +147,7 @@ APPLIES: Mapping[Advice, Test] = {
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
     ("engine-share", advice.END_PROCESS): engine.is_startup,
+    ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
     ("host-alloc", advice.SDPA_ATTENTION): all_of(called(ATTENTION, innermost=3), _is_large),
     ("host-alloc", advice.SMALLER_MICRO_BATCH): called(r"\bforward\b|backward|loss", innermost=4),

@@ -52,9 +52,9 @@ def lower(facts: TextFacts) -> Remedy | None:
         missing = asked - free
         new = advice.smaller_share(share, missing / total)
         given = int((share - new) * total)
-        effect = f"releases {size(given)}; at least {size(missing)} are missing" + (
-            ", so the training has to take less too" * (given < missing)
-        )
+        effect = f"releases {size(given)}; at least {size(missing)} are missing"
+        if given < missing:
+            effect += ", so the training has to take less too"
     else:
         new, effect = advice.smaller_share(share), advice.SMALLER_ENGINE_SHARE.effect
     if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
@@ -88,12 +88,12 @@ def higher(facts: TextFacts) -> Remedy | None:
 
 def shorter(facts: TextFacts) -> Remedy | None:
     """Take the length that the engine says would fit."""
-    told = facts.says(_LENGTH) if _has_no_cache(facts) else None
-    if not told:
+    found = facts.says(_LENGTH) if _has_no_cache(facts) else None
+    if not found:
         return None
     door = Door.TRL if _program(facts).door is Door.TRL else Door.VLLM
-    do = advice.SHORTER_REQUESTS.flag(door, length=told[1] or told[2])
-    return remedy(advice.SHORTER_REQUESTS, do, by_arithmetic=True)
+    length = found[1] or found[2]
+    return remedy(advice.SHORTER_REQUESTS, door, by_arithmetic=True, length=length)
 
 
 def fewer_sequences(facts: TextFacts) -> Remedy | None:
@@ -103,9 +103,9 @@ def fewer_sequences(facts: TextFacts) -> Remedy | None:
         return None
     usual = 64 if door is Door.VLLM else 32
     name = advice.FEWER_SEQUENCES.flag(door).split()[0]
-    told = facts.rows(name.strip("-").replace("-", "[-_]"))
-    do = advice.FEWER_SEQUENCES.flag(door, sequences=max(1, told // 2) if told else usual)
-    return remedy(advice.FEWER_SEQUENCES, do)
+    found = facts.rows(name.strip("-").replace("-", "[-_]"))
+    sequences = max(1, found // 2) if found else usual
+    return remedy(advice.FEWER_SEQUENCES, door, sequences=sequences)
 
 
 def spread_weights(facts: TextFacts) -> Remedy | None:
@@ -135,9 +135,9 @@ def _has_no_cache(facts: TextFacts) -> bool:
 
 def _share(facts: TextFacts) -> tuple[float, str]:
     """Return the share in force, and a clause if it is only the program's default."""
-    told = facts.says(_WANTED) or facts.says(_SETTING)
-    if told:
-        return float(told["share"]), ""
+    found = facts.says(_WANTED) or facts.says(_SETTING)
+    if found:
+        return float(found["share"]), ""
     usual = _program(facts).usual_share
     return usual, f"; {usual:g} is the default"
 
@@ -148,16 +148,16 @@ def _program(facts: TextFacts) -> _Program:
 
 def _spelled(facts: TextFacts, share: float) -> str:
     """Write the setting as the text does, if it is a flag, an argument or an override there."""
-    told = facts.says(_SETTING)
-    if told and (told["name"].startswith("-") or told["sep"].strip() == "="):
-        return f"{told['name']}{told['sep']}{share:g}"
+    found = facts.says(_SETTING)
+    if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
+        return f"{found['name']}{found['sep']}{share:g}"
     return advice.SMALLER_ENGINE_SHARE.flag(_program(facts).door, share=f"{share:g}")
 
 
 def _total(facts: TextFacts) -> int | None:
-    told = facts.says(_TOTAL)
+    found = facts.says(_TOTAL)
     cards = facts.cards[facts.oom.device or 0 :]
-    return facts.total or (int(float(told[1]) * GIB) if told else cards[0][1] if cards else None)
+    return facts.total or (int(float(found[1]) * GIB) if found else cards[0][1] if cards else None)
 
 
 def _missing(facts: TextFacts) -> int:

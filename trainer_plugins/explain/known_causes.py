@@ -1,0 +1,88 @@
+"""What causes of a text, a record and a snapshot have in common: their words, and two rules."""
+
+from collections.abc import Mapping
+
+from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.printable import printable
+from trainer_plugins.units import GIB
+
+IMPOSSIBLE_BYTES = 1 << 40
+"""No card is this large; one request above it means a wrong shape or index."""
+
+FRAGMENTED_FRACTION = 0.04
+"""Of the card: less than this, unused, would help no request."""
+
+SUMMARIES: Mapping[str, str] = {
+    "adapter-delta": "LoRA makes a delta as large as the weights that it adapts",
+    "api-misuse": "one tensor alone is larger than the card",
+    "capacity": "the run needs more than the card has",
+    "contradictory": "memory was refused although it was free",
+    "data-parallel": "one process drives all cards (DataParallel), and the first holds the most",
+    "ddp-gpu0": "several ranks hold memory on the same card",
+    "engine-share": "the inference engine's share of the card leaves too little",
+    "eval-batch": "a batch of the evaluation does not fit next to what training keeps",
+    "eval-logits": "the evaluation keeps the outputs of all its batches on the card",
+    "eval-metrics": "your compute_metrics does not fit next to what training keeps",
+    "foreign": "another process holds part of the card",
+    "fragmentation": "there was enough memory, but in pieces",
+    "generate-cache": "generation does not fit: its batch, its prompts or its cache",
+    "host-alloc": "main memory (not the card's) was refused",
+    "host-commit": "Windows' commit limit is reached: main memory and the paging file together",
+    "host-kill": "the process was killed because main memory ran out",
+    "host-limit": "the job or container exceeded its limit of main memory",
+    "image-size": "pictures make too many patches in the vision tower",
+    "impossible-size": "no card is this large: a shape or an index is wrong",
+    "leftover": "an earlier run in this process may still hold its memory",
+    "load-too-large": "the weights alone do not fit on the card",
+    "logits-loss": "the logits and their loss do not fit",
+    "long-sample": "earlier steps fitted, so this batch is larger, or memory has grown",
+    "mps-other": "much of the Mac's limit is held outside torch's live tensors",
+    "nccl": "NCCL got no memory for its buffers: torch left it no room",
+    "optimizer-state": "the optimizer's states, or the temporaries of its step, do not fit",
+    "pinned": "page-locked (pinned) main memory ran out, not the card's",
+    "quadratic-attention": "attention makes a table of length x length scores",
+    "resume-load": "a checkpoint is loaded onto the card in addition to what is there",
+    "save-gather": "saving copies or gathers the state on the card",
+    "shm": "shared memory (/dev/shm) is full",
+    "zero3-gather": "the parameters that are gathered from the ranks do not fit",
+}
+
+
+def cause(
+    code: str,
+    *evidence: str,
+    summary: str = "",
+    doubt: str = "",
+    is_sure: object = False,
+    grade: Certainty | None = None,
+) -> Cause:
+    """Make a cause whose words are harmless.
+
+    Args:
+        code: its stable name.
+        evidence: what shows it; an empty text is left out.
+        summary: what is wrong; empty for what `SUMMARIES` says.
+        doubt: what is open; empty if nothing is.
+        is_sure: whether this case leaves no such doubt.
+        grade: how sure it is; None for likely with a doubt, else certain.
+    """
+    if is_sure:
+        doubt = ""
+    return Cause(
+        code=code,
+        grade=grade or ("likely" if doubt else "certain"),
+        summary=printable(summary or SUMMARIES[code]),
+        evidence=tuple(printable(each) for each in evidence if each),
+        doubt=doubt,
+    )
+
+
+def is_refused_though_free(asked: int, free: int, slack: float) -> bool:
+    """Return whether the driver refused a request for which the card had room."""
+    return free > asked + slack + GIB // 4
+
+
+def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
+    """Return whether what the allocator held unused was enough, but in pieces."""
+    is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
+    return 0 < asked <= unused + free and is_worth_it
