@@ -191,8 +191,7 @@ class Generated:
         )
 
 
-Outputs = dict[str, Any]
-"""A model's outputs by name: a `ModelOutput`, or a dictionary."""
+Outputs = dict[str, Any]  # a model's outputs by name: a `ModelOutput`, or a dictionary
 
 Result = torch.Tensor | tuple[torch.Tensor, Outputs]
 """What `compute_loss` returns: the loss, or the loss and the outputs."""

@@ -64,8 +64,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         """Whether a step is being computed: what others compute between steps is left alone."""
         self.roll_call = RollCall("survive_oom")
         """Signed when training begins, and answered at its first micro-batch."""
-        self._remarks: list[Remark] = []
-        """What micro-batches survived, until it is in the timeline."""
+        self._remarks: list[Remark] = []  # what micro-batches survived, until it is in the timeline
 
     def at_rest(self) -> None:
         super().at_rest()

@@ -34,15 +34,9 @@ class Piece:
     """Holds some examples of a micro-batch, or all."""
 
     inputs: Inputs
-    num: int
-    """How many examples it has; 1 if they cannot be distinguished."""
-
-    factor: float = 1.0
-    """What its loss is multiplied by in the loss of the micro-batch."""
-
-    share: float = 1.0
-    """How much of the micro-batch it is, for the metrics."""
-
+    num: int  # how many examples it has; 1 if they cannot be distinguished
+    factor: float = 1.0  # what its loss is multiplied by in the loss of the micro-batch
+    share: float = 1.0  # how much of the micro-batch it is, for the metrics
     final: set[nn.Parameter] = field(default_factory=set)
     """The parameters that have received these examples' gradient."""
 
@@ -159,12 +153,7 @@ class MicroBatch:
 
     whole: Piece
     num_items: NumItems
-    scale: float
-    """What the Trainer multiplies the loss by between the two."""
-
+    scale: float  # what the Trainer multiplies the loss by between the two
     start: Start
-    handed: Handed | None = None
-    """The loss as the caller got it."""
-
-    is_finished: bool = False
-    """Whether its backward has been done, in pieces."""
+    handed: Handed | None = None  # the loss as the caller got it
+    is_finished: bool = False  # whether its backward has been done, in pieces

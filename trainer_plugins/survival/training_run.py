@@ -39,9 +39,7 @@ class Attached:
 
     trainer: HfTrainer
     family: Family
-    kind: type[Ranks]
-    """How its ranks share a micro-batch."""
-
+    kind: type[Ranks]  # how its ranks share a micro-batch
     min_micro_batch: int
     ladder: tuple[str, ...]
     plan_first: bool

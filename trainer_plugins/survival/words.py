@@ -19,27 +19,18 @@ SMALLER_MICRO_BATCH = advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)
 class Story:
     """Holds what happened to one micro-batch."""
 
-    unit: str
-    """What it consists of, in the plural: "rows"."""
-
+    unit: str  # what it consists of, in the plural: "rows"
     has_tokens: bool
     failures: list[DidNotFit] = field(default_factory=list)
-    tried: str = ""
-    """What did not fit first, as in "8 rows (4096 tokens with padding)"."""
-
-    phase: str = ""
-    """The pass in which that did not fit: "forward" or "backward"."""
-
+    tried: str = ""  # what did not fit first, as in "8 rows (4096 tokens with padding)"
+    phase: str = ""  # the pass in which that did not fit: "forward" or "backward"
     pieces: list[int] = field(default_factory=list)
     """Sizes of the pieces that were computed, in order."""
 
     switched_on: list[str] = field(default_factory=list)
 
-    measured: str = ""
-    """The measurement that pieces add up, if it was made for this micro-batch."""
-
-    loss: str = ""
-    """The kind of a loss that the user vouched for, as measured: "a mean over rows"."""
+    measured: str = ""  # the measurement that pieces add up, if it was made for this micro-batch
+    loss: str = ""  # the kind of a loss that the user vouched for, as measured: "a mean over rows"
 
     def count(self, num: int) -> str:
         return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"

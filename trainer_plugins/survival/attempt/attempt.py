@@ -23,8 +23,7 @@ from trainer_plugins.units import size
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, graphs_held, tensors_held
 
 T = TypeVar("T")
-Release = Callable[[], object] | None
-"""Frees what the frames above an attempt hold."""
+Release = Callable[[], object] | None  # frees what the frames above an attempt hold
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +37,9 @@ class DidNotFit:
     words: str
     is_certain: bool
     """Whether it names memory: on a full card cuBLAS, for one, reports something else."""
-    where: str
-    """The last frames of the traceback, as text."""
+    where: str  # the last frames of the traceback, as text
     seconds: float
-    is_here: bool = True
-    """Whether it was on this rank."""
+    is_here: bool = True  # whether it was on this rank
 
     @property
     def first_line(self) -> str:

@@ -18,8 +18,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.attempt.users_code import is_known, is_of_project
 
-_MOST_ITEMS = 1000
-"""Longer collections hold rows, and no generators."""
+_MOST_ITEMS = 1000  # longer collections hold rows, and no generators
 
 _MOST_OBJECTS = 20_000
 

@@ -13,12 +13,10 @@ from torch import nn
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.users_code import is_users_function, is_users_object
 
-_SMALL = 1 << 16
-"""Most numbers of a tensor that is copied. Larger ones are tables and masks."""
+_SMALL = 1 << 16  # most numbers of a tensor that is copied. Larger ones are tables and masks.
 
 _MOST_ITEMS = 1024
-_DEPTH = 4
-"""How large and how deeply nested a list or a dictionary is that is looked into."""
+_DEPTH = 4  # how large and how deeply nested a list or a dictionary is that is looked into
 
 _ABSENT = object()
 _OPAQUE = object()
@@ -36,17 +34,14 @@ _METRICS = ("_metrics", "_stored_metrics")
 The second is that of trl < 1.0.
 """
 
-Owners = Mapping[str, object]
-"""Modules, and objects that they keep, by their path in the model."""
+Owners = Mapping[str, object]  # modules, and objects that they keep, by their path in the model
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
     """Holds what a pass has changed in one place."""
 
-    words: str
-    """The place, as in "`model.norm.steps`, a buffer of WarmsUp,"."""
-
+    words: str  # the place, as in "`model.norm.steps`, a buffer of WarmsUp,"
     value: object
     is_learned: bool
     """Whether it is a parameter or a buffer of real numbers: statistics of rows, as a rule."""

@@ -63,8 +63,7 @@ class _Asked:
     inputs: Inputs
     kind: Kind
     num_fit: int
-    known: list[Weight]
-    """The weights that have fitted so far."""
+    known: list[Weight]  # the weights that have fitted so far
 
 
 class Certificate:
@@ -89,13 +88,11 @@ class Certificate:
         self._weights: dict[str, list[Weight]] = {}
         """The weights that have fitted every sample so far, by the name of the layout."""
         self._kinds: set[Kind] = set()
-        self._refused: dict[Kind, str] = {}
-        """Why batches of a kind do not add up, as measured."""
+        self._refused: dict[Kind, str] = {}  # why batches of a kind do not add up, as measured
         self._computed = self._next = 0.0
         self.why_broken = ""
         """Why nothing is divided any more: a measurement failed after something was divided."""
-        self.known = ""
-        """What the last measurement was made on, and what it found."""
+        self.known = ""  # what the last measurement was made on, and what it found
         self.divided_since: int | None = None
         """The first step that was divided: a later measurement sees other rows than it had."""
         self.overwritten: set[str] = set()

@@ -9,16 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_plugins.survival.exact.shares import Inputs, Weight, labels_of
 
 _WEIGHTED = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
-_MEAN = 1
-"""Number of the reduction "mean" (torch/nn/_reduction.py)."""
+_MEAN = 1  # number of the reduction "mean" (torch/nn/_reduction.py)
 
 
 class _Mean(NamedTuple):
     """Holds what a weighted mean was taken by."""
 
     of_classes: torch.Tensor
-    ignored: int
-    """The label that does not count."""
+    ignored: int  # the label that does not count
 
 
 class ClassWeights:

@@ -30,18 +30,15 @@ _LEAST_FRACTION = 1e-2
 _OF_ROUNDING = 3.0
 """An error this many times that of other rounding is rounding: right weights were up to 2.1."""
 
-_NOT_A_NUMBER = 1e9
-"""Error of a part whose gradient or loss is not finite."""
+_NOT_A_NUMBER = 1e9  # error of a part whose gradient or loss is not finite
 
 _SMALLEST_LOSS = 1e-2
 """A smaller loss may be nothing but rounding: terms cancel, as GRPO's do. The gradient decides."""
 
-_FORWARD = 1 / 3
-"""Cost of a forward pass, as a part of a forward and backward pass."""
+_FORWARD = 1 / 3  # cost of a forward pass, as a part of a forward and backward pass
 
 Loss = Callable[[Inputs], torch.Tensor]
-_Measured = list[torch.Tensor]
-"""One tensor a parameter or a reduction, or the loss alone."""
+_Measured = list[torch.Tensor]  # one tensor a parameter or a reduction, or the loss alone
 
 
 class NotAdditiveError(IndivisibleError):
@@ -53,17 +50,12 @@ class Passes:
     """Computes passes that can be compared: each begins from the same state."""
 
     loss: Loss
-    scale: float
-    """What training multiplies the loss by before its backward pass."""
-
-    parameters: list[nn.Parameter]
-    """The parameters whose gradient is measured."""
-
+    scale: float  # what training multiplies the loss by before its backward pass
+    parameters: list[nn.Parameter]  # the parameters whose gradient is measured
     watch: Watch
     state: State
     drawers: Drawers
-    put_back: Callable[[], object]
-    """Restores random numbers and metrics."""
+    put_back: Callable[[], object]  # restores random numbers and metrics
 
     def begin(self, *, goes_on: bool = False) -> None:
         """Begin a pass: with the state that the one before has left, if it `goes_on`."""
@@ -81,8 +73,7 @@ class Measurement:
     errors: dict[Weight, float]
     """How far the parts are from the whole by each weight, on the rank where they are farthest."""
     tolerance: float
-    how: str
-    """How it was measured: "in training mode"."""
+    how: str  # how it was measured: "in training mode"
     is_gradient: bool
 
     @property
@@ -100,13 +91,10 @@ class Comparison:
         self, ranks: Ranks, weights: tuple[Weight, ...], passes: Passes, lent: Sample
     ) -> None:
         self._ranks, self._passes, self._lent = ranks, passes, lent
-        self.weights = weights
-        """The weights that are compared."""
+        self.weights = weights  # the weights that are compared
         self.why_inconclusive = "it takes two examples to measure that they add up"
-        self.cost = 0.0
-        """Cells that were computed forward and backward."""
-        self.why_moved = ""
-        """Why what passes have moved forbids a division; empty if nothing does."""
+        self.cost = 0.0  # cells that were computed forward and backward
+        self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
         self.overwritten: set[str] = set()
         """Places that a pass overwrites completely (`_look_at_state`)."""
         self._is_gradient = True

@@ -21,8 +21,7 @@ _GOLDEN = 0.6180339887498949
 Its multiples are spread evenly over [0, 1), so half of the signs of `rounded_differently` are up.
 """
 
-_Named = dict[str, Any]
-"""The arguments of an operation, by name."""
+_Named = dict[str, Any]  # the arguments of an operation, by name
 
 
 @contextmanager

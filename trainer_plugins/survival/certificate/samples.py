@@ -9,11 +9,9 @@ import torch
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IGNORED, Inputs, Weight
 
-SHORT = (4, 3, 2)
-"""How many examples short samples have, in the order of trying."""
+SHORT = (4, 3, 2)  # how many examples short samples have, in the order of trying
 
-_MOST_CLASSES = 64
-"""Most labels of a micro-batch that are taken for classes, and not for tokens."""
+_MOST_CLASSES = 64  # most labels of a micro-batch that are taken for classes, and not for tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +21,7 @@ class Sample:
     whole: Inputs
     parts: tuple[Inputs, Inputs]
     nums: tuple[int, int]
-    words: str
-    """Description of the sample, as in "4 of its rows (2 + 2)"."""
+    words: str  # description of the sample, as in "4 of its rows (2 + 2)"
 
     @property
     def num(self) -> int:

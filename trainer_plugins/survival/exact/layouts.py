@@ -30,8 +30,7 @@ class Rows:
     One sequence that is longer than `boundary` changes the model for all others (`rope_boundary`).
     """
 
-    name, unit = "rows", "rows"
-    """The name of the layout, and what is counted, in the plural."""
+    name, unit = "rows", "rows"  # the name of the layout, and what is counted, in the plural
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
@@ -230,8 +229,7 @@ class Packed:
         return taken
 
 
-Layout = Rows | Packed
-"""A way in which examples lie in a micro-batch."""
+Layout = Rows | Packed  # a way in which examples lie in a micro-batch
 
 
 def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:

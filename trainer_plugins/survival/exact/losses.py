@@ -23,18 +23,12 @@ from trainer_plugins.wrapped import base_model
 class Family:
     """Holds what losses of one kind have in common."""
 
-    layouts: tuple[Layout, ...]
-    """How examples may lie, asked in order."""
-
+    layouts: tuple[Layout, ...]  # how examples may lie, asked in order
     weights: tuple[shares.Weight, ...]
     """The weights that come into question; a measurement decides between them."""
 
-    share: shares.Weight
-    """The weight for averages over pieces of the metrics that a trainer logs."""
-
-    is_vouched: bool = False
-    """Whether the user says that the loss is one of these kinds."""
-
+    share: shares.Weight  # the weight for averages over pieces of the metrics that a trainer logs
+    is_vouched: bool = False  # whether the user says that the loss is one of these kinds
     delegated_to: type | None = None
     """The class whose `compute_loss` the user's has to call, and no more, in each pass."""
 

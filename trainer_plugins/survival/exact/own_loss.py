@@ -115,9 +115,7 @@ def whose_loss(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | N
 class _Call(NamedTuple):
     """Notes one call of the library's `compute_loss`."""
 
-    is_same: bool
-    """Whether it got the same model, rows and number of items."""
-
+    is_same: bool  # whether it got the same model, rows and number of items
     loss: Any
     num_changes: int
 

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-Inputs = Mapping[str, Any]
-"""A micro-batch as a data collator makes it: mostly tensors."""
+Inputs = Mapping[str, Any]  # a micro-batch as a data collator makes it: mostly tensors
 
-Batch = dict[str, Any]
-"""Some examples of a micro-batch, which may be changed."""
+Batch = dict[str, Any]  # some examples of a micro-batch, which may be changed
 
 NumItems = torch.Tensor | int | None
 """How many labels the window has, if the Trainer has counted them."""
@@ -26,11 +24,9 @@ NumItems = torch.Tensor | int | None
 ANSWERS = ("start_positions", "end_positions")
 """Names of the labels of question answering: a column each; beyond the last one none counts."""
 
-IGNORED = -100
-"""The label that no loss of transformers counts."""
+IGNORED = -100  # the label that no loss of transformers counts
 
-PROBE_TOKENS = 16
-"""Tokens of each example that a probe keeps: enough to show how a loss adds up."""
+PROBE_TOKENS = 16  # tokens of each example that a probe keeps: enough to show how a loss adds up
 
 TEXT = (
     "input_ids",
@@ -42,12 +38,10 @@ TEXT = (
 )
 """Endings of the names of what has a column a token."""
 
-_FEW = 3
-"""Fewest tokens of a probe's row that is labelled in part."""
+_FEW = 3  # fewest tokens of a probe's row that is labelled in part
 
 _Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-_Texts = dict[str, torch.Tensor]
-"""Integers of two dimensions, by a name that ends as one of `TEXT`."""
+_Texts = dict[str, torch.Tensor]  # integers of two dimensions, by a name that ends as one of `TEXT`
 
 
 class IndivisibleError(ValueError):
@@ -58,14 +52,11 @@ class IndivisibleError(ValueError):
 class Weight:
     """Says how much of the whole a piece is."""
 
-    name: str
-    """What the loss is, as in "a mean over tokens"."""
-
+    name: str  # what the loss is, as in "a mean over tokens"
     measure: Callable[[Inputs, int], float] | None
     """Measures inputs that hold this number of examples; None if every piece counts in full."""
 
-    is_finite: bool = False
-    """Whether the loss of inputs whose measure is 0 is 0, and not 0 / 0."""
+    is_finite: bool = False  # whether the loss of inputs whose measure is 0 is 0, and not 0 / 0
 
     def share(self, piece: float, whole: float) -> float:
         """Return the factor for the loss of a piece, from the measures of piece and whole."""
@@ -150,8 +141,7 @@ TOKENS = Weight("a mean over tokens", _tokens)
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
-WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)
-"""The weights that need no `labels`."""
+WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
 
 
 def cut_short(texts: _Texts, num: int) -> _Texts:

@@ -14,17 +14,14 @@ from trainer_plugins.wrapped import base_model
 logger = logging.getLogger(__name__)
 
 CHECKPOINTING, OFFLOAD = "checkpointing", "offload"
-RUNGS = (CHECKPOINTING, OFFLOAD)
-"""What is switched on unless the user says otherwise."""
+RUNGS = (CHECKPOINTING, OFFLOAD)  # what is switched on unless the user says otherwise
 
 STREAM = "stream"
 """The rung that has to be asked for by name: with it each micro-batch copies the frozen base."""
 
-RESIDENT_LAYERS = 2
-"""How many layers of a streamed base stay on the card."""
+RESIDENT_LAYERS = 2  # how many layers of a streamed base stay on the card
 
-_OFFLOAD = "_activations_on_the_host"
-"""The attribute of a model that keeps its `Offload`."""
+_OFFLOAD = "_activations_on_the_host"  # the attribute of a model that keeps its `Offload`
 
 
 def is_checkpointing(model: nn.Module) -> bool:

@@ -8,14 +8,12 @@ import torch
 
 from trainer_plugins.survival.exact.shares import Inputs
 
-SLACK = 0.05
-"""Part of the card that a rehearsed limit leaves free, because fragmentation varies."""
+SLACK = 0.05  # part of the card that a rehearsed limit leaves free, because fragmentation varies
 
 PATIENCE_STEPS = 50
 """Steps without a failure before more is tried; it doubles each time that more did not fit."""
 
-_WORTH = 1.1
-"""Least growth of a limit that is worth a failed attempt."""
+_WORTH = 1.1  # least growth of a limit that is worth a failed attempt
 
 _NUM_THRASHING = 2
 """Steps in a row in which the allocator emptied its cache and tried again.
@@ -119,8 +117,7 @@ def predicted_peak(peaks: list[tuple[int, int]], size: int) -> float:
 class Pace:
     """Decides between steps whether the limit may grow, as after halving, or has to shrink."""
 
-    fits: float = 0.0
-    """The limit before it grew; 0 if it never did."""
+    fits: float = 0.0  # the limit before it grew; 0 if it never did
     too_much: float = math.inf
     """The least that did not fit.
 
@@ -132,12 +129,10 @@ class Pace:
     num_clean: int = 0
     has_failed: bool = False
     is_divided: bool = False
-    largest: int = 0
-    """The most that was computed at once in this step."""
+    largest: int = 0  # the most that was computed at once in this step
     num_retries: int = 0
     num_thrashing: int = 0
-    ceiling: float = math.inf
-    """The limit that a rehearsal found: more is never tried."""
+    ceiling: float = math.inf  # the limit that a rehearsal found: more is never tried
 
     def failed(self, num_cells: int, lowered: float) -> float:
         """Note what did not fit; return the limit that fitted before, or else `lowered`."""

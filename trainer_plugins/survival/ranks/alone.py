@@ -22,14 +22,9 @@ T = TypeVar("T")
 class HowToRecover(Enum):
     """Says how a micro-batch that does not fit is finished; `training/` has a class for each."""
 
-    ALONE = auto()
-    """This rank divides it after a failure, and no other rank has to."""
-
-    PLANNED = auto()
-    """All ranks divide it before it is computed, into equally many pieces."""
-
-    AGAIN = auto()
-    """All ranks compute all micro-batches of the step again, in equally many pieces."""
+    ALONE = auto()  # this rank divides it after a failure, and no other rank has to
+    PLANNED = auto()  # all ranks divide it before it is computed, into equally many pieces
+    AGAIN = auto()  # all ranks compute all micro-batches of the step again, in equally many pieces
 
 
 class Ranks:

@@ -40,10 +40,8 @@ class _Progress(IntEnum):
     """Counts how far an attempt came in `DistributedDataParallel.forward`."""
 
     OUTSIDE = 0
-    PREPARING = 1
-    """DDP exchanges buffers, and once in a run builds its buckets."""
-    INSIDE = 2
-    """The model computes."""
+    PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
+    INSIDE = 2  # the model computes
     ARMED = 3
     """It has computed; the reducer waits for gradients if this micro-batch is synchronised."""
 
@@ -58,10 +56,8 @@ class DDP(Ranks):
         super().__init__(trainer, model)
         self._progress = _Progress.OUTSIDE
         self._is_synced = self._is_armed = False
-        self._sent: set[nn.Parameter] = set()
-        """The parameters whose hooks the reducer has seen."""
-        self._used: set[nn.Parameter] = set()
-        """The parameters that got a gradient from a piece."""
+        self._sent: set[nn.Parameter] = set()  # the parameters whose hooks the reducer has seen
+        self._used: set[nn.Parameter] = set()  # the parameters that got a gradient from a piece
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:

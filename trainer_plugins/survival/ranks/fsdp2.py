@@ -35,8 +35,7 @@ from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
-_TRIES = 3
-"""A tiny pass needs almost no memory: if it fails this often, it never fits."""
+_TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it never fits
 
 _NEEDED = (
     "reset_iter_state",
@@ -103,8 +102,7 @@ class FSDP2(Together):
     """Handles ranks that hold a part of each weight."""
 
     recovery = HowToRecover.AGAIN
-    model: Any
-    """An `FSDPModule`; torch before 2.13 lacks methods of it that are called here."""
+    model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule  # not in a torch without torch.distributed

@@ -50,11 +50,9 @@ _ENGINE = (
 _STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
 """Attributes that are used of the optimizers of ZeRO-1 and ZeRO-2."""
 
-_BRAKE = "trainer_plugins/brake"
-"""The key of the store."""
+_BRAKE = "trainer_plugins/brake"  # the key of the store
 _THREAD = "trainer_plugins-brake"
-_GRACE_SECONDS = 5.0
-"""Time that a rank has to end with an exception after one of them stops."""
+_GRACE_SECONDS = 5.0  # time that a rank has to end with an exception after one of them stops
 
 _ZERO_PLUS_PLUS = (
     "zero_quantized_weights",

@@ -32,8 +32,7 @@ from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 60.0
-"""How late a rank may be when training begins."""
+_WAIT_SECONDS = 60.0  # how late a rank may be when training begins
 
 
 class RehearsalError(RuntimeError):

@@ -36,8 +36,7 @@ T = TypeVar("T")
 _DEFAULT_LENGTH = 20
 """The length that `generate` uses if no length is set (transformers, GenerationConfig)."""
 
-_NUM_SEEN = 64
-"""How many rows are read of a data set of `datasets` that can only be iterated."""
+_NUM_SEEN = 64  # how many rows are read of a data set of `datasets` that can only be iterated
 
 
 class LeftOut(Exception):  # noqa: N818 - it is no error
@@ -54,8 +53,7 @@ class Moments:
     def __init__(self, trainer: HfTrainer, ranks: Ranks, kept: Kept, card: Card) -> None:
         self._trainer, self._ranks, self._kept, self.card = trainer, ranks, kept, card
         self._device = trainer.args.device
-        self.what = ""
-        """What the moment computes, in words."""
+        self.what = ""  # what the moment computes, in words
 
     def of_run(self, saves: bool) -> Iterator[tuple[RunMoment, Callable[[], str]]]:
         """Give the moments that this run has; each returns what did not fit, empty if all did."""
@@ -163,7 +161,7 @@ class Moments:
         dataset: Any = getattr(loader, "dataset", None)
         try:
             if not hasattr(dataset, "__len__") and hasattr(dataset, "take"):
-                dataset, seen = list(dataset.take(_NUM_SEEN)), f"of the first {_NUM_SEEN}"
+                dataset, seen = list(dataset.take(_NUM_SEEN)), f"of the first {_NUM_SEEN} that come"
             collate = getattr(loader, "collate_fn", None)
             rows = LongestRows(dataset, collate, num, self._trainer.model)
             if rows:

@@ -46,18 +46,13 @@ class Rehearsed:
     """Tells how one moment went on this rank."""
 
     moment: RunMoment
-    what: str
-    """What was computed, as in "8 longest rows"."""
-
+    what: str  # what was computed, as in "8 longest rows"
     seconds: float
     peak_bytes: int | None
     """The most that was allocated; None if nothing counts it, or if the moment did not fit."""
 
-    failure: str = ""
-    """What failed, on this rank or on another one; empty if nothing did."""
-
-    has_run_out: bool = False
-    """Whether it failed because it does not fit."""
+    failure: str = ""  # what failed, on this rank or on another one; empty if nothing did
+    has_run_out: bool = False  # whether it failed because it does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +60,8 @@ class RehearsalReport:
     """Tells how the moments of a run went, and what was left out."""
 
     moments: tuple[Rehearsed, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
-    """What was not rehearsed, each with the reason."""
-
-    total_bytes: int | None = None
-    """The size of the card; None if nothing counts its memory."""
-
+    left_out: tuple[tuple[str, str], ...] = ()  # what was not rehearsed, each with the reason
+    total_bytes: int | None = None  # the size of the card; None if nothing counts its memory
     seconds: float = 0.0
     plan: MemoryPlan | None = None
 

@@ -32,10 +32,8 @@ class _Added(NamedTuple):
     """Notes a part that has added to gradients."""
 
     piece: Piece
-    snapshot: RestorePoint
-    """The moment before it."""
-    final: set[nn.Parameter]
-    """The parameters to which it has not added."""
+    snapshot: RestorePoint  # the moment before it
+    final: set[nn.Parameter]  # the parameters to which it has not added
 
 
 class Recovery:
@@ -45,8 +43,7 @@ class Recovery:
         self._run, self._attached, self._micro = run, run.attached, micro
         self._options, self._phase = options, ""
         self._layout: Layout | None = None
-        self._why_whole = ""
-        """Why the micro-batch cannot be divided."""
+        self._why_whole = ""  # why the micro-batch cannot be divided
         inputs = micro.whole.inputs
         try:
             self._layout = run.layout_of(inputs)
@@ -57,8 +54,7 @@ class Recovery:
         self._moved: dict[str, Moved] | None = None
         """What the first piece has moved of the model's state."""
         self._added: list[_Added] = []
-        self._tried: list[int] = []
-        """Numbers of examples of the failed attempts."""
+        self._tried: list[int] = []  # numbers of examples of the failed attempts
 
     @classmethod
     def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:

@@ -75,8 +75,7 @@ class _Rehearsal:
         self._num_tried, self._started = 0, perf_counter()
         self._inputs = _longest_batch(run)
         self._layout: Layout | None = None
-        self.num = 0
-        """How many examples it has; 0 if there is none, or it cannot be divided."""
+        self.num = 0  # how many examples it has; 0 if there is none, or it cannot be divided
         with suppress(IndivisibleError):
             self._layout = find_layout(run.attached.family.layouts, self._inputs)
             self.num = self._layout.count(self._inputs)
