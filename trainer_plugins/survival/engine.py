@@ -59,8 +59,7 @@ class Engine:
         self._accelerator: HfAccelerator | None = None
         self._judged: object = None
         """The state of the training that was judged last: each training has one of its own."""
-        self._run: TrainingRun | None = None
-        """The run; None before it begins, and if it cannot be helped."""
+        self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
         self._current: MicroBatch | None = None
         self._evaluation = Evaluation(attached)
 

@@ -44,32 +44,23 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = math.inf
-        """How many cells (`limit.py`) are computed at once; infinite until something fails."""
-        self.is_rehearsed = False
-        """Whether the limit was found on the longest rows; infinite: all of them fit at once."""
+        self.limit = math.inf  # cells (`limit.py`) computed at once; infinite until something fails
+        self.is_rehearsed = False  # whether the limit was found on the longest rows
         self.rungs: list[str] = []
         self.num_survived = 0
-        self.num_divided = 0
-        """How many micro-batches were computed in pieces, since training logged last."""
-        self.learned_on: list[int] = []
-        """For what the limit holds: the card's size in bytes, and whether the user checkpoints."""
+        self.num_divided = 0  # micro-batches computed in pieces, since training logged last
+        self.learned_on: list[int] = []  # the card's bytes, and whether the user checkpoints
         self._num_logged = 0
-        self._switched_on: list[str] = []
-        """Those of the rungs that were switched on by us, in this process."""
-        self.pace: Pace | None = None
-        """Changes a limit that this rank has found for itself; None for a limit of all ranks."""
+        self._switched_on: list[str] = []  # those of the rungs that we switched on in this process
+        self.pace: Pace | None = None  # changes a limit of this rank; None: it is one of all ranks
         self._card: Card | None = None
-        self.is_in_step = False
-        """Whether a step is being computed: what others compute between steps is left alone."""
-        self.roll_call = RollCall("survive_oom")
-        """Signed when training begins, and answered at its first micro-batch."""
+        self.is_in_step = False  # what is computed between steps is left alone
+        self.roll_call = RollCall("survive_oom")  # answered at the first micro-batch
         self._remarks: list[Remark] = []  # what micro-batches survived, until it is in the timeline
 
     def at_rest(self) -> None:
         super().at_rest()
-        self.listener: ReferenceType[RunListener] | None = None
-        """The engine; a copy of this callback has none."""
+        self.listener: ReferenceType[RunListener] | None = None  # the engine; a copy has none
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")

@@ -37,8 +37,7 @@ class Piece:
     num: int  # how many examples it has; 1 if they cannot be distinguished
     factor: float = 1.0  # what its loss is multiplied by in the loss of the micro-batch
     share: float = 1.0  # how much of the micro-batch it is, for the metrics
-    final: set[nn.Parameter] = field(default_factory=set)
-    """The parameters that have received these examples' gradient."""
+    final: set[nn.Parameter] = field(default_factory=set)  # have these examples' gradient
 
     @property
     def num_cells(self) -> int:
@@ -73,8 +72,7 @@ class Handed:
     def __init__(self, loss: torch.Tensor, scale: float) -> None:
         self._edge = get_gradient_edge(loss) if loss.grad_fn is not None else None
         self._scale, self._dtype = scale, loss.dtype
-        self._arrived: list[torch.Tensor] = []
-        """The gradients at the loss that came back and at the one handed out, on the device."""
+        self._arrived: list[torch.Tensor] = []  # at the loss that came back, and that handed out
 
     def added(self, loss: torch.Tensor) -> ChangedLoss | None:
         """Look for other terms in the loss that came back, in the graph that was added."""

@@ -44,9 +44,7 @@ class Attached:
     ladder: tuple[str, ...]
     plan_first: bool
     is_strict: bool
-    is_vouched: bool
-    """Whether the user vouches for a loss if it is not known whether it can be divided."""
-
+    is_vouched: bool  # whether the user vouches for a loss that is not known to add up
     compute_loss: Callable[..., Any]
     backward: HfBackward
     prediction_step: Callable[..., Any]
@@ -86,10 +84,8 @@ class TrainingRun:
         self.is_division_said = self.is_division_refused = False
         self.is_step_own = is_users_function(attached.trainer.training_step)
         """Whether `training_step` is the user's own."""
-        self.is_scale_seen = False
-        """Whether the factor of `training_step` was measured (`micro_batch.py`)."""
-        self.is_final = False
-        """Whether gradients that a failed pass has changed were found final (`finality.py`)."""
+        self.is_scale_seen = False  # whether the factor of `training_step` was measured
+        self.is_final = False  # whether changed gradients were found final (`finality.py`)
         self.what_moved: str | None = None
         """Why a pass forbids a division: it has moved something, or its loss was the user's own.
 

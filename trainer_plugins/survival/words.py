@@ -24,9 +24,7 @@ class Story:
     failures: list[DidNotFit] = field(default_factory=list)
     tried: str = ""  # what did not fit first, as in "8 rows (4096 tokens with padding)"
     phase: str = ""  # the pass in which that did not fit: "forward" or "backward"
-    pieces: list[int] = field(default_factory=list)
-    """Sizes of the pieces that were computed, in order."""
-
+    pieces: list[int] = field(default_factory=list)  # their sizes, in order
     switched_on: list[str] = field(default_factory=list)
 
     measured: str = ""  # the measurement that pieces add up, if it was made for this micro-batch

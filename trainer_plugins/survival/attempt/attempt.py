@@ -35,8 +35,7 @@ class DidNotFit:
     """Holds the words of an attempt's error, and no tensor."""
 
     words: str
-    is_certain: bool
-    """Whether it names memory: on a full card cuBLAS, for one, reports something else."""
+    is_certain: bool  # whether it names memory: on a full card cuBLAS reports something else
     where: str  # the last frames of the traceback, as text
     seconds: float
     is_here: bool = True  # whether it was on this rank

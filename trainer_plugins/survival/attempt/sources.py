@@ -28,8 +28,7 @@ class Sources:
 
     def __init__(self, *roots: object) -> None:
         self._restores: list[Callable[[], object]] = []
-        self.why_not = ""
-        """What cannot be restored, in words; empty if everything that was found can."""
+        self.why_not = ""  # what cannot be restored, in words; empty if everything can
         self._owners: dict[str, object] = {}
         self._seen: dict[int, object] = {}
         waiting = deque(roots)

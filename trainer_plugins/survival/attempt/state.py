@@ -19,8 +19,7 @@ _MOST_ITEMS = 1024
 _DEPTH = 4  # how large and how deeply nested a list or a dictionary is that is looked into
 
 _ABSENT = object()
-_OPAQUE = object()
-"""Stands for what is no state: modules, functions, outputs that still have their graph."""
+_OPAQUE = object()  # stands for what is no state: modules, functions, outputs with a graph
 
 _OF_LIBRARIES = frozenset(vars(nn.Module())) | {
     "ds_grads_remaining",
@@ -43,9 +42,7 @@ class Moved:
 
     words: str  # the place, as in "`model.norm.steps`, a buffer of WarmsUp,"
     value: object
-    is_learned: bool
-    """Whether it is a parameter or a buffer of real numbers: statistics of rows, as a rule."""
-
+    is_learned: bool  # whether it is a parameter or a buffer of real numbers: statistics of rows
     is_restorable: bool
 
 

@@ -48,8 +48,7 @@ from trainer_plugins.survival.ranks.alone import Ranks
 
 logger = logging.getLogger(__name__)
 
-_SPARING = 300
-"""How many times the cost of a check is computed in pieces before the next: it costs 0.3 %."""
+_SPARING = 300  # how many times its cost is computed in pieces before the next check
 
 Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
 """A kind of batch: the name of its layout, and of each tensor name, type, dimensions and gaps."""
@@ -83,20 +82,15 @@ class Certificate:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
         self._full_state = full_state
         self._class_weights: ClassWeights | None = None
-        self._classes: set[int] = set()
-        """The classes whose rows were measured next to others, if the user vouches for the loss."""
-        self._weights: dict[str, list[Weight]] = {}
-        """The weights that have fitted every sample so far, by the name of the layout."""
+        self._classes: set[int] = set()  # measured next to others, if the user vouches
+        self._weights: dict[str, list[Weight]] = {}  # those that fitted so far, by layout
         self._kinds: set[Kind] = set()
         self._refused: dict[Kind, str] = {}  # why batches of a kind do not add up, as measured
         self._computed = self._next = 0.0
-        self.why_broken = ""
-        """Why nothing is divided any more: a measurement failed after something was divided."""
+        self.why_broken = ""  # why nothing is divided any more: a later measurement failed
         self.known = ""  # what the last measurement was made on, and what it found
-        self.divided_since: int | None = None
-        """The first step that was divided: a later measurement sees other rows than it had."""
-        self.overwritten: set[str] = set()
-        """Places of the model's state that may differ after two pieces, as was measured."""
+        self.divided_since: int | None = None  # the first step that was divided
+        self.overwritten: set[str] = set()  # places that may differ after two pieces
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         """Return the weight that makes pieces of this kind add up, if it was measured."""

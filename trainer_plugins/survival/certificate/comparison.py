@@ -24,8 +24,7 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
-_LEAST_FRACTION = 1e-2
-"""Part of the largest gradient below which a parameter's gradient may be nothing but rounding."""
+_LEAST_FRACTION = 1e-2  # of the largest gradient: a smaller one may be only rounding
 
 _OF_ROUNDING = 3.0
 """An error this many times that of other rounding is rounding: right weights were up to 2.1."""
@@ -70,8 +69,7 @@ class Measurement:
     """Holds what a sample has shown."""
 
     sample: Sample
-    errors: dict[Weight, float]
-    """How far the parts are from the whole by each weight, on the rank where they are farthest."""
+    errors: dict[Weight, float]  # by each weight, on the rank where parts are farthest
     tolerance: float
     how: str  # how it was measured: "in training mode"
     is_gradient: bool
@@ -95,8 +93,7 @@ class Comparison:
         self.why_inconclusive = "it takes two examples to measure that they add up"
         self.cost = 0.0  # cells that were computed forward and backward
         self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
-        self.overwritten: set[str] = set()
-        """Places that a pass overwrites completely (`_look_at_state`)."""
+        self.overwritten: set[str] = set()  # places that a pass overwrites completely
         self._is_gradient = True
 
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:

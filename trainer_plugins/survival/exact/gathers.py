@@ -27,12 +27,9 @@ class Gathers:
 
     def __init__(self, trainer: HfTrainer) -> None:
         self._trainer = trainer
-        self._answers: list[torch.Tensor] = []
-        """Results of the exchanges of this micro-batch, in the order of the code."""
-        self._pieces: list[tuple[float, list[torch.Tensor]]] = []
-        """The share of each piece that is done, and what it brought."""
-        self._brought: list[torch.Tensor] | None = None
-        """Values that the current piece has brought; None if it exchanges."""
+        self._answers: list[torch.Tensor] = []  # of this micro-batch, in the order of the code
+        self._pieces: list[tuple[float, list[torch.Tensor]]] = []  # share and values of each
+        self._brought: list[torch.Tensor] | None = None  # by this piece; None: it exchanges
         self._share = 1.0
         self._merges: list[Merge] = []
         self._index = 0

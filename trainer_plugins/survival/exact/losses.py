@@ -24,13 +24,10 @@ class Family:
     """Holds what losses of one kind have in common."""
 
     layouts: tuple[Layout, ...]  # how examples may lie, asked in order
-    weights: tuple[shares.Weight, ...]
-    """The weights that come into question; a measurement decides between them."""
-
+    weights: tuple[shares.Weight, ...]  # those in question; a measurement decides between them
     share: shares.Weight  # the weight for averages over pieces of the metrics that a trainer logs
     is_vouched: bool = False  # whether the user says that the loss is one of these kinds
-    delegated_to: type | None = None
-    """The class whose `compute_loss` the user's has to call, and no more, in each pass."""
+    delegated_to: type | None = None  # whose `compute_loss` the user's must call, and no more
 
 
 VOUCH = " (vouch_for_loss=True says that it is a sum or a mean over examples; it is measured then)"
@@ -41,8 +38,7 @@ class NoFamily:
     """Says why a loss belongs to no family."""
 
     why: str
-    can_vouch: bool = False
-    """Whether it may be a sum over examples: if a user vouches for it, it is measured."""
+    can_vouch: bool = False  # whether it may be a sum: if a user vouches, it is measured
 
     @property
     def words(self) -> str:

@@ -22,8 +22,7 @@ EvoNorm's variant B takes the variance of the micro-batch.
 """
 
 _CAPACITIES = ("expert_capacity", "capacity_factor")
-_CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)
-"""Routers that count the tokens of each row by themselves."""
+_CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)  # counts tokens by row
 
 
 def coupled_modules(model: nn.Module) -> Iterator[str]:

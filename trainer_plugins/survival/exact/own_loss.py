@@ -129,8 +129,7 @@ class Delegation:
         self.__module__ = original.__module__
         self._parameters: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]
         self._parameters = WeakKeyDictionary()
-        self.why_not = ""
-        """Why the loss of the last call is the user's own; empty if it is the library's."""
+        self.why_not = ""  # why the last loss is the user's own; empty if it is the library's
 
     def __call__(self, model: nn.Module, inputs: Inputs, **options: Any) -> Any:
         given = {name: (value, _num_changes(value)) for name, value in inputs.items()}

@@ -18,8 +18,7 @@ Inputs = Mapping[str, Any]  # a micro-batch as a data collator makes it: mostly 
 
 Batch = dict[str, Any]  # some examples of a micro-batch, which may be changed
 
-NumItems = torch.Tensor | int | None
-"""How many labels the window has, if the Trainer has counted them."""
+NumItems = torch.Tensor | int | None  # the number of labels of the window, if counted
 
 ANSWERS = ("start_positions", "end_positions")
 """Names of the labels of question answering: a column each; beyond the last one none counts."""

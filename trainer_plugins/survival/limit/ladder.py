@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINTING, OFFLOAD = "checkpointing", "offload"
 RUNGS = (CHECKPOINTING, OFFLOAD)  # what is switched on unless the user says otherwise
 
-STREAM = "stream"
-"""The rung that has to be asked for by name: with it each micro-batch copies the frozen base."""
+STREAM = "stream"  # asked for by name: with it each micro-batch copies the frozen base
 
 RESIDENT_LAYERS = 2  # how many layers of a streamed base stay on the card
 

@@ -10,8 +10,7 @@ from trainer_plugins.survival.exact.shares import Inputs
 
 SLACK = 0.05  # part of the card that a rehearsed limit leaves free, because fragmentation varies
 
-PATIENCE_STEPS = 50
-"""Steps without a failure before more is tried; it doubles each time that more did not fit."""
+PATIENCE_STEPS = 50  # without a failure before more is tried; doubled when that fails
 
 _WORTH = 1.1  # least growth of a limit that is worth a failed attempt
 
@@ -21,8 +20,7 @@ _NUM_THRASHING = 2
 Composer counts them the same way (its trainer.py).
 """
 
-_TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")
-"""Endings of the names of tensors that hold tokens."""
+_TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # endings of names
 
 
 def has_tokens(inputs: Inputs) -> bool:

@@ -37,17 +37,10 @@ class Ranks:
 
     recovery = HowToRecover.ALONE
 
-    forward_is_shared = False
-    """Whether other ranks take part in each forward pass, that of an evaluation too."""
-
-    measures_together = False
-    """Whether ranks measure and judge together how pieces add up; they measure gradients then."""
-
-    micros: list[MicroBatch]
-    """The micro-batches of this optimizer step, if ranks compute them again after a failure."""
-
-    options: Mapping[str, object] = {}
-    """Options that the Trainer passes to `accelerator.backward` besides the loss."""
+    forward_is_shared = False  # whether other ranks take part in each forward pass
+    measures_together = False  # whether ranks judge together; they measure gradients then
+    micros: list[MicroBatch]  # those of this step, if ranks compute them again after a failure
+    options: Mapping[str, object] = {}  # what the Trainer passes to `backward`
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         self.trainer, self.model, self.micros = trainer, model, []

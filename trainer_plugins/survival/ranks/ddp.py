@@ -42,8 +42,7 @@ class _Progress(IntEnum):
     OUTSIDE = 0
     PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
     INSIDE = 2  # the model computes
-    ARMED = 3
-    """It has computed; the reducer waits for gradients if this micro-batch is synchronised."""
+    ARMED = 3  # it has computed; the reducer waits for gradients if this one is synchronised
 
 
 class DDP(Ranks):

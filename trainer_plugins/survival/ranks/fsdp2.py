@@ -51,10 +51,8 @@ class Ledger:
     def __init__(self) -> None:
         self._sent: list[object] = []
         self._next = 0
-        self.fail_at: int | None = None
-        """How many collectives go out before one fails, to try what that leaves; None: all do."""
-        self.reduced: list[torch.Tensor] | None = None
-        """Collects what this rank brings to each reduction; None: it is not collected."""
+        self.fail_at: int | None = None  # collectives before one fails, for a trial
+        self.reduced: list[torch.Tensor] | None = None  # what this rank brings, if collected
 
     def clear(self) -> None:
         self._sent.clear()

@@ -12,8 +12,7 @@ from trainer_plugins.upkeep.roll_call import RollCall
 
 _NO_LIMIT = 1 << 60  # vote of a rank without a limit
 
-_WAIT_SECONDS, _WAIT_IF_MET_SECONDS = 10.0, 1.0
-"""How late a rank may be at its first micro-batch; less if the ranks have met before."""
+_WAIT_SECONDS, _WAIT_IF_MET_SECONDS = 10.0, 1.0  # less if they have met before
 
 
 class Together(Ranks):

@@ -16,8 +16,7 @@ from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
 from trainer_plugins.wrapped import local_tensor
 
-_ROOM = 0.8
-"""How much of the free main memory the copies may take: beyond it the kernel may end the run."""
+_ROOM = 0.8  # part of the free main memory for copies: beyond it the kernel may end the run
 
 SOURCES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
 """What of a Trainer the rows of a run and their outputs are drawn from."""

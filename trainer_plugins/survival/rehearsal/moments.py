@@ -28,13 +28,11 @@ from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.kept_outputs import kept_bytes
 
-FOLDER = ".trainer_plugins_rehearsal"
-"""The folder in `output_dir` to which a checkpoint is written, and which is removed again."""
+FOLDER = ".trainer_plugins_rehearsal"  # in `output_dir`, removed again
 
 T = TypeVar("T")
 
-_DEFAULT_LENGTH = 20
-"""The length that `generate` uses if no length is set (transformers, GenerationConfig)."""
+_DEFAULT_LENGTH = 20  # of `generate` (transformers, GenerationConfig)
 
 _NUM_SEEN = 64  # how many rows are read of a data set of `datasets` that can only be iterated
 

@@ -48,9 +48,7 @@ class Rehearsed:
     moment: RunMoment
     what: str  # what was computed, as in "8 longest rows"
     seconds: float
-    peak_bytes: int | None
-    """The most that was allocated; None if nothing counts it, or if the moment did not fit."""
-
+    peak_bytes: int | None  # None if nothing counts it, or if the moment did not fit
     failure: str = ""  # what failed, on this rank or on another one; empty if nothing did
     has_run_out: bool = False  # whether it failed because it does not fit
 

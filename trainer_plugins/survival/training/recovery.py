@@ -51,8 +51,7 @@ class Recovery:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(inputs) if self._layout else 1
         self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
-        self._moved: dict[str, Moved] | None = None
-        """What the first piece has moved of the model's state."""
+        self._moved: dict[str, Moved] | None = None  # what the first piece has moved
         self._added: list[_Added] = []
         self._tried: list[int] = []  # numbers of examples of the failed attempts
 
